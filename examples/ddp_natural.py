@@ -48,17 +48,19 @@ def train(job: str, store_name: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     batches = Batches(dist.get_rank())
     state, own = {"app": AppState(model, optimizer)}, {"batches": batches}
-    with memstore.connect(job, shard=0, shards=1, config=memstore.Config(store=store_name)) as store:
-        got = store.get(into=state, own_into=own)  # with another number of ranks the state alone: got.own is None
+    with memstore.connect(job, shard_rank=0, shard_count=1, config=memstore.Config(store=store_name)) as store:
+        got = store.get(
+            into=state, rank_state_into=own
+        )  # with another number of ranks the state alone: got.rank_state is None
         first = got.step + 1 if got else 0
-        print(f"rank {store.rank}: first step {first}, {got.reason if got else 'a new job'}", flush=True)
+        print(f"rank {store.rank}: first step {first}, {got.source_reason if got else 'a new job'}", flush=True)
         for step in range(first, steps):
             x = next(batches)
             loss = (model(x) - x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            ticket = store.put(step, state, own=own)
+            ticket = store.put(step, state, rank_state=own)
             if step == first:
                 print(f"rank {store.rank}: a put copies {ticket.nbytes:,} bytes", flush=True)
             print(f"rank {store.rank}: step {step} loss {float(loss.detach()):.9f} batch {batches.count}", flush=True)

@@ -29,7 +29,7 @@ class Worker:
         with memstore.connect(args["job"], rank=rank, world_size=world_size, attempt=launch, config=config) as store:
             got = store.get(into=state)  # None only on a job without history, or after fresh=True
             first = got.step + 1 if got else 0
-            print(f"rank {rank}: first step {first}, {got.reason if got else 'a new job'}")
+            print(f"rank {rank}: first step {first}, {got.source_reason if got else 'a new job'}")
             for step in range(first, args["steps"]):
                 torch.manual_seed(step * world_size + rank)  # the same data for the same step
                 gradient = weights - torch.randn(64, 64)

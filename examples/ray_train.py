@@ -19,13 +19,13 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import AppState, renumber
+from memstore.adapters.torch import AppState, reassign_ranks
 
 
 def train(args: dict) -> None:
     """What runs on every rank."""
     with memstore.connect(args["job"], config=memstore.Config(store=args["store"])) as store:
-        renumber(store)  # Train hands ranks out anew at every attempt: each goes where its bytes are
+        reassign_ranks(store)  # Train hands ranks out anew at every attempt: each goes where its bytes are
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         model = fully_shard(model.to(ray.train.torch.get_device()))
@@ -33,7 +33,9 @@ def train(args: dict) -> None:
         state = {"app": AppState(model, optimizer)}
         is_warned = False
         got = store.get(into=state)  # None only on a job without history, or after fresh=True
-        print(f"rank {store.rank}: first step {got.step + 1 if got else 0}, {got.reason if got else 'a new job'}")
+        print(
+            f"rank {store.rank}: first step {got.step + 1 if got else 0}, {got.source_reason if got else 'a new job'}"
+        )
         for step in range(got.step + 1 if got else 0, args["steps"]):
             torch.manual_seed(step * store.world_size + store.rank)  # the same data for the same step
             x = torch.randn(16, 64, device=ray.train.torch.get_device())

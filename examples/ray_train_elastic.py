@@ -47,7 +47,7 @@ def train(args: dict) -> None:
         return {"model": parameters, "optim": moments}
 
     with memstore.connect(args["job"], config=memstore.Config(store=args["store"])) as store:
-        step = store.agree()  # None only on a job without history, or after fresh=True
+        step = store.agree_on_step()  # None only on a job without history, or after fresh=True
         if step is not None:
             loaded = state()
             dcp.load(loaded, storage_reader=store.dcp_reader(step))

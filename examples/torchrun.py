@@ -29,7 +29,7 @@ def train(job: str, store_name: str, steps: int) -> None:
     with memstore.connect(job, config=memstore.Config(store=store_name)) as store:
         got = store.get(into=state)  # None only on a job without history, or after fresh=True
         first = got.step + 1 if got else 0
-        print(f"rank {store.rank}: first step {first}, {got.reason if got else 'a new job'}", flush=True)
+        print(f"rank {store.rank}: first step {first}, {got.source_reason if got else 'a new job'}", flush=True)
         for step in range(first, steps):
             torch.manual_seed(step * store.world_size + store.rank)  # the same data for the same step
             x = torch.randn(16, 64)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import AppState, renumber
+from memstore.adapters.torch import AppState, reassign_ranks
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Checkpointer:
 
     def load(self) -> bool:
         """Adopt the newest whole step, the same on all ranks; False on a job without history."""
-        step = self.store.agree()
+        step = self.store.agree_on_step()
         if step is not None:
             dcp.load(self.states, storage_reader=self.store.dcp_reader(step))
         return step is not None
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
     """What runs on every rank."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with memstore.connect(args.job, config=memstore.Config(store=args.store)) as store:
-        renumber(store)  # before the mesh: dist.get_rank() may be another one now
+        reassign_ranks(store)  # before the mesh: dist.get_rank() may be another one now
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(device)

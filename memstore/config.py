@@ -35,14 +35,14 @@ STORE_FIELDS = (
     "streams",
     "heartbeat_s",
     "suspect_after_s",
-    "repair_after_s",
+    "dead_after_s",
     "repair_bytes_per_s",
     "scrub_bytes_per_s",
     "replicate_bytes_per_s",
     "dscp",
-    "interleave_s",
+    "collective_hold_max_s",
     "recovery_grace_s",
-    "orphan_ttl_s",
+    "abandoned_arena_ttl_s",
     "tls_cert",
     "tls_key",
     "tls_ca",
@@ -66,14 +66,18 @@ class Config:
     streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
     heartbeat_s: float = 0.5  # time between two heartbeats of a holder
     suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
-    repair_after_s: float = 5.0  # silence after which a host is dead; its copies are rebuilt as long after that (R28)
+    dead_after_s: float = 5.0  # silence after which a host is dead; its copies are rebuilt as long after that (R28)
     repair_bytes_per_s: int = 2 * GIB  # most that one host sends to rebuild copies (R29)
     scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
     replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
-    interleave_s: float = 60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
+    collective_hold_max_s: float = (
+        60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
+    )
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
-    orphan_ttl_s: float = 86_400.0  # a job without holders for so long, and not asked for, is dropped; 0: never (R5)
+    abandoned_arena_ttl_s: float = (
+        86_400.0  # a job without holders for so long, and not asked for, is dropped; 0: never (R5)
+    )
     tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
     tls_key: str | None = None  # the certificate's key, PEM, mode 0600; all three TLS files are given, or none
     tls_ca: str | None = None  # authority that signs the store's certificates, PEM
@@ -82,7 +86,9 @@ class Config:
     replicas: int = 2  # copies of each shard, the owner's own included
     min_copies: int = 1  # copies without which no step is committed (R18)
     keep_steps: int = 1  # newest committed steps kept in RAM
-    put_every: str | int = "step"  # when due() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
+    put_every: str | int = (
+        "step"  # when should_put() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
+    )
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     overlap_check: str = "whole"  # "sampled" compares only 64 bytes a MiB, and what autograd counts (R11)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
@@ -135,10 +141,10 @@ class Config:
             raise ConfigError(f"overlap_check={self.overlap_check!r} is unknown: use whole or sampled",
                               field="overlap_check", value=self.overlap_check)  # fmt: skip
         _check_durable(self.durable, self.durable_compression, self.durable_key_file)
-        if not self.heartbeat_s < self.suspect_after_s < self.repair_after_s:
+        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
             raise ConfigError(
                 f"heartbeat_s={self.heartbeat_s} < suspect_after_s={self.suspect_after_s} < "
-                f"repair_after_s={self.repair_after_s} must hold",
+                f"dead_after_s={self.dead_after_s} must hold",
                 field="suspect_after_s",
             )
 
@@ -204,14 +210,14 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("streams", 1, 64),
     ("heartbeat_s", 0.01, 60),
     ("suspect_after_s", 0.05, 600),
-    ("repair_after_s", 0.1, 3600),
+    ("dead_after_s", 0.1, 3600),
     ("repair_bytes_per_s", 8 * MIB, 1 << 50),
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("replicate_bytes_per_s", 0, 1 << 50),
     ("dscp", 0, 63),
-    ("interleave_s", 0, 300),
+    ("collective_hold_max_s", 0, 300),
     ("recovery_grace_s", 0, 86_400),
-    ("orphan_ttl_s", 0, 1e9),
+    ("abandoned_arena_ttl_s", 0, 1e9),
     ("replicas", 1, 16),
     ("min_copies", 1, 16),
     ("keep_steps", 1, 1000),

@@ -99,7 +99,7 @@ def _rank(channel: Connection, config: Any, nbytes: int, is_prepared: bool) -> N
             if step in (0, PUTS - 1):
                 for host in (rig.NEAR, rig.FAR):
                     got = rig.read_at(host, config, step)
-                    is_same = got.verdict == "local" and gpt_tensors.is_same(got.state, state)
+                    is_same = got.source == "local" and gpt_tensors.is_same(got.state, state)
                     require(is_same, f"step {step} on {host}, pid {os.getpid()}")
     channel.send((prepare_s, times))
     channel.close()

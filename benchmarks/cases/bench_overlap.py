@@ -92,7 +92,7 @@ def _measure(options: Options, threads: int, all_threads: int) -> Record:
     twins = [torch.empty_like(tensor) for tensor in sources]
     stalls: dict[str, list[float]] = {"plain": [], "overlapped": []}
     with rig.store_on_two_hosts(options, replicas=1) as (_, store):
-        store.fence(training.optimizer)
+        store.wait_before_step(training.optimizer)
         steps = iter(range(1, 1 << 30))
 
         def copy(_: int) -> float:

@@ -78,7 +78,7 @@ def _replicate(cluster: Any, store: Any, state: Any, step: int, cpu_s: list[floa
     cpu_s.append(_cpu_s(pids) - used_s)
     ticket.wait("committed")
     got = rig.read_at(rig.FAR, cluster.config, step)
-    require(got.verdict == "local" and gpt_tensors.is_same(got.state, state), f"the peer's copy of step {step}")
+    require(got.source == "local" and gpt_tensors.is_same(got.state, state), f"the peer's copy of step {step}")
     return took_s
 
 

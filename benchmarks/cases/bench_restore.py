@@ -47,7 +47,7 @@ def run(options: Options) -> list[Record]:
             started_s = time.perf_counter()
             got = get()
             took_s = time.perf_counter() - started_s
-            require(got is not None and got.verdict == verdict and gpt_tensors.is_same(twin, state), f"get: {got}")
+            require(got is not None and got.source == verdict and gpt_tensors.is_same(twin, state), f"get: {got}")
             gpt_tensors.wipe(twin)
             return took_s
 

@@ -57,7 +57,7 @@ def run(options: Options) -> list[Record]:
             started_s = time.perf_counter()
             got = readers[name].get(step, rank=0, into=twin)
             took_s = time.perf_counter() - started_s
-            require(got.verdict == "peer" and gpt_tensors.is_same(twin, states[name]), f"{name} ({got.verdict})")
+            require(got.source == "peer" and gpt_tensors.is_same(twin, states[name]), f"{name} ({got.source})")
             gpt_tensors.wipe(twin)
             return took_s
 
@@ -76,5 +76,5 @@ def _cluster(stack: contextlib.ExitStack, net: NamespaceRig, options: Options, n
     return ProcessCluster(
         Path(folder), {OWNER: {"rack": "r1", **label}, OTHER: {"rack": "r2", **label}, FAR: {"rack": "r3"}},
         arena_bytes=8 * nbytes + 64 * MIB, chunk_bytes=min(options.chunk_bytes, nbytes // 16), rig=net,
-        heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0,
+        heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0,
     )  # fmt: skip

@@ -96,7 +96,7 @@ class Training:
         """The peer's copy of rank 0's last put has its bytes."""
         got = rig.read_at("h1", self.clusters[name].config, step, job="train")
         found = got.state["state"].numpy()
-        require(got.verdict == "local" and bool(np.all(found == step)), f"{name}: the peer's copy of step {step}")
+        require(got.source == "local" and bool(np.all(found == step)), f"{name}: the peer's copy of step {step}")
 
     def notes(self) -> list[str]:
         """What the puts blocked, and what the store says of idle time."""
@@ -135,7 +135,7 @@ def _training(case: Case) -> Iterator[Training]:
             clusters[name] = stack.enter_context(
                 ProcessCluster(
                     folder / str(number), HOSTS, rig=net, arena_bytes=6 * case.nbytes + 64 * MIB, chunk_bytes=4 * MIB,
-                    heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, **fields,
+                    heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, **fields,
                 )
             )  # fmt: skip
         ranks = []

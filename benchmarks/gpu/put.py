@@ -63,7 +63,7 @@ class PutRace:
         self._large, self._host = gpu_training.peaks(training.device, self.nbytes)
         self._steps = itertools.count(1)
         self.blocked_s: list[float] = []  # the host, by overlapped puts
-        store.fence(training.optimizer)
+        store.wait_before_step(training.optimizer)
         store.prepare(training.state).wait()
         self.copy()
         training.fit(COPIES * self.copy())

@@ -45,7 +45,7 @@ class MemstoreRank(Contestant):
                 got = source.get(self._step, rank=self._task.rank)
         finally:
             os.environ["MEMSTORE_HOST"] = HOSTS[self._task.rank]
-        return got is not None and got.verdict == "local" and gpt_tensors.is_same(got.state, self._task.state)
+        return got is not None and got.source == "local" and gpt_tensors.is_same(got.state, self._task.state)
 
     def close(self) -> None:
         """Leave the job."""

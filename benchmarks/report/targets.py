@@ -60,7 +60,7 @@ WIRE_NONE = _at_most(1, "wire none", "put again, nothing changed: bytes on the w
 WIRE_NATURAL = _at_most(
     2,
     "wire natural",
-    "put by 4 data-parallel ranks with equal state on 4 hosts, with shard=: bytes on the wire, percent",
+    "put by 4 data-parallel ranks with equal state on 4 hosts, with shard_rank=: bytes on the wire, percent",
     "wire",
 )
 MEMORY = _at_most(1.05, "memory", "memory used / versions reserved (R10), peak", "scale")

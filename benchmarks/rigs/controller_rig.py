@@ -172,7 +172,7 @@ class Rig:
         self._lock = threading.Lock()
         pairs = [socket.socketpair() for _ in fleet.hosts]
         self._count = mmap.mmap(-1, mmap.PAGESIZE)
-        config = Config(suspect_after_s=SILENCE_S, repair_after_s=2 * SILENCE_S, heartbeat_s=1.0)
+        config = Config(suspect_after_s=SILENCE_S, dead_after_s=2 * SILENCE_S, heartbeat_s=1.0)
         if is_beating:
             config = Config()
         self._reader = _start_reader(pairs, self._count, config.heartbeat_s if is_beating else 0.0)

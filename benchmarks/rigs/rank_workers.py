@@ -39,7 +39,7 @@ def ranks_on_hosts(
         # (replicas x (keep_steps + 1) + 1) x the bytes of a rank, and what a put of this size rounds up to
         cluster = ProcessCluster(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, replicas=2,
+            heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
         )  # fmt: skip
         with cluster, RankWorkers(cluster.config, list(hosts), nbytes, shards=shards) as workers:
             yield cluster, workers
@@ -103,7 +103,7 @@ def serve(
     os.environ["MEMSTORE_HOST"] = host
     state = gpt_tensors.gpt_state(nbytes, seed)
     shard = None if shards is None else rank % shards
-    with connect(JOB, rank=rank, world_size=world_size, config=config, shard=shard, shards=shards) as store:
+    with connect(JOB, rank=rank, world_size=world_size, config=config, shard_rank=shard, shard_count=shards) as store:
         worker = Worker(store, state, rank, config)
         pipe.send("ready")
         while True:
@@ -139,7 +139,7 @@ class Worker:
         """Put; return when it was called, replicated and committed, on the machine's one monotonic clock."""
         begun_s = time.monotonic()
         own = {"position": step, "rank": self.rank} if self.store.natural is not None else None
-        ticket = self.store.put(step, self.state, own=own)
+        ticket = self.store.put(step, self.state, rank_state=own)
         ticket.wait("replicated")
         replicated_s = time.monotonic()
         ticket.wait("committed")

@@ -31,7 +31,7 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
         cluster = ProcessCluster(
             Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
             arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
-            heartbeat_s=0.5, suspect_after_s=1.5, repair_after_s=5.0, replicas=replicas,
+            heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=replicas,
         )  # fmt: skip
         with cluster:
             yield cluster

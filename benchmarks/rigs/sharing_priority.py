@@ -89,7 +89,7 @@ class Training:
             self.lates_s[name].append(time.perf_counter() - began_s - took_s)
             got = rig.read_at(rig.FAR, self.config, self.step)
             found = got.state["state"].numpy()
-            require(got.verdict == "local" and bool(np.all(found == self.step)), f"{name}: the peer's copy")
+            require(got.source == "local" and bool(np.all(found == self.step)), f"{name}: the peer's copy")
         return took_s / STEPS
 
 

@@ -58,7 +58,7 @@ class Trainer:
             self.state.fill_(step + self.rank / 8)
             for length_s in self.spans_s:
                 self.compute(length_s)
-                with store.busy() if store is not None and is_marked else contextlib.nullcontext():
+                with store.collective() if store is not None and is_marked else contextlib.nullcontext():
                     dist.all_reduce(self.gradients)
             if store is not None:
                 tickets.append(store.put(step, {"state": self.state}))

@@ -36,11 +36,11 @@ class MemstoreCallback(Callback):
     """
 
     def __init__(
-        self, job: str, *, every_n_steps: int = 1, config: Config | None = None, shard: int | None = None,
-        shards: int | None = None,
+        self, job: str, *, every_n_steps: int = 1, config: Config | None = None, shard_rank: int | None = None,
+        shard_count: int | None = None,
     ) -> None:  # fmt: skip
         self.job, self.every_n_steps, self.config = job, every_n_steps, config
-        self.shard, self.shards = shard, shards
+        self.shard, self.shards = shard_rank, shard_count
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this fit went on from; None: it began
         self._state: dict[str, Any] = {}
@@ -54,22 +54,22 @@ class MemstoreCallback(Callback):
             WorldSizeError: Ranks share a shard and the step was put by another number of them, whose trainers' states
                 no rank of this launch can take.
         """
-        shard, shards = self.shard, self.shards
-        if shard is None and holds_equal_models(trainer.strategy):
-            shard, shards = 0, 1
+        shard_rank, shard_count = self.shard, self.shards
+        if shard_rank is None and holds_equal_models(trainer.strategy):
+            shard_rank, shard_count = 0, 1
         self.store = connect(
-            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config, shard=shard,
-            shards=shards,
+            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config, shard_rank=shard_rank,
+            shard_count=shard_count,
         )  # fmt: skip
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         self._state, own = {"app": AppState(model, trainer.optimizers)}, {"trainer": TrainerState(trainer)}
-        if shard is None:
+        if shard_rank is None:
             self._state.update(own)
             got = self.store.get(into=self._state)
         else:
             self._own = own
-            got = self.store.get(into=self._state, own_into=own)
-            if got is not None and got.own is None:
+            got = self.store.get(into=self._state, rank_state_into=own)
+            if got is not None and got.rank_state is None:
                 raise WorldSizeError(
                     f"step {got.step} of job {self.job!r} was put by another number of ranks than the "
                     f"{trainer.world_size} of this launch, and each rank's Lightning trainer goes on from its own "
@@ -82,7 +82,7 @@ class MemstoreCallback(Callback):
         """One memory copy every n optimizer steps; batches that only accumulate gradients put nothing."""
         if self.store is not None and trainer.global_step - self._newest_step >= self.every_n_steps:
             self._newest_step = trainer.global_step
-            self.store.put(trainer.global_step, self._state, own=self._own)
+            self.store.put(trainer.global_step, self._state, rank_state=self._own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for the last commit, leave the job."""

@@ -36,7 +36,7 @@ class LocalCheckpointManager:
     def find_latest(self) -> int:
         """Return the iteration that `load` will return, -1 on a job without history; collective at the first call."""
         if self.latest_iteration is None:
-            step = self.store.agree()
+            step = self.store.agree_on_step()
             self.latest_iteration = NOTHING if step is None else step
         return self.latest_iteration
 

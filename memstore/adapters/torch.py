@@ -64,7 +64,7 @@ def watch_collectives(store: Store) -> WatchedCollectives:
     return WatchedCollectives(store.marks)
 
 
-def renumber(store: Store, *, together: int = 1) -> tuple[int, ...]:
+def reassign_ranks(store: Store, *, together: int = 1) -> tuple[int, ...]:
     """Give every process the rank whose bytes its host holds, in the store and in torch.distributed; collective (R27).
 
     Call it right after connect, before anything is built on the process group: the default group ends and starts again
@@ -73,9 +73,9 @@ def renumber(store: Store, *, together: int = 1) -> tuple[int, ...]:
 
     Args:
         store: Connected, without a get or put yet.
-        together: As in `Store.mesh_order`, whose result and errors this has.
+        together: As in `Store.assign_ranks`, whose result and errors this has.
     """
-    order = store.mesh_order(together=together)
+    order = store.assign_ranks(together=together)
     if order == tuple(range(store.world_size)) or not dist.is_initialized():
         return order
     backend, keys = dist.distributed_c10d.get_backend_config(), dist.distributed_c10d._get_default_store()

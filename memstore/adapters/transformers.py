@@ -67,14 +67,21 @@ class MemstoreCallback(TrainerCallback):
                     "bf16 with DDP or one process here, and memstore.adapters.torch in a loop of your own otherwise"
                 )
         with connect(
-            self.job, rank=args.process_index, world_size=args.world_size, config=self.config, shard=0, shards=1
+            self.job,
+            rank=args.process_index,
+            world_size=args.world_size,
+            config=self.config,
+            shard_rank=0,
+            shard_count=1,
         ) as self.store:
             got = self.store.get()
             try:
                 if got is not None:
                     self.restored_step = got.step
                     self._folder = self._fresh_folder()
-                    write_folder(self._folder, got.state, got.own, rank=args.process_index, ranks=args.world_size)
+                    write_folder(
+                        self._folder, got.state, got.rank_state, rank=args.process_index, ranks=args.world_size
+                    )
                     del got
                 yield None if self._folder is None else str(self._folder)
             finally:
@@ -101,7 +108,7 @@ class MemstoreCallback(TrainerCallback):
         """One memory copy every n steps; the first one also frees the folder that was resumed from."""
         self._remove_folder()
         if self.store is not None and state.global_step % self.every_n_steps == 0:
-            self.store.put(state.global_step, shared_state(state, **kwargs), own=own_state(state))
+            self.store.put(state.global_step, shared_state(state, **kwargs), rank_state=own_state(state))
 
     def _fresh_folder(self) -> Path:
         """A folder of this rank's own, 0700; what a killed process left there goes first."""

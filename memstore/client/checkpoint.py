@@ -45,42 +45,42 @@ class Checkpoint:
     """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
 
     `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
-    one restored. Known are the steps that a rank put, skipped, or named in due() until a second before its end. A job
-    that puts every 10th step without due() may have trained up to 9 more.
+    one restored. Known are the steps that a rank put, skipped, or named in should_put() until a second before its end. A job
+    that puts every 10th step without should_put() may have trained up to 9 more.
     """
 
     step: int
     attempt: int
     state: Any
     nbytes: int  # of the rank's own shard
-    verdict: str  # where the bytes came from: local, peer, mixed, durable
-    reason: str  # why this step, and why nothing newer
+    source: str  # where the bytes came from: local, peer, mixed, durable
+    source_reason: str  # why this step, and why nothing newer
     steps_lost: int
-    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.mesh_order
+    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.assign_ranks
     moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
-    own: Any = None  # what this rank put as own=; None where the step has another world size
+    rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
     not_filled: tuple[str, ...] = ()  # paths in `into` that could not be: their values are in `state` and `own` alone
 
 
 @copying()
 def open_shard(
-    link: HolderLink, answer: dict[str, Any], into: Any, *, own_into: Any = None, timeout_s: float = 600.0
+    link: HolderLink, answer: dict[str, Any], into: Any, *, rank_state_into: Any = None, timeout_s: float = 600.0
 ) -> Checkpoint:
     """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
 
     A chunk that is bad here by then is brought again from another copy, and copied again.
 
     Raises:
-        DigestMismatch: Some chunk has no good copy; what was given as `into` or `own_into` and written to is unusable
+        DigestMismatch: Some chunk has no good copy; what was given as `into` or `rank_state_into` and written to is unusable
             then, and the message says so.
     """
     manifest = decode_manifest(bytes(answer["manifest"]))
     source = StagedShard(link, manifest, answer)
     try:
         return _opened(
-            OpenShard(source, manifest), lambda: answer, reader_of(link, manifest, timeout_s), into, own_into
+            OpenShard(source, manifest), lambda: answer, reader_of(link, manifest, timeout_s), into, rank_state_into
         )
     finally:
         source.close()
@@ -88,30 +88,30 @@ def open_shard(
 
 @copying()
 def read_shard(
-    link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float, *, own_into: Any = None
+    link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float, *, rank_state_into: Any = None
 ) -> Checkpoint:
     """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
 
     Raises:
         RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
-            state given as `into` or `own_into` is unusable then, and the message says so.
+            state given as `into` or `rank_state_into` is unusable then, and the message says so.
     """
     with ShardRead(link, body, timeout_s) as read:
         manifest = read.manifest()
         others = reader_of(link, manifest, timeout_s)
-        return _opened(OpenShard(read, manifest), read.answer, others, into, own_into)
+        return _opened(OpenShard(read, manifest), read.answer, others, into, rank_state_into)
 
 
 def _opened(
-    staged: OpenShard, answered: Callable[[], dict[str, Any]], others: Read, into: Any, own_into: Any
+    staged: OpenShard, answered: Callable[[], dict[str, Any]], others: Read, into: Any, rank_state_into: Any
 ) -> Checkpoint:
-    started_s, own = time.perf_counter(), None
+    started_s, rank_state = time.perf_counter(), None
     natural = NaturalLayout.decode(staged.manifest)
-    with staged.telling():
+    with staged.naming_partial_writes():
         if natural is not None:
-            state, own = load_natural(staged, natural, others, into, own_into)
+            state, rank_state = load_natural(staged, natural, others, into, rank_state_into)
         else:
-            check_shard(staged.manifest, None, own_into)
+            check_shard(staged.manifest, None, rank_state_into)
             state = staged.build(staged.manifest.layout, into)
         answer = answered()
     if isinstance(state, dict) and DCP_KEY in state:
@@ -119,11 +119,11 @@ def _opened(
             f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
             "dcp.load(state, storage_reader=store.dcp_reader())"
         )
-    return checkpoint(staged, answer, state, own, time.perf_counter() - started_s)
+    return checkpoint(staged, answer, state, rank_state, time.perf_counter() - started_s)
 
 
 def checkpoint(
-    staged: OpenShard, answer: dict[str, Any], state: Any, own: Any = None, load_s: float = 0.0
+    staged: OpenShard, answer: dict[str, Any], state: Any, rank_state: Any = None, load_s: float = 0.0
 ) -> Checkpoint:
     """Return what get() returns, from what the controller said of the step."""
     count = staged.mended_count
@@ -135,14 +135,14 @@ def checkpoint(
         attempt=staged.manifest.shard.attempt,
         state=state,
         nbytes=staged.manifest.nbytes,
-        verdict="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),
-        reason=f"{answer['why']}{mended}",
+        source="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),
+        source_reason=f"{answer['why']}{mended}",
         steps_lost=int(answer.get("steps_lost", 0)),
         ranks_moved=tuple(answer.get("ranks_moved", ())),
         moved_bytes=int(answer.get("moved_bytes", 0)),
         bytes_by_tier=dict(answer.get("bytes", {})),
         seconds_by_phase={**{k: float(v) for k, v in answer.get("seconds", {}).items()}, "load": load_s},
-        own=own,
+        rank_state=rank_state,
         not_filled=tuple(staged.not_filled),
     )
 
@@ -178,6 +178,6 @@ def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]
     moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
     unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
     return (
-        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.verdict} · {tiers}{moved} · "
+        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.source} · {tiers}{moved} · "
         f"{seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"
     )

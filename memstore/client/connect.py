@@ -126,8 +126,8 @@ def connect(
     config: Config | None = None,
     fresh: bool = False,
     takeover: bool = False,
-    shard: int | None = None,
-    shards: int | None = None,
+    shard_rank: int | None = None,
+    shard_count: int | None = None,
 ) -> Store:
     """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
 
@@ -150,7 +150,7 @@ def connect(
     check_name("job", job)
     parse_put_every(config.put_every)  # before anybody has joined
     parse_every(config.durable_every)
-    check_shard(shard, shards)
+    check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     nonce = f"{os.getpid()}-{process_start_time(os.getpid()) or 0}-{job}-{launch.rank}"
@@ -163,7 +163,7 @@ def connect(
             {
                 "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
                 "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
-                "fresh": fresh, "takeover": takeover, "shard": shard, "shards": shards, "limit_s": limit_s,
+                "fresh": fresh, "takeover": takeover, "shard": shard_rank, "shards": shard_count, "limit_s": limit_s,
             },
             limit_s=limit_s,
         )  # fmt: skip
@@ -192,14 +192,14 @@ def end_former(store: Store) -> None:
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
 
 
-def check_shard(shard: int | None, shards: int | None) -> None:
+def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
     """Raise ConfigError unless `shard` is one of `shards`, or neither is given."""
-    if shard is None and shards is None:
+    if shard_rank is None and shard_count is None:
         return
-    if type(shard) is not int or type(shards) is not int or not 0 <= shard < shards:
+    if type(shard_rank) is not int or type(shard_count) is not int or not 0 <= shard_rank < shard_count:
         raise ConfigError(
-            f"shard={shard!r} of shards={shards!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
-            "rank holds the same", field="shard", value=repr(shard)
+            f"shard={shard_rank!r} of shards={shard_count!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
+            "rank holds the same", field="shard", value=repr(shard_rank)
         )  # fmt: skip
 
 

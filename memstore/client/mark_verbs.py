@@ -18,20 +18,20 @@ class MarkVerbs:
     marks: CollectiveMarks
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Hold the copies of puts back while a collective runs inside; at most `interleave_s` (D87)."""
+    def collective(self) -> Iterator[None]:
+        """Hold the copies of puts back while a collective runs inside; at most `collective_hold_max_s` (D87)."""
         self.marks.begin()
         try:
             yield
         finally:
             self.marks.end()
 
-    def iteration(self) -> None:
+    def mark_iteration(self) -> None:
         """Mark that the next iteration begins; without it every put does, where collectives are marked."""
         self.marks.has_iterations = True
         self.marks.iteration()
 
-    def watch(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def instrument_ddp(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
 
         For others use `busy`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if it is not DDP.

@@ -99,7 +99,7 @@ class Overlap:
             raise ConfigError(
                 f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
                 "step: fence the optimizer that it wraps, or put with overlap=<the tensors that it alone changes>, and "
-                "call store.fence() before it steps",
+                "call store.wait_before_step() before it steps",
                 field="optimizer",
             )
         if any(known is optimizer for known in self._optimizers):
@@ -127,7 +127,7 @@ class Overlap:
             return OptimizerMemory(overlap)
         if not self._optimizers:
             raise ConfigError(
-                "put(overlap=True) needs an optimizer that waits for the copy: call store.fence(optimizer) once before",
+                "put(overlap=True) needs an optimizer that waits for the copy: call store.wait_before_step(optimizer) once before",
                 field="overlap",
             )
         return OptimizerMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))

@@ -1,4 +1,4 @@
-"""store.due(step): the same answer on every rank, from what all ranks were told (R33).
+"""store.should_put(step): the same answer on every rank, from what all ranks were told (R33).
 
 A rank asks in the background, some steps ahead, and sends what it measured; for the steps see
 `core/schedule/put_interval.py`.
@@ -68,7 +68,7 @@ class Cadence:
             if not self._is_late:
                 log.warning(
                     "memstore %s rank %d: no word on how often to put within %g s: step %d goes by the last one, and "
-                    "other ranks may go by a newer one. Does every rank call due() for every step?",
+                    "other ranks may go by a newer one. Does every rank call should_put() for every step?",
                     self._puts.job, self._puts.rank, self._budget_s, step,
                 )  # fmt: skip
             self._is_late = True

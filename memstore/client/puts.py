@@ -100,14 +100,14 @@ class Puts:
 
     def put(
         self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor] = False,
-        own: Any = None,
+        rank_state: Any = None,
     ) -> Ticket:  # fmt: skip
         """Do what `Store.put` promises."""
         with copying():  # until `_put` has let go of its plan
-            return self._put(step, state, timeout_s, overlap, own)
+            return self._put(step, state, timeout_s, overlap, rank_state)
 
     def _put(
-        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor], own: Any
+        self, step: int, state: Any, timeout_s: float | None, overlap: bool | Iterable[torch.Tensor], rank_state: Any
     ) -> Ticket:
         began_s = time.monotonic()
         ticket = self._same_step(step)
@@ -115,7 +115,7 @@ class Puts:
             self.overlap.wait()  # a fence, as every put
             return ticket
         memory = self.overlap.steady_memory(overlap)
-        plan = self.planned(state, own)
+        plan = self.planned(state, rank_state)
         room = self._open_put(step, plan.nbytes, began_s)
         try:
             self._begin(room, 0, timeout_s, 0.0)
@@ -133,9 +133,9 @@ class Puts:
             room.ticket.stall_s = time.monotonic() - began_s
         return room.ticket
 
-    def planned(self, state: Any, own: Any) -> StatePlan:
+    def planned(self, state: Any, rank_state: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
-        plan = plan_state(state) if self.natural is None else self.natural.plan(state, own, self.chunk_bytes)
+        plan = plan_state(state) if self.natural is None else self.natural.plan(state, rank_state, self.chunk_bytes)
         device = cuda_device_of(plan)
         if device is not None:
             self.link.mapping.pin_for(device, self.link.outbox.put)
@@ -214,7 +214,7 @@ class Puts:
 
     def retire(self, ticket: Ticket, why: str) -> None:
         """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
-        ticket.tear(why)
+        ticket.mark_torn(why)
         log.error(
             "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
         )

@@ -54,7 +54,7 @@ class OpenShard:
         return state
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def naming_partial_writes(self) -> Iterator[None]:
         """Whatever fails in here says which of the given states were written to, and are unusable."""
         try:
             yield

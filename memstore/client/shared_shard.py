@@ -58,7 +58,7 @@ class SharedShard:
         """Whether put() copies the shared state on this rank."""
         return self.rank in self.copiers
 
-    def plan(self, state: Any, own: Any, chunk_bytes: int) -> StatePlan:
+    def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
         """Lay out what this rank stores, without copying it; what a rank does not copy is not even looked at.
 
         The shared part fills its last chunk, so that twins' chunks are equal whatever their own is.
@@ -67,7 +67,7 @@ class SharedShard:
             UnsupportedState: As plan_state.
         """
         shared = plan_state(state) if self.is_copier else None
-        mine = plan_state(own)
+        mine = plan_state(rank_state)
         count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
         start = count * chunk_bytes
         layout = NaturalLayout(
@@ -77,7 +77,7 @@ class SharedShard:
         ).encode(start + mine.nbytes)  # fmt: skip
         if len(layout) > LAYOUT_BYTES_MAX:
             raise UnsupportedState(
-                f"the plain objects of the state and of own= take {len(layout)} bytes and the limit is "
+                f"the plain objects of the state and of rank_state= take {len(layout)} bytes and the limit is "
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
         placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
@@ -113,7 +113,7 @@ class SharedShard:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
-            with staged.telling():
+            with staged.naming_partial_writes():
                 state = _load(staged, part, into, "into=")
                 return staged, {**read.answer(), **adopted}, state
 
@@ -182,13 +182,13 @@ class SharedShard:
 
 def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> list[str]:
     """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    own, other = NaturalLayout.decode(mine.manifest), NaturalLayout.decode(theirs.manifest)
-    if own is None or own.shared is None:
+    rank_state, other = NaturalLayout.decode(mine.manifest), NaturalLayout.decode(theirs.manifest)
+    if rank_state is None or rank_state.shared is None:
         return []
     size = mine.manifest.chunk_bytes
-    is_alike = other is not None and other.shared is not None and other.shared.layout == own.shared.layout
+    is_alike = other is not None and other.shared is not None and other.shared.layout == rank_state.shared.layout
     names: list[str] = []
-    for extent in extents_in(own.shared.layout, own.shared.first_chunk, chunks, size):
+    for extent in extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size):
         for chunk in chunks if is_alike else ():
             start, end = max(extent.offset, chunk * size), min(extent.offset + extent.nbytes, (chunk + 1) * size)
             if start < end and mine.read(start, end - start) != theirs.read(start, end - start):
@@ -203,7 +203,7 @@ def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> 
 # -- getting ------------------------------------------------------------------------------------------
 
 
-def check_shard(manifest: Manifest, into: Any, own_into: Any, now: SharedShard | None = None) -> None:
+def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: SharedShard | None = None) -> None:
     """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
 
     Args:
@@ -214,8 +214,10 @@ def check_shard(manifest: Manifest, into: Any, own_into: Any, now: SharedShard |
     """
     natural = NaturalLayout.decode(manifest)
     if natural is None:
-        if own_into is not None:
-            raise ManifestMismatch(f"step {manifest.shard.step} was put without shard=: there is nothing for own_into=")
+        if rank_state_into is not None:
+            raise ManifestMismatch(
+                f"step {manifest.shard.step} was put without shard_rank=: there is nothing for rank_state_into="
+            )
         if into is not None:
             check_into(manifest.layout, into)
         return
@@ -227,8 +229,8 @@ def check_shard(manifest: Manifest, into: Any, own_into: Any, now: SharedShard |
         )
     if into is not None and natural.shared is not None:
         check_into(natural.shared.layout, into)
-    if own_into is not None:
-        check_into(natural.own.layout, own_into)
+    if rank_state_into is not None:
+        check_into(natural.own.layout, rank_state_into)
 
 
 def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
@@ -243,7 +245,9 @@ def _chosen(link: HolderLink, ranks: Sequence[int]) -> int:
     return ranks[zlib.crc32(link.folder.name.encode()) % len(ranks)]
 
 
-def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: Any, own_into: Any) -> tuple[Any, Any]:
+def load_natural(
+    staged: OpenShard, natural: NaturalLayout, others: Read, into: Any, rank_state_into: Any
+) -> tuple[Any, Any]:
     """Return shared and own state of a rank's shard; both are checked before either is written (R26).
 
     Raises:
@@ -256,9 +260,9 @@ def load_natural(staged: OpenShard, natural: NaturalLayout, others: Read, into: 
             home = OpenShard(read, read.manifest(), staged)
             shared = shared_part(home, natural.shard, natural.shards)
         _check(shared, into)
-        _check(natural.own, own_into)
-        own = _load(staged, natural.own, own_into, "own_into=")
-        return _load(home, shared, into, "into="), own
+        _check(natural.own, rank_state_into)
+        rank_state = _load(staged, natural.own, rank_state_into, "rank_state_into=")
+        return _load(home, shared, into, "into="), rank_state
 
 
 def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:

@@ -83,11 +83,11 @@ class Store(PinVerbs, MarkVerbs):
     def __repr__(self) -> str:
         return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
 
-    def mesh_order(self, *, together: int = 1) -> tuple[int, ...]:
+    def assign_ranks(self, *, together: int = 1) -> tuple[int, ...]:
         """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
 
         Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard. torch.distributed
-        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.renumber` start it again;
+        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.reassign_ranks` start it again;
         then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their ranks.)
         Called again, or after a get or put, it returns the order that stands and changes nothing.
 
@@ -121,7 +121,7 @@ class Store(PinVerbs, MarkVerbs):
     # -- put ----------------------------------------------------------------------------------
 
     def put(
-        self, step: int, state: Any, *, own: Any = None, overlap: bool | Iterable[torch.Tensor] = False,
+        self, step: int, state: Any, *, rank_state: Any = None, overlap: bool | Iterable[torch.Tensor] = False,
         timeout_s: float | None = None,
     ) -> Ticket:  # fmt: skip
         """Copy the state into this host's memory and return; everything else happens elsewhere (R11).
@@ -129,9 +129,9 @@ class Store(PinVerbs, MarkVerbs):
         Args:
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
-            state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard=, shards=)`, what this shard's
+            state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what this shard's
                 ranks share: it is looked at on its copiers only (R34).
-            own: What is this rank's alone, such as its data loader's position; with shard= only.
+            own: What is this rank's alone, such as its data loader's position; with shard_rank= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
@@ -145,18 +145,22 @@ class Store(PinVerbs, MarkVerbs):
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
-        if own is not None and self.natural is None:
-            raise ConfigError("put(own=) needs connect(shard=, shards=): without, every rank's state is its own")
+        if rank_state is not None and self.natural is None:
+            raise ConfigError(
+                "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
+            )
         with self._under_way.only(f"put({step})"):
             try:
-                ticket = self.puts.put(step, state, timeout_s, overlap, own)
+                ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
                 if ticket.level == "skipped":
                     self._trained.say(step)
                 return ticket
             finally:
                 self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
 
-    def fence(self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None) -> None:
+    def wait_before_step(
+        self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None
+    ) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
         A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
@@ -173,12 +177,12 @@ class Store(PinVerbs, MarkVerbs):
             self._check_open()
             self.puts.overlap.fence(optimizer)
 
-    def due(self, step: int) -> bool:
+    def should_put(self, step: int) -> bool:
         """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
         are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
-        ahead: due() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
+        ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:
             StepConflict: `step` is no int from 0 to 2**62.
@@ -188,7 +192,7 @@ class Store(PinVerbs, MarkVerbs):
         self._trained.say(step)
         return self._cadence.due(step)
 
-    def prepare(self, state: Any, *, own: Any = None) -> PutPreparation:
+    def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
 
         Collective: call it on every rank, after get() if the job has a history. A put that comes before it is ready
@@ -210,7 +214,7 @@ class Store(PinVerbs, MarkVerbs):
         if type(state) is int and state < 0:
             raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
         with self._under_way.only("prepare()"):
-            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, own).nbytes)
+            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, rank_state).nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
@@ -241,7 +245,7 @@ class Store(PinVerbs, MarkVerbs):
     # -- get ----------------------------------------------------------------------------------
 
     def get(
-        self, step: int | None = None, *, rank: int | None = None, into: Any = None, own_into: Any = None,
+        self, step: int | None = None, *, rank: int | None = None, into: Any = None, rank_state_into: Any = None,
         must_exist: bool = False, timeout_s: float = 600.0,
     ) -> Checkpoint | None:  # fmt: skip
         """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
@@ -251,7 +255,7 @@ class Store(PinVerbs, MarkVerbs):
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
                 fail once it has begun, the error says that the state is unusable.
-            own_into: Filled with what this rank put as own=, before `into` and likewise.
+            rank_state_into: Filled with what this rank put as rank_state=, before `into` and likewise.
             must_exist: Raise RecoveryError instead of returning None.
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 
@@ -266,14 +270,16 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.overlap.wait()  # into= may be what is being copied
             body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
-                return read_shard(self._link, {**body, "rank": rank, "step": step}, into, timeout_s, own_into=own_into)
+                return read_shard(
+                    self._link, {**body, "rank": rank, "step": step}, into, timeout_s, rank_state_into=rank_state_into
+                )
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
-                return self._get({**body, "timeout_s": left_s}, step, into, own_into, must_exist, left_s)
+                return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
 
     def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, own_into: Any, must_exist: bool, timeout_s: float
+        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool, timeout_s: float
     ) -> Checkpoint | None:  # fmt: skip
-        self._into, self._own_into = into, own_into
+        self._into, self._own_into = into, rank_state_into
         try:
             answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
         except WorldSizeError:
@@ -288,7 +294,7 @@ class Store(PinVerbs, MarkVerbs):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = open_shard(self._link, answer, into, own_into=own_into, timeout_s=timeout_s)
+        got = open_shard(self._link, answer, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
     def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
@@ -298,7 +304,7 @@ class Store(PinVerbs, MarkVerbs):
             log.info("%s", restore_line(self.job, self.attempt, got, answer))
         return got
 
-    def agree(self, *, timeout_s: float = 600.0) -> int | None:
+    def agree_on_step(self, *, timeout_s: float = 600.0) -> int | None:
         """Adopt the step that get() would return without loading its bytes; collective, the same on every rank (R27).
 
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
@@ -307,9 +313,9 @@ class Store(PinVerbs, MarkVerbs):
         body: dict[str, Any] = {
             "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
         }  # fmt: skip
-        with self._under_way.only("agree()"):
+        with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
-            with in_turn(self._one_get, f"agree() of job {self.job!r}", timeout_s) as left_s:
+            with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
                 answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
         if answer["step"] is None:
             return None
@@ -337,7 +343,7 @@ class Store(PinVerbs, MarkVerbs):
         from memstore.client.dcp.reader import DcpReader
 
         ranges = ShardRanges(self._link, self.job, timeout_s)
-        return DcpReader(ranges, step, lambda: self.agree(timeout_s=timeout_s), self.fence)
+        return DcpReader(ranges, step, lambda: self.agree_on_step(timeout_s=timeout_s), self.wait_before_step)
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)

@@ -63,7 +63,7 @@ class Ticket:
             self.degraded = degraded if level in ("committed", "durable") else self.degraded
             self._changed.notify_all()
 
-    def tear(self, why: str) -> None:
+    def mark_torn(self, why: str) -> None:
         """What was stored is of no one moment: from now on that is the reason, whatever the level."""
         with self._changed:
             self._torn = self.reason = why

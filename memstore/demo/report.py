@@ -125,7 +125,7 @@ def _run_dict(lost: LostHostRun) -> dict[str, Any]:
         "detected_by": lost.detect_why,
         "step_committed": committed_step(lost.run, lost.kill),
         "step_restored": got.step if got is not None else None,
-        "verdict": got.verdict if got is not None else None,
+        "verdict": got.source if got is not None else None,
         "bytes": got.bytes_by_tier if got is not None else {},
         "ranks_moved": list(got.ranks_moved) if got is not None else [],
         "steps_redone": steps_redone(lost.run),

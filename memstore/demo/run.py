@@ -99,7 +99,7 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         "different racks"
     )
     cluster = EmbeddedCluster(HOSTS)
-    cluster.config = cluster.config.with_fields({"repair_after_s": REPAIR_AFTER_S, "arena_bytes": 512 * MIB})
+    cluster.config = cluster.config.with_fields({"dead_after_s": REPAIR_AFTER_S, "arena_bytes": 512 * MIB})
     with cluster:
         print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
         undisturbed = _fit(cluster, options, print_line, job="undisturbed", steps=options.steps)

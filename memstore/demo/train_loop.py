@@ -60,7 +60,7 @@ def train(settings: dict[str, Any]) -> None:
         if got is not None:
             journal.write(
                 Restored(
-                    store.attempt, rank, got.step, got.nbytes, got.verdict, got.steps_lost, got.ranks_moved,
+                    store.attempt, rank, got.step, got.nbytes, got.source, got.steps_lost, got.ranks_moved,
                     got.bytes_by_tier, got.seconds_by_phase, time.perf_counter() - started_s, time.time(),
                 )
             )  # fmt: skip

@@ -116,7 +116,7 @@ class Watcher:
         got = run.restored[0]
         tiers = ", ".join(f"{mib(nbytes)} {tier}" for tier, nbytes in got.bytes_by_tier.items())
         self.print_line(
-            f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · "
+            f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.source} · "
             f"{tiers} · every digest ok · {restore_seconds(run):.2f} s"
         )
 

@@ -107,23 +107,23 @@ def test_a_slow_file_system_holds_writes_up_and_ends_thawed(tmp_path: Path) -> N
 
 def test_a_fault_that_cannot_be_kept_up_is_undone_and_told() -> None:
     """An error in a round ends the fault, undoes it once, and is raised by `end`."""
-    undone: list[str] = []
+    unapplied: list[str] = []
 
     class Broken(KeptUp):
         def work(self) -> None:
             raise OSError(errno.EOPNOTSUPP, "no freezing here")
 
         def undo(self) -> None:
-            undone.append("")
+            unapplied.append("")
 
     fault = Broken()
     fault.end()  # never begun: nothing to undo
-    assert undone == []
+    assert unapplied == []
     fault = Broken()
     fault.start()
     with pytest.raises(DrillError, match="no freezing here"):
         fault.end()
-    assert undone == [""]
+    assert unapplied == [""]
 
 
 @with_mounts

@@ -69,7 +69,7 @@ def train(config: Config, job: str = "llama3-8b", hosts: tuple[str, ...] = ("h1"
 @contextlib.contextmanager
 def open_store(folder: Path) -> Iterator[ProcessCluster]:
     """Give a patient store of three hosts with one job of two ranks; for tests that change nothing."""
-    with ProcessCluster(folder, HOSTS, suspect_after_s=30.0, repair_after_s=60.0) as cluster:
+    with ProcessCluster(folder, HOSTS, suspect_after_s=30.0, dead_after_s=60.0) as cluster:
         ranks = train(cluster.config)
         yield cluster
         for rank in ranks:

@@ -359,4 +359,4 @@ def put_plain(rank: DcpRank, step: int) -> dict[str, Any]:
 
 def agree(rank: DcpRank) -> dict[str, Any]:
     """The step that all ranks agree on."""
-    return {"step": rank.store.agree()}
+    return {"step": rank.store.agree_on_step()}

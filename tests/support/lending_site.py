@@ -99,7 +99,7 @@ class Site:
         """A holder starts and adopts what is there; the job has claimed its room."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         self.holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=4 << 20)
-        self.holder.vault.claim("job", PeerShare(1, {0: SHARE_SLOTS}, 0))
+        self.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, 0))
 
     def child(self, **options: Any) -> Child:
         self.children.append(Child(self.holder, **options))
@@ -124,8 +124,8 @@ class Site:
         with self.link.room:
             ours = sorted(self.link.pool)
             is_quiet = not (self.link.in_copy or self.link.lent or self.link.granting or self.link.handovers)
-        with self.holder.vault.lock:
-            leases = {o.pid: sorted(n) for o, n in self.holder.vault.table.leases.items() if n}
+        with self.holder.replicas.lock:
+            leases = {o.pid: sorted(n) for o, n in self.holder.replicas.table.leases.items() if n}
         return is_quiet and len(set(ours)) == SHARE_SLOTS - stored and leases == {os.getpid(): ours}
 
     def close(self) -> None:

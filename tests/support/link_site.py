@@ -50,7 +50,7 @@ class Site:
         self.secret = secrets.token_bytes(32)
         self.config = Config(
             store=scratch_store_name(), arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
-            heartbeat_s=0.1, suspect_after_s=0.6, repair_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
+            heartbeat_s=0.1, suspect_after_s=0.6, dead_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
         )  # fmt: skip
         members = DirectoryMembership(folder)
         self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)
@@ -72,8 +72,8 @@ class Site:
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     @property
-    def vault(self) -> ReplicaStore:
-        return self.holders["a"].vault
+    def replicas(self) -> ReplicaStore:
+        return self.holders["a"].replicas
 
     def connect(self, key: str = "") -> list[Store]:
         """One rank per host, of a new launch, or of the one that has this key."""

@@ -37,7 +37,7 @@ class Hollow:
     dims: dict[str, int]  # path of every tensor -> its dimensions
 
 
-def hollow_out(state: Any) -> Hollow:
+def stage_state(state: Any) -> Hollow:
     """Plan where every tensor's bytes go and return the state with hollow tensors; copies plain objects.
 
     Raises:

@@ -82,7 +82,7 @@ class DcpReader(StorageReader):
             self.step = self._agree()
             if self.step is None:
                 raise RecoveryError(
-                    f"job {self._ranges.job!r} has no history: load only if `store.agree()` is not None"
+                    f"job {self._ranges.job!r} has no history: load only if `store.agree_on_step()` is not None"
                 )
         self._metadata = self._metadata_of(rank) if rank is not None else self._global_metadata()
         self._rank = rank

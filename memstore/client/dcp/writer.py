@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
+from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
 from memstore.client.dcp.save_process import SaveProcess, staged_shard
 from memstore.client.pending_put import PendingPut
@@ -60,8 +60,8 @@ class DcpWriter(StorageWriter, AsyncStager):
             raise ConfigError(f"wait={wait!r} is no level: use one of {', '.join(LEVELS)}, or None", field="wait")
         if puts.natural is not None:
             raise ConfigError(
-                "a DCP writer is not for connect(shard=, shards=): DCP saves what ranks share once by itself; connect "
-                "without shard=, or use put() and get()", field="shard", value=str(puts.natural.shard)
+                "a DCP writer is not for connect(shard_rank=, shard_count=): DCP saves what ranks share once by itself; connect "
+                "without shard_rank=, or use put() and get()", field="shard", value=str(puts.natural.shard)
             )  # fmt: skip
         self.puts: Puts | SaveProcess = puts
         self.step, self.wait, self.wait_s = step, wait, wait_s
@@ -100,7 +100,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             What `store.put` raises; UnsupportedState for a tensor that cannot be staged. Nothing was copied then.
         """
         began_s = time.monotonic()
-        hollow = hollow_out(state_dict)
+        hollow = stage_state(state_dict)
         self._names = hollow.dims
         self._begin(hollow.nbytes, estimate_bytes(hollow.dims, self.puts.world_size), began_s, self._stall_s)
         if self._room is not None:

@@ -204,9 +204,9 @@ class ReplicaIndex:
                     self.users.pop(number, None)
                 self.table.unhold(number)
 
-    def condemn(self, number: int) -> list[StoredReplica]:
+    def quarantine(self, number: int) -> list[StoredReplica]:
         """A sealed slot went bad: every shard and draft on it now misses that chunk. Return those shards (R30)."""
-        self.table.condemn(number)
+        self.table.quarantine(number)
         for draft in self.drafts.values():
             for index, slot in enumerate(draft.slots):
                 if slot == number:

@@ -205,7 +205,7 @@ class SlotTable:
         if slot.refs <= 0:
             self.release(number)
 
-    def condemn(self, number: int) -> None:
+    def quarantine(self, number: int) -> None:
         """The bytes no longer match the digest: never serve or count this slot again (R30)."""
         slot = self.slots[number]
         if self.index.get(slot.digest) == number:
@@ -216,7 +216,7 @@ class SlotTable:
         slot = self.slots[number]
         if slot.state is SlotState.FREE:
             return
-        self.condemn(number)
+        self.quarantine(number)
         self._disown(number)
         self.slots[number] = Slot()
         self.free.append(number)

@@ -25,9 +25,9 @@ class AttemptNumbers:
         here. Two launches of one number would be taken for one, and their shards for one step: theirs are left free.
         """
         job = self.state.jobs.get(name)
-        undone = [x.attempt for x in self.journal.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
+        unapplied = [x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         known = job.newest_ordinal if job is not None else 0
-        ordinal = max([known, self.state.removed.get(name, 0), *undone]) + 1
+        ordinal = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
         absent = self._absent(job) if job is not None and name not in self._opened else set()
         self._opened.add(name)
         if not absent:

@@ -110,9 +110,11 @@ class Attempts:
 
     def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
         """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
-        undone = [x for x in self.journal.log.undone() if isinstance(x, AttemptOpened) and x.job == name]
-        undone = [x for x in undone if x.attempt == attempt.ordinal]  # its ranks may have been renumbered just now
-        fact = undone[-1] if undone else attempt.written_again(name, self.state.wall_s)
+        unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
+        unapplied = [
+            x for x in unapplied if x.attempt == attempt.ordinal
+        ]  # its ranks may have been renumbered just now
+        fact = unapplied[-1] if unapplied else attempt.written_again(name, self.state.wall_s)
         seat = attempt.seats[attempt.rank_of(int(call.body["rank"]))]
         nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
         nonces[rank], hosts[rank] = str(call.body["nonce"]), call.host_id
@@ -315,7 +317,7 @@ class Attempts:
         del self.fence_waits[name]
         attempt.phase = "open"
         self.view.send_targets(self.state.jobs[name])
-        later = {x.attempt for x in self.journal.log.undone() if isinstance(x, AttemptOpened) and x.job == name}
+        later = {x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name}
         waiting = self.opening.pop(name, [])
         for call in waiting:
             if later and not self._is_member(attempt, call.body):

@@ -61,7 +61,7 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, calls: list[Cal
 
 def _world_size(state: ClusterState, attempts: Attempts, name: str, calls: list[Call]) -> int:
     """Return the ranks of the attempt that is written down: calls of mesh_order and rewind do not say how many."""
-    facts = [fact for fact in attempts.journal.log.undone() if isinstance(fact, AttemptOpened) and fact.job == name]
+    facts = [fact for fact in attempts.journal.log.unapplied() if isinstance(fact, AttemptOpened) and fact.job == name]
     if facts:
         return facts[-1].world_size
     job = state.jobs.get(name)

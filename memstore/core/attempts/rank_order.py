@@ -1,4 +1,4 @@
-"""mesh_order() is collective: all ranks of an untouched attempt are renumbered once, by one fact. Pure (R20, R27).
+"""assign_ranks() is collective: all ranks of an untouched attempt are renumbered once, by one fact. Pure (R20, R27).
 
 asked --all ranks--> [hosts awaited, R24] --> AttemptOpened with `order` recorded --spread--> fencing --> answered
 """
@@ -20,7 +20,7 @@ from recovery.mesh_order import MeshOrder, mesh_order
 
 @dataclass(slots=True)
 class Asked:
-    """Ranks that called mesh_order() in one attempt."""
+    """Ranks that called assign_ranks() in one attempt."""
 
     attempt: int
     together: int
@@ -56,7 +56,7 @@ class MeshOrders:
             self.out.refuse(
                 call, "ConfigError",
                 f"job {job.name!r}: this rank asks for together={body['together']}, the ranks waiting for "
-                f"together={asked.together}: all ranks must pass the same to mesh_order()",
+                f"together={asked.together}: all ranks must pass the same to assign_ranks()",
             )  # fmt: skip
             return
         asked.calls[int(body["rank"])] = call
@@ -74,7 +74,7 @@ class MeshOrders:
             return
         del self.asked[job.name]
         self.out.log(
-            f"job {job.name!r}: mesh_order() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
+            f"job {job.name!r}: assign_ranks() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
         )
         self.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
         renumbered = attempt.written_again(job.name, self.state.wall_s, found.order)
@@ -116,7 +116,7 @@ class MeshOrders:
                 self._decide(now, job, attempt, asked)
             elif now - asked.since_s > float(attempt.config["connect_timeout_s"]):
                 refusal = gather_timeout(
-                    f"mesh_order() of job {name!r}", round(now - asked.since_s),
+                    f"assign_ranks() of job {name!r}", round(now - asked.since_s),
                     missing_ranks(attempt.world_size, asked.calls), attempt.world_size, "called it",
                     "Every rank must call it, before get() and put()",
                 )  # fmt: skip

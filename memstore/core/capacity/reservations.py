@@ -322,7 +322,7 @@ class Reservations:
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
             return
-        attempt.has_shed = True
+        attempt.has_freed_unrestorable = True
         attempt.needs = {**dict(enumerate(fact.needs)), **({} if is_replay else attempt.needs)}
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:

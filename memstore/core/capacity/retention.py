@@ -53,7 +53,7 @@ class Retention:
         attempt = job.newest
         if attempt is None:
             return
-        attempt.has_shed = True
+        attempt.has_freed_unrestorable = True
         spans, busy = job.spans(attempt.ordinal), self.state.holds.steps(job)
         kept = kept_steps(job, attempt)
         # What is kept and what lies beyond it share all versions but the one that the put needs.

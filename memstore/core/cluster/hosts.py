@@ -1,6 +1,6 @@
 """Decides which hosts are live, suspect or dead, by what arrived from them and when (R28). Pure.
 
-    (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > repair_after_s--> dead
+    (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > dead_after_s--> dead
                            ^  <---------- heard --------------'                                      |
                            '------------------------------- HostUp ----------------------------------'
     any --HostLost (reset connection, Ray's word)--> dead
@@ -54,9 +54,9 @@ class Change:
 class HostTable:
     """Hosts by id. Every method that can change a status returns the changes."""
 
-    def __init__(self, *, suspect_after_s: float, repair_after_s: float, failure_domains: Iterable[str]) -> None:
+    def __init__(self, *, suspect_after_s: float, dead_after_s: float, failure_domains: Iterable[str]) -> None:
         self.suspect_after_s = suspect_after_s
-        self.repair_after_s = repair_after_s
+        self.dead_after_s = dead_after_s
         self.failure_domains = tuple(failure_domains)
         self.listened_s = 0.0  # how long anybody could have been heard, up to the last tick: see `tick`
         self._ticked_s: float | None = None
@@ -128,7 +128,7 @@ class HostTable:
             silent_s = self.listened_s - state.heard_at_s
             if state.status == "live" and silent_s > self.suspect_after_s:
                 changes += self._enter(now, state, "suspect", f"no heartbeat for {silent_s:.1f} s")
-            elif state.status == "suspect" and silent_s > self.repair_after_s:
+            elif state.status == "suspect" and silent_s > self.dead_after_s:
                 changes += self._enter(now, state, "dead", f"no heartbeat for {silent_s:.1f} s")
         return changes
 
@@ -164,9 +164,9 @@ class HostTable:
         return state is not None and state.status == "live"
 
     def may_bring_back(self, now: float, host_id: str) -> bool:
-        """True if the host may yet come with memory: it was never here, or died within `repair_after_s` (R3, R24)."""
+        """True if the host may yet come with memory: it was never here, or died within `dead_after_s` (R3, R24)."""
         state = self.states.get(host_id)
-        return state is None or (state.status == "dead" and now - state.since_s <= self.repair_after_s)
+        return state is None or (state.status == "dead" and now - state.since_s <= self.dead_after_s)
 
     def was_with_all(self, since_s: float) -> bool:
         """True if every host was with us since then; silent ones included, those that are gone for certain excepted."""

@@ -64,7 +64,9 @@ class Attempt:
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank may have what was decided
     has_put: bool = False
-    has_shed: bool = False  # its first put came: older steps that nobody can restore any more are freed (R10)
+    has_freed_unrestorable: bool = (
+        False  # its first put came: older steps that nobody can restore any more are freed (R10)
+    )
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
@@ -74,7 +76,7 @@ class Attempt:
     resume_gap: int = 1
     pace: Pace = field(default_factory=Pace)
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
-    given_up: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
+    skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
     skip_why: str = ""  # who gave the newest skipped step up and why; "" if another controller was told
     is_skip_for_room: bool = False
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
@@ -158,7 +160,7 @@ class Job:
     origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
     home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
-    heirs: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
+    stand_ins_for: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
     changes: dict[StepId, int] = field(default_factory=dict)  # `changes_count` when the copies of a step last changed
     changes_count: int = 0  # of copies, over all steps

@@ -25,12 +25,14 @@ class Rules:
     job_defaults: Mapping[str, Any] = field(default_factory=dict)  # shown only: ranks ask for them as they join
     failure_domains: tuple[str, ...] = ("zone", "rack")
     suspect_after_s: float = 1.5
-    repair_after_s: float = 5.0
+    dead_after_s: float = 5.0
     recovery_grace_s: float = 30.0
     lease_s: float = 3.0
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
-    orphan_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long, and that no rank asks for, is dropped
+    abandoned_arena_ttl_s: float = (
+        86_400.0  # a job whose hosts had no holder for so long, and that no rank asks for, is dropped
+    )
 
 
 class ClusterState:
@@ -43,7 +45,7 @@ class ClusterState:
         self.expected_hosts = set(expected_hosts)
         self.hosts = HostTable(
             suspect_after_s=rules.suspect_after_s,
-            repair_after_s=rules.repair_after_s,
+            dead_after_s=rules.dead_after_s,
             failure_domains=rules.failure_domains,
         )
         self.jobs: dict[str, Job] = {}

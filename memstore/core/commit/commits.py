@@ -68,7 +68,7 @@ class Steps:
     def _is_given_up(self, job: Job, step: StepId) -> bool:
         """Skipped, superseded, older than a commit of its attempt, or left behind by a newer one: never committed."""
         newest = job.newest
-        if newest is not None and newest.has_shed and step.attempt < newest.ordinal:
+        if newest is not None and newest.has_freed_unrestorable and step.attempt < newest.ordinal:
             return True  # a copy that comes after the shedding: from a late host, or a push that was under way
         attempt = job.attempts.get(step.attempt)
         if attempt is None:
@@ -127,16 +127,16 @@ class Steps:
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
         """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
 
-        Only after `repair_after_s`: the word of another copy may be under way, a host that has one may come back.
+        Only after `dead_after_s`: the word of another copy may be under way, a host that has one may come back.
         """
         ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
             attempt.damaged_s.pop(number, None)
-        elif now - attempt.damaged_s.setdefault(number, now) >= self.state.rules.repair_after_s:
+        elif now - attempt.damaged_s.setdefault(number, now) >= self.state.rules.dead_after_s:
             self._give_up(job, attempt, number, "no copy has all chunks of some rank's shard")
 
     def _give_up(self, job: Job, attempt: Attempt, number: int, why: str) -> None:
-        attempt.given_up[number] = attempt.skip_why = f"step {number} was given up: {why}"
+        attempt.skip_reasons[number] = attempt.skip_why = f"step {number} was given up: {why}"
         attempt.is_skip_for_room = False
         attempt.steps[number] = "abandoned"
         attempt.holes.append((number, number + 1))
@@ -224,8 +224,8 @@ class Steps:
     def _is_recording(self, fact: StepCommitted) -> bool:
         """True while a commit fact of the same step has not spread yet."""
         key = (fact.job, fact.attempt, fact.step)
-        undone = self.journal.log.undone()
-        return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in undone)
+        unapplied = self.journal.log.unapplied()
+        return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in unapplied)
 
     # -- the rule -----------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Steps:
         if (fact.step, end) not in attempt.holes:
             attempt.holes.append((fact.step, end))
         attempt.resume_step = max(attempt.resume_step, end)
-        why = attempt.given_up.pop(fact.step, SKIPPED)
+        why = attempt.skip_reasons.pop(fact.step, SKIPPED)
         numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
         for number in sorted(n for n in numbers if fact.step <= n < end):
             if attempt.steps.get(number) not in ("committing", "committed"):
@@ -356,7 +356,9 @@ class Steps:
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
             why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
-            attempt.given_up[step.step] = attempt.skip_why = f"rank {int(body['rank'])} gave up step {step.step}: {why}"
+            attempt.skip_reasons[step.step] = attempt.skip_why = (
+                f"rank {int(body['rank'])} gave up step {step.step}: {why}"
+            )
             attempt.is_skip_for_room = body.get("is_failed") is not True
             self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken

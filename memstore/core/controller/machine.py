@@ -111,7 +111,7 @@ class ControllerMachine:
 
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """Make a fact true: it has reached enough journals, or it is of the past."""
-        if self.parts.expiry.passes_over(fact):
+        if self.parts.expiry.is_void(fact):
             return
         if not is_replay:
             self.parts.observer.fact(fact)

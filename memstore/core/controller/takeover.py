@@ -219,7 +219,7 @@ class Takeover:
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
             return False  # who gave notice gave it to a controller; a late host's word may be long past
-        if isinstance(fact, f.JobRemoved) or self.parts.expiry.passes_over(fact):
+        if isinstance(fact, f.JobRemoved) or self.parts.expiry.is_void(fact):
             return False
         if isinstance(fact, f.JobForked):
             return fact.job not in self.state.jobs

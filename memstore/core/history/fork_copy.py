@@ -53,7 +53,7 @@ class ForkMaking:
         """Rank -> hosts that are to make the fork's shard: while none is whole, all whose origin's has more of it."""
         fact, newest = job.origin, job.newest
         origin = self.state.jobs.get(fact.from_job) if fact is not None else None
-        if fact is None or newest is None or origin is None or newest.has_shed:
+        if fact is None or newest is None or origin is None or newest.has_freed_unrestorable:
             return {}
         step, from_step = StepId(fact.attempt, fact.step), StepId(fact.from_attempt, fact.step)
         if from_step not in origin.commits:
@@ -80,7 +80,7 @@ class ForkMaking:
     def is_whole(self, job: Job) -> bool:
         """True if every shard that the fork began with has a copy, or newer steps have taken its place."""
         fact, newest = job.origin, job.newest
-        if fact is None or newest is None or newest.has_shed:
+        if fact is None or newest is None or newest.has_freed_unrestorable:
             return True
         ranks = job.copies.get(StepId(fact.attempt, fact.step), {})
         return all(any(not c.missing for c in ranks.get(r, {}).values()) for r in range(fact.world_size))
@@ -94,7 +94,7 @@ class ForkMaking:
         if fact is None or self.is_whole(job):
             return False
         state = self.state
-        late = state.hosts.dead_since(state.now - state.rules.repair_after_s) | self.view.late_hosts()
+        late = state.hosts.dead_since(state.now - state.rules.dead_after_s) | self.view.late_hosts()
         if not late.isdisjoint(h for hosts in fact.hosts for h in hosts):
             return True
         made = job.copies.get(StepId(fact.attempt, fact.step), {})
@@ -120,7 +120,7 @@ class ForkMaking:
             return
         from_step = StepId(fact.from_attempt, fact.step)
         torn = StepRetired(job.name, fact.attempt, fact.step, origin.retired.get(from_step, ""), is_torn=True)
-        if from_step in origin.torn and torn not in self.journal.log.undone():
+        if from_step in origin.torn and torn not in self.journal.log.unapplied():
             self.journal.record(torn)
 
     def _answer(self, job: Job, call: Call) -> None:

@@ -123,10 +123,10 @@ class JobRemoval:
 
     def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
-        undone = [fact for fact in self.journal.log.undone() if getattr(fact, "job", "") == job.name]
-        begun = [getattr(fact, "attempt", 0) for fact in undone]
+        unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
+        begun = [getattr(fact, "attempt", 0) for fact in unapplied]
         fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
-        if fact not in undone:
+        if fact not in unapplied:
             self.journal.record(fact)
         for call, body in waiting:
             self.waiters.add(fact, call, body)
@@ -136,7 +136,7 @@ class JobRemoval:
         self.checking.discard(name)
         self.kept_s.pop(name, None)
 
-    def passes_over(self, fact: Fact) -> bool:
+    def is_void(self, fact: Fact) -> bool:
         """True if a fact was decided of a job while the word of its end was spreading: it has no effect (R16)."""
         name = getattr(fact, "job", "")
         removed = self.state.removed.get(name, 0)

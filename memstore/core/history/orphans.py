@@ -1,6 +1,6 @@
 """Jobs of a store that was forgotten: when they leave RAM, and what is told to who comes back for them. Pure (R5, R23).
 
-A job is an orphan if no holder of any host that has it, or that its facts name, ran for `orphan_ttl_s`, all of these
+A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of these
 hosts are here again for a while, and nobody has asked for it since. Its removal is a fact with a story: which steps it
 had, when and why it went. Holders keep the story outside their host's folder, so that it outlives the journals, and a
 get that finds nothing fails with it on all ranks, until the job begins afresh or is removed by name.
@@ -32,7 +32,7 @@ class Orphans:
 
     def tick(self) -> None:
         """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
-        ttl_s = self.state.rules.orphan_ttl_s
+        ttl_s = self.state.rules.abandoned_arena_ttl_s
         if not ttl_s or all(state.idle_s < ttl_s for state in self.state.hosts.states.values()):
             return
         for job in list(self.state.jobs.values()):
@@ -46,7 +46,7 @@ class Orphans:
         """For how long no holder of the job's hosts had run before they came; None where it is no orphan."""
         if job.name in self.used:
             return None
-        ttl_s, hosts = self.state.rules.orphan_ttl_s, self.state.hosts.states
+        ttl_s, hosts = self.state.rules.abandoned_arena_ttl_s, self.state.hosts.states
         named = self._named(job)
         if not named or not named <= hosts.keys() or job.pins or self.expiry.is_in_use(job):
             return None
@@ -69,7 +69,7 @@ class Orphans:
         return named | {seat.host_id for seat in job.newest.seats.values()} if job.newest is not None else named
 
     def _is_removed(self, job: Job) -> bool:
-        return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.journal.log.undone())
+        return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.journal.log.unapplied())
 
     def _story(self, job: Job, idle_s: float) -> str:
         """Say what went, when and why; nothing where nothing was ever committed."""
@@ -81,7 +81,7 @@ class Orphans:
         return (
             f"its {what} {newest} were dropped from RAM on {_date(self.state.wall_s)}: no holder of hosts "
             f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and nobody asked for the job then; "
-            f"orphan_ttl_s is {self.state.rules.orphan_ttl_s:g}"
+            f"abandoned_arena_ttl_s is {self.state.rules.abandoned_arena_ttl_s:g}"
         )
 
     # -- what is remembered -------------------------------------------------------------------

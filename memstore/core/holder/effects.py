@@ -111,7 +111,7 @@ class Together(Effect):
     """
 
     procedures: Sequence[Steps[Any]]
-    herald: ChunkNotifier | None = None
+    notifier: ChunkNotifier | None = None
 
 
 # -- other holders ------------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, Tra
 from recovery.inventory import ShardId
 
 RETRY_S = 0.2
-RETRY_LIMIT_S = 10.0  # and at least twice repair_after_s: a dead source is known dead before its fetch fails a get
+RETRY_LIMIT_S = 10.0  # and at least twice dead_after_s: a dead source is known dead before its fetch fails a get
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
 DURABLE = "durable"  # names durable storage among sources, in reports
 
 
 def deadline_s(state: HolderState) -> float:
     """Return when a fetch that begins now fails."""
-    return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.repair_after_s)
+    return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
 def may_wait(state: HolderState, body: Body, until_s: float) -> Steps[bool]:
@@ -118,7 +118,7 @@ def chunks(
     draft: IncomingReplica,
     sizes: list[int],
     until_s: float,
-    herald: ChunkNotifier | None = None,
+    notifier: ChunkNotifier | None = None,
 ) -> Steps[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
@@ -132,10 +132,10 @@ def chunks(
             wanted.setdefault(source or DURABLE, []).extend(lacking)
     sources = [source for source, indices in wanted.items() if indices]
     fetches = [
-        _from_planned(state, body, source, draft, wanted[source][:: -1 if herald else 1], sizes, until_s)
+        _from_planned(state, body, source, draft, wanted[source][:: -1 if notifier else 1], sizes, until_s)
         for source in sources
     ]
-    found = yield Together(fetches, herald)
+    found = yield Together(fetches, notifier)
     lost = {source: indices for source, (indices, _) in zip(sources, found, strict=True) if indices}
     return lost, [problem for _, problem in found if problem]
 

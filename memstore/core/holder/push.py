@@ -3,7 +3,7 @@
 begun --> offered --> sent --> sealed at the target
             ^  '--refused, not for good, or broken off: wait, and try again with what is stored here--.
             '-----------------------------------------------------------------------------------------'
-given up, and reported: refused for good, for 10 s without room, or out of reach for `repair_after_s`
+given up, and reported: refused for good, for 10 s without room, or out of reach for `dead_after_s`
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[
 def _is_given_up(state: HolderState, target: str) -> bool:
     """Say whether a target has been out of our reach for as long as a silent host takes to be dead (R28)."""
     since_s = state.pushes.silent_since_s.get(target)
-    return since_s is not None and state.now() - since_s > state.limits.repair_after_s
+    return since_s is not None and state.now() - since_s > state.limits.dead_after_s
 
 
 def _offer(state: HolderState, push: Push, peer: Peer, source: Source, attempt: int) -> Steps[None]:

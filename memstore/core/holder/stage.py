@@ -113,8 +113,8 @@ def stage(
         reading.draft = draft
     try:
         yield EnsureFree(len(draft.missing))
-        herald = yield OpenHerald(body.get("stream"), data, draft)
-        lost, problems = yield from fetch.chunks(state, body, draft, sizes, until_s, herald)
+        notifier = yield OpenHerald(body.get("stream"), data, draft)
+        lost, problems = yield from fetch.chunks(state, body, draft, sizes, until_s, notifier)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
         if draft.missing and problems and not bad:

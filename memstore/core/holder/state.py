@@ -58,7 +58,7 @@ class Limits:
     """The store's settings that procedures use, in seconds."""
 
     suspect_after_s: float
-    repair_after_s: float
+    dead_after_s: float
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class FactLog:
             found.append(entry)
         return found[::-1]
 
-    def undone(self) -> list[Fact]:
+    def unapplied(self) -> list[Fact]:
         """Return every fact that is decided and not yet applied."""
         return [entry.fact for entry in self.pending] + self.waiting
 
@@ -70,7 +70,9 @@ class FactLog:
         self.journal_nbytes = self.nbytes
         return [entry.fact for entry in self.entries]
 
-    def merge(self, journal: Iterable[Entry], is_welcome: Callable[[Fact], bool] = lambda fact: True) -> list[Fact]:
+    def merge(
+        self, journal: Iterable[Entry], is_acceptable_late_fact: Callable[[Fact], bool] = lambda fact: True
+    ) -> list[Fact]:
         """Take facts of a late host that this log lacks (terms before ours); return them to be applied.
 
         What is not welcome is in no journal any more: a successor would read it there, and decide otherwise than was
@@ -83,7 +85,7 @@ class FactLog:
             return []
         before = self.entries
         self.entries = sorted([*before, *missing], key=_place)
-        taken = sorted((entry for entry in missing if is_welcome(entry.fact)), key=_place)
+        taken = sorted((entry for entry in missing if is_acceptable_late_fact(entry.fact)), key=_place)
         self.entries = sorted([*before, *taken], key=_place)
         return [entry.fact for entry in taken]
 

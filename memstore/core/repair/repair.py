@@ -129,7 +129,7 @@ class Repair:
         A killed holder is replaced within seconds and adopts its arena: copying everything away at
         once would be work for nothing, in the moment when a restore needs the network.
         """
-        late = self.state.hosts.dead_since(now - self.state.rules.repair_after_s)
+        late = self.state.hosts.dead_since(now - self.state.rules.dead_after_s)
         return bool(late) and any(seat.host_id in late for seat in attempt.seats.values())
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:

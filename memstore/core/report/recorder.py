@@ -32,7 +32,9 @@ NAMED_MAX = 32  # hosts named in one happening
 P = ParamSpec("P")
 
 
-def aside(method: Callable[Concatenate[EventRecorder, P], None]) -> Callable[Concatenate[EventRecorder, P], None]:
+def never_raises(
+    method: Callable[Concatenate[EventRecorder, P], None],
+) -> Callable[Concatenate[EventRecorder, P], None]:
     """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
 
     @functools.wraps(method)
@@ -81,7 +83,7 @@ class EventRecorder:
 
     # -- puts -----------------------------------------------------------------------------------
 
-    @aside
+    @never_raises
     def sealed(self, copy: Copy, host: str, put: Any) -> None:
         """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own.
 
@@ -138,7 +140,7 @@ class EventRecorder:
         text = f"{who} put at step {step.step} the bytes of step {befores[ranks[0]]}: {why}"
         self.out.log(f"job {job!r}: {text}", "warning")
 
-    @aside
+    @never_raises
     def twins_differ(self, event: e.ReplicasDiffer) -> None:
         """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
         job, attempt, step, ranks, names, chunks = (
@@ -152,7 +154,7 @@ class EventRecorder:
         text = f"ranks {ranks[0]} and {ranks[1]} name one shard and put different bytes at step {step}: {where}"
         self.out.log(f"job {job.name!r}: {text}", "warning")
 
-    @aside
+    @never_raises
     def twins_agree(self, event: e.ReplicasAgree) -> None:
         """Two ranks put equal bytes again."""
         self.add(
@@ -160,7 +162,7 @@ class EventRecorder:
             ranks=list(event.ranks),
         )  # fmt: skip
 
-    @aside
+    @never_raises
     def skipped(self, host: str, body: Body) -> None:
         """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
         self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
@@ -169,7 +171,7 @@ class EventRecorder:
 
     # -- facts (R16) ----------------------------------------------------------------------------
 
-    @aside
+    @never_raises
     def fact(self, fact: f.Fact) -> None:
         """A decision has spread and is about to take effect."""
         job = self.state.jobs.get(getattr(fact, "job", ""))
@@ -259,7 +261,7 @@ class EventRecorder:
 
     # -- restores -------------------------------------------------------------------------------
 
-    @aside
+    @never_raises
     def restored(self, event: e.RoundReleased) -> None:
         """A round was released: every rank has the step (R23)."""
         active, shared = event.round, event.answer
@@ -272,7 +274,7 @@ class EventRecorder:
             notes=list(shared["notes"]),
         )  # fmt: skip
 
-    @aside
+    @never_raises
     def restore_failed(self, event: e.RoundFailed) -> None:
         """A round ended with the same error on all ranks."""
         active = event.round
@@ -282,14 +284,14 @@ class EventRecorder:
             phase=active.phase, seconds={"waited": waited_s},
         )  # fmt: skip
 
-    @aside
+    @never_raises
     def tick(self) -> None:
         """After everybody's turn: what began or ended meanwhile."""
         self.watch.tick(self.state.now)
 
     # -- hosts, storage -------------------------------------------------------------------------
 
-    @aside
+    @never_raises
     def settled(self) -> None:
         """A controller begins to serve (R17)."""
         state = self.state
@@ -298,7 +300,7 @@ class EventRecorder:
             seconds={"settling": rounded(state.now - state.started_s)},
         )  # fmt: skip
 
-    @aside
+    @never_raises
     def rank_died(self, event: e.RankDied) -> None:
         """Note, once, that the process of a rank has ended without closing its store."""
         if not event.is_news:
@@ -309,14 +311,14 @@ class EventRecorder:
             pid=seat.pid,
         )  # fmt: skip
 
-    @aside
+    @never_raises
     def host_changed(self, change: Change) -> None:
         """A host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
         held = sum(newest_held(job, change.host_id) for job in self.state.jobs.values())
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
-    @aside
+    @never_raises
     def heard(self, host: str, stats: Any) -> None:
         """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
         state = self.state.hosts.states.get(host)
@@ -337,18 +339,18 @@ class EventRecorder:
             self.add("scrub", host=host, found=found - self.scrubbed[key])
         self.scrubbed[key] = found
 
-    @aside
+    @never_raises
     def not_expired(self, event: e.JobKept) -> None:
         """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
         step = event.step
         self.add("not_expired", job=event.job, attempt=step.attempt, step=step.step, why=event.why[:300])
 
-    @aside
+    @never_raises
     def durable_keys(self, event: e.DurableKeysDiffer) -> None:
         """Hosts do not have one durable_key_file (R31)."""
         self.add("durable_keys", job=event.job, why=event.why[:300])
 
-    @aside
+    @never_raises
     def durable(self, event: e.DurableWriteEnded) -> None:
         """A durable write ended as asked, failed or was abandoned (R31)."""
         took_s = rounded(self.state.now - event.since_s)

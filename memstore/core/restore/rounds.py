@@ -54,7 +54,7 @@ class Rounds:
         return {active.plan.step} if active is not None and active.plan is not None and active.plan.step else set()
 
     def _decided(self, job: Job) -> set[StepId]:
-        facts = [p for p in self.journal.log.undone() if isinstance(p, RestoreDecided) and p.job == job.name]
+        facts = [p for p in self.journal.log.unapplied() if isinstance(p, RestoreDecided) and p.job == job.name]
         return {StepId(p.from_attempt, p.step) for p in facts if p.from_attempt and p.step is not None}
 
     def _restored(self, job: Job) -> set[StepId]:
@@ -94,7 +94,7 @@ class Rounds:
         if not active.calls:
             active.is_agreement = is_agreement
         if active.only_step != only_step or active.is_agreement != is_agreement:
-            verbs = {True: "agree()", False: "get()"}
+            verbs = {True: "agree_on_step()", False: "get()"}
             self.out.refuse(
                 call, "RecoveryError",
                 f"job {name!r}: this rank calls {verbs[is_agreement]} for step {only_step}, the ranks waiting "
@@ -250,7 +250,7 @@ class Rounds:
                 active, "WorldSizeError",
                 f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}. "
                 f"Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks that "
-                "hold equal state (DDP): connect(shard=0, shards=1), any number gets it; get(step, rank=r) reads one",
+                "hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; get(step, rank=r) reads one",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return

@@ -96,12 +96,12 @@ class Drains:
                 self._record(host, None)
 
     def _undone(self, host: str) -> list[HostDraining]:
-        return [x for x in self.journal.log.undone() if isinstance(x, HostDraining) and x.host_id == host]
+        return [x for x in self.journal.log.unapplied() if isinstance(x, HostDraining) and x.host_id == host]
 
     def _record(self, host: str, until_s: float | None, within_s: float = 0.0) -> None:
         """Record a notice, unless the same is the last word that is under way already."""
-        undone = self._undone(host)
-        if not undone or not _is_same(undone[-1].until_s, until_s):
+        unapplied = self._undone(host)
+        if not unapplied or not _is_same(unapplied[-1].until_s, until_s):
             self.journal.record(HostDraining(host, until_s, within_s))
 
     def _changed(self, host: str) -> None:
@@ -110,7 +110,7 @@ class Drains:
         elif self.state.hosts.is_live(host):
             self.out.log(f"host {host} is not to go any more")
         for job in self.state.jobs.values():
-            job.heirs.pop(host, None)
+            job.stand_ins_for.pop(host, None)
         self.out.emit(DrainChanged(host))
 
     # -- for status ---------------------------------------------------------------------------

@@ -161,13 +161,13 @@ class ClusterView:
         placement = self.placement(job)
         if placement is None or leaving in placement.targets:
             return leaving  # there is no other
-        if job.heirs.get(leaving) not in placement.targets:
+        if job.stand_ins_for.get(leaving) not in placement.targets:
             before = job.home.targets.get(leaving, ()) if job.home is not None else ()
-            load = [*job.heirs.values(), *(t for targets in placement.targets.values() for t in targets)]
+            load = [*job.stand_ins_for.values(), *(t for targets in placement.targets.values() for t in targets)]
             held = job.holders_for(leaving)
             near = sorted(placement.targets, key=lambda h: (h not in held, h not in before, load.count(h), h))
-            job.heirs[leaving] = near[0]
-        return job.heirs[leaving]
+            job.stand_ins_for[leaving] = near[0]
+        return job.stand_ins_for[leaving]
 
     def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
         """Tell hosts (all of the job, only some, or those to which it is news) where to push what is put (R13)."""
@@ -248,8 +248,6 @@ class ClusterView:
     def _silent(self, names: set[str]) -> set[str]:
         hosts, now = self.state.hosts, self.state.now
         known_gone = {
-            h
-            for h, s in hosts.states.items()
-            if s.status == "dead" and now - s.since_s > self.state.rules.repair_after_s
+            h for h, s in hosts.states.items() if s.status == "dead" and now - s.since_s > self.state.rules.dead_after_s
         }
         return {h for h in names if not hosts.is_answering(h)} - known_gone

@@ -147,7 +147,7 @@ class DrillRank:
         equal, differences = compare(got.state, fresh)
         whole, _ = compare(fresh, fresh)
         return Restored(
-            rank, got.step, got.verdict, got.reason, whole, equal, tuple(differences), got.ranks_moved,
+            rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
             dict(got.bytes_by_tier), dict(got.seconds_by_phase),
         )  # fmt: skip
 

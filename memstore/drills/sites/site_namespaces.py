@@ -216,7 +216,7 @@ def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[Namespace
         cluster = ProcessCluster(
             folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],
             chunk_bytes=CHUNK_BYTES, heartbeat_s=usual.heartbeat_s, suspect_after_s=usual.suspect_after_s,
-            repair_after_s=usual.repair_after_s,
+            dead_after_s=usual.dead_after_s,
         )  # fmt: skip
         cluster.controller_way = folder / "way0"
         cluster.controller_way.symlink_to(folder)

@@ -13,7 +13,11 @@ from memstore.shell.arena.manifests import ManifestFolder
 
 
 def adopt(
-    arena: Arena, manifests: ManifestFolder, shelf: ReplicaIndex, now: float, is_alive: Callable[[int, int], bool]
+    arena: Arena,
+    manifests: ManifestFolder,
+    replica_index: ReplicaIndex,
+    now: float,
+    is_alive: Callable[[int, int], bool],
 ) -> list[str]:
     """Fill an empty shelf from an arena; slots whose header must be rewritten are left dirty. Return what was dropped.
 
@@ -21,7 +25,7 @@ def adopt(
         now: Time of day, seconds: the slots are verified now.
         is_alive: Says of (pid, start time) whether that process lives: its leases outlive the holder (R8).
     """
-    table, notes, bad = shelf.table, [], 0
+    table, notes, bad = replica_index.table, [], 0
     for number in range(arena.slots_count):
         header = arena.headers.read(number)
         slot = Slot(
@@ -45,7 +49,7 @@ def adopt(
             table.dirty.add(number)
     table.rebuild_free(arena.hollow)
     for name, data in manifests.load_all():
-        why = _adopt_manifest(shelf, name, data)
+        why = _adopt_manifest(replica_index, name, data)
         if why:
             notes.append(f"dropped {name}: {why}")
             manifests.remove(name)
@@ -53,13 +57,13 @@ def adopt(
     return [*notes, f"{bad} slots failed their digest on adoption and were dropped"] if bad else notes
 
 
-def _adopt_manifest(shelf: ReplicaIndex, name: str, data: bytes) -> str:
+def _adopt_manifest(replica_index: ReplicaIndex, name: str, data: bytes) -> str:
     """Put a manifest's shard on the shelf; return why it cannot be, or ""."""
     try:
         manifest, digest = decode_manifest(data), shard_digest(data)
         if name != ManifestFolder.name_of(manifest.shard, digest):
             raise DigestMismatch(f"manifest file {name} does not hold what its name says")
-        shelf.adopt(
+        replica_index.adopt(
             manifest.shard, spec_of(manifest, digest),
             [c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks],
         )  # fmt: skip

@@ -83,13 +83,13 @@ class ReplicaStore:
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
-        self.shelf = ReplicaIndex(self.table)
+        self.index = ReplicaIndex(self.table)
         self.room = VaultRoom(
-            arena, self.shelf, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
+            arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
         self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # hears of copies found damaged on the way
-        self.adoption_notes = adopt(arena, manifests, self.shelf, clock.time(), is_alive)
+        self.adoption_notes = adopt(arena, manifests, self.index, clock.time(), is_alive)
         self.flush()
 
     @classmethod
@@ -142,10 +142,10 @@ class ReplicaStore:
         """Have so many slots free for staging; see VaultRoom.ensure_free."""
         self.room.ensure_free(count)
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, heirs: Sequence[Owner] = ()) -> list[int]:
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
         """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
         with self.lock:
-            count = self.shelf.leasable(job, rank, self.table.held_count([owner, *heirs]))
+            count = self.index.leasable(job, rank, self.table.held_count([owner, *stand_ins_for]))
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.flush()
             return numbers
@@ -168,10 +168,10 @@ class ReplicaStore:
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
             now = self.clock.time()
             with self.lock:
-                draft = self.shelf.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
+                draft = self.index.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
                 for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
                     left.discard(number)
-                    self.shelf.fill(draft, index, number, digest, size, now)
+                    self.index.fill(draft, index, number, digest, size, now)
                 self.flush()
             chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
@@ -196,12 +196,12 @@ class ReplicaStore:
         Returns the shard too, if it is stored already.
         """
         with self.lock:
-            return self.shelf.find(shard), slots is not None and self.table.hand_over(owner, slots)
+            return self.index.find(shard), slots is not None and self.table.hand_over(owner, slots)
 
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up what is being received of a job's older attempts."""
         with self.lock:
-            self.shelf.abort_older(job, attempt)
+            self.index.abort_older(job, attempt)
             self.flush()
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ class ReplicaStore:
         """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
         self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
-            draft = self.shelf.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
+            draft = self.index.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
         self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
         return draft
 
@@ -230,12 +230,12 @@ class ReplicaStore:
         """Name chunks of a draft, hold those whose content is here, return the others (R13). IntegrityError."""
         self.verify_old(digests, sizes)
         with self.lock:
-            if not any(draft is known for known in self.shelf.drafts.values()):
+            if not any(draft is known for known in self.index.drafts.values()):
                 raise IntegrityError(f"the draft of {draft.shard} was aborted meanwhile: offer it again")
             for index, digest, size in zip(indices, digests, sizes, strict=True):
-                if not self.shelf.expect(draft, index, digest):
+                if not self.index.expect(draft, index, digest):
                     raise IntegrityError(f"chunk {index} of {draft.shard} was announced with two digests")
-                self.shelf.hold_known(draft, index, size)
+                self.index.hold_known(draft, index, size)
             return [i for i in indices if draft.slots[i] is None]
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
@@ -270,10 +270,10 @@ class ReplicaStore:
         """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
         bad = [index for index, _, _, digest in came if digest != draft.digests[index]]
         with self.lock:
-            is_known = any(draft is known for known in self.shelf.drafts.values())
+            is_known = any(draft is known for known in self.index.drafts.values())
             for index, number, nbytes, digest in came:
                 if is_known and index not in bad:
-                    self.shelf.fill(draft, index, number, digest, nbytes, self.clock.time())
+                    self.index.fill(draft, index, number, digest, nbytes, self.clock.time())
                 else:
                     self.table.release(number)
             self.flush()
@@ -290,23 +290,23 @@ class ReplicaStore:
         manifest = decode_manifest(manifest_data)
         digest = shard_digest(manifest_data)
         with self.lock:
-            draft = self.shelf.draft(name, manifest.shard)
+            draft = self.index.draft(name, manifest.shard)
             sizes = [self.table.slots[n].nbytes for n in (draft.slots if draft else ()) if n is not None]
             if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
                 what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
-            known = self.shelf.find(manifest.shard, digest)
+            known = self.index.find(manifest.shard, digest)
             if known is None or known.is_nameless:  # else only lost chunks came back: it is there
                 self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
-            shelved = self.shelf.finish(name, manifest.shard, spec_of(manifest, digest))
+            shelved = self.index.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
         return shelved
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back what a draft holds; with `only`, if it is still that one."""
         with self.lock:
-            if only is None or self.shelf.draft(name, shard) is only:
-                self.shelf.abort_draft(name, shard)
+            if only is None or self.index.draft(name, shard) is only:
+                self.index.abort_draft(name, shard)
                 self.flush()
 
     # -- reading ------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class ReplicaStore:
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
-            if self.shelf.find(shelved.shard, shelved.spec.digest) is shelved:
+            if self.index.find(shelved.shard, shelved.spec.digest) is shelved:
                 self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
                 shelved.is_nameless = False
 
@@ -335,22 +335,22 @@ class ReplicaStore:
     ) -> tuple[StoredReplica, int] | None:
         """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
         with self.lock:
-            shelved = self.shelf.find(shard, digest)
+            shelved = self.index.find(shard, digest)
             if shelved is None or shelved.is_doomed:
                 return None
-            return shelved, self.shelf.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
+            return shelved, self.index.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
     def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> None:
         """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
         with self.lock:
-            self._discard(self.shelf.keep_staged(key, shelved, pin))
-            if key not in self.shelf.staged:
+            self._discard(self.index.keep_staged(key, shelved, pin))
+            if key not in self.index.staged:
                 raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
 
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
         with self.lock:
-            self._discard([gone] if (gone := self.shelf.unpin(shelved, pin)) is not None else [])
+            self._discard([gone] if (gone := self.index.unpin(shelved, pin)) is not None else [])
 
     def chunk_view(self, shelved: StoredReplica, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
@@ -369,7 +369,7 @@ class ReplicaStore:
             if digest != shelved.digests[index]:
                 with self.lock:
                     if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
-                        hurt.update({id(s): s for s in self.shelf.condemn(number) if s is not shelved})
+                        hurt.update({id(s): s for s in self.index.quarantine(number) if s is not shelved})
                         self.flush()
         for other in hurt.values():
             self.on_hurt(other)
@@ -386,7 +386,7 @@ class ReplicaStore:
         is_good = chunk_digest(view) == digest
         with self.lock:
             slot.verified_s = self.clock.time() if is_good else slot.verified_s
-            hurt = [] if is_good else self.shelf.condemn(number)
+            hurt = [] if is_good else self.index.quarantine(number)
             self.table.unhold(number)
             self.flush()
         return hurt
@@ -396,7 +396,7 @@ class ReplicaStore:
     def drop(self, shard: ShardId) -> None:
         """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
         with self.lock:
-            self._discard(self.shelf.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
+            self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
     def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
         """Remove shards, and the room of a removed job: [job, attempt] (R10)."""
@@ -404,13 +404,13 @@ class ReplicaStore:
             self.drop(shard)
         if removed is not None:
             with self.room.lock, self.lock:  # after a claim that is under way, which would put it back
-                self.shelf.drop_share(str(removed[0]), int(removed[1]))
+                self.index.drop_share(str(removed[0]), int(removed[1]))
             self.room.release()
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""
         with self.lock:
-            expired = self.shelf.expire_pins(self.clock.monotonic())
+            expired = self.index.expire_pins(self.clock.monotonic())
             self.room.overlooked.update(n for shelved in expired for n in shelved.slots if n is not None)
             self._discard(expired)
 
@@ -418,19 +418,19 @@ class ReplicaStore:
         """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
         for shelved in gone:
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
-            self.shelf.free(shelved)
+            self.index.free(shelved)
             self.flush()
 
     def stats(self) -> dict[str, int]:
         """Bytes used, reserved, claimed and allowed, for status."""
         with self.lock:
             used = self.table.claimed_count - len(self.table.free)
-            reserved = sum(share.total for share in self.shelf.shares.values())
+            reserved = sum(share.total for share in self.index.shares.values())
             return {
                 "used_bytes": used * self.chunk_bytes,
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
                 "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
                 "limit_bytes": self.room.limit_bytes,
-                "shards": len(self.shelf.shards),
+                "shards": len(self.index.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }

@@ -28,10 +28,10 @@ class VaultRoom:
     """
 
     def __init__(
-        self, arena: Arena, shelf: ReplicaIndex, index_lock: AbstractContextManager[object],
+        self, arena: Arena, replica_index: ReplicaIndex, index_lock: AbstractContextManager[object],
         flush: Callable[[], None], *, chunk_bytes: int, limit_bytes: int, limit_why: str, admit: Admit | None,
     ) -> None:  # fmt: skip
-        self._arena, self._shelf, self._index_lock, self._flush = arena, shelf, index_lock, flush
+        self._arena, self._index, self._index_lock, self._flush = arena, replica_index, index_lock, flush
         self._chunk_bytes, self._admit = chunk_bytes, admit
         self.limit_bytes, self.limit_why = limit_bytes, limit_why
         self.overlooked: set[int] = set()  # slots whose readers outlived their pins: one may still look at them (R7)
@@ -47,16 +47,16 @@ class VaultRoom:
         """
         with self.lock:
             with self._index_lock:
-                needed, before = self._shelf.slots_needed(job, share), self._shelf.shares.get(job)
+                needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
             self.grow_to(needed, on_step)
             with self._index_lock:
-                self._shelf.set_share(job, share)
+                self._index.set_share(job, share)
         if before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values())):
             self.release()
 
     def ensure_free(self, count: int) -> None:
         """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
-        table = self._shelf.table
+        table = self._index.table
         while len(table.free) < count:
             with self.lock:
                 with self._index_lock:
@@ -69,7 +69,7 @@ class VaultRoom:
         Raises:
             CapacityError: They are beyond the limit, or not to be had.
         """
-        arena, table, chunk_bytes = self._arena, self._shelf.table, self._chunk_bytes
+        arena, table, chunk_bytes = self._arena, self._index.table, self._chunk_bytes
         missing = slots_count - table.claimed_count
         if missing <= 0:
             return
@@ -99,7 +99,7 @@ class VaultRoom:
         with self.lock:
             with self._index_lock:
                 self._flush()  # what is free is written down as free before it loses its bytes
-                chosen = self._shelf.table.empty(self._shelf.spare_count(), self.overlooked)
+                chosen = self._index.table.empty(self._index.spare_count(), self.overlooked)
             kept = self._arena.give_back(chosen)
             with self._index_lock:
-                self._shelf.table.fill(kept)
+                self._index.table.fill(kept)

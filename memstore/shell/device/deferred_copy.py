@@ -276,4 +276,4 @@ class DeferredCopy:
 
 def changed_message(name: str) -> str:
     """Say what a person has to know about a tensor that was written too early."""
-    return f"{name} was changed before the fence: change what is put with overlap= only behind store.fence()"
+    return f"{name} was changed before the fence: change what is put with overlap= only behind store.wait_before_step()"

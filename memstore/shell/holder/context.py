@@ -29,7 +29,7 @@ class HolderContext:
     state: HolderState  # what the procedures of core/holder share
     config: Config
     folder: Path
-    vault: ReplicaStore
+    replicas: ReplicaStore
     idle: IdleTime
     peers: PeerTable
     on_fatal: Callable[[str], None]
@@ -67,8 +67,8 @@ class HolderContext:
         in which they were true.
         """
         self.idle.used()
-        with self.vault.lock:
-            shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        with self.replicas.lock:
+            shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
             if shelved is not None and not shelved.is_doomed:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 body: dict[str, Any] = {"copies": [copy_to_wire(held)]}
@@ -76,5 +76,5 @@ class HolderContext:
 
     def freed(self, order: dict[str, Any]) -> None:
         """Report that an order to drop copies was carried out."""
-        with self.vault.lock:
+        with self.replicas.lock:
             self.report("freed", {"shards": order["shards"], "number": order.get("number")})

@@ -34,7 +34,7 @@ class EffectCalls:
     """The calls that carry out the effects of one holder's procedures."""
 
     def __init__(self, context: HolderContext, connections: RankConnections, traffic: Traffic) -> None:
-        self.context, self.vault, self.connections, self.traffic = context, context.vault, connections, traffic
+        self.context, self.replicas, self.connections, self.traffic = context, context.replicas, connections, traffic
         self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
@@ -74,7 +74,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.ReceiveChunks) -> list[int]:
-        return cast(Peer, effect.peer).fetch_into(self.vault, effect.draft, effect.digest, effect.chunks)
+        return cast(Peer, effect.peer).fetch_into(self.replicas, effect.draft, effect.digest, effect.chunks)
 
     @_call.register
     def _(self, effect: effects.ReadDurableManifest) -> bytes:
@@ -90,49 +90,49 @@ class EffectCalls:
     def _read_durable(self, tier: DurableTier, effect: effects.ReceiveDurable, index: int) -> list[int]:
         """Read one chunk; return [index] if it is not there as it was put, else []."""
         nbytes = effect.sizes[index]
-        number = self.vault.take_slots_growing(1)[0]
-        view = self.vault.arena.view(number, nbytes)
+        number = self.replicas.take_slots_growing(1)[0]
+        view = self.replicas.arena.view(number, nbytes)
         try:
             tier.read_chunk_into(effect.draft.shard, effect.spec, index, view)
         except IntegrityError:
-            self.vault.give_back([number])
+            self.replicas.give_back([number])
             return [index]
         except BaseException:
-            self.vault.give_back([number])
+            self.replicas.give_back([number])
             raise
-        return self.vault.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
+        return self.replicas.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
 
     @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
-        return self.vault.verify(effect.shelved, self.digesters.map)
+        return self.replicas.verify(effect.shelved, self.digesters.map)
 
     @_call.register
     def _(self, effect: effects.VerifySlots) -> None:
         for number in effect.slots:
-            for hurt in self.vault.verify_slot(number):
-                self.vault.on_hurt(hurt)
+            for hurt in self.replicas.verify_slot(number):
+                self.replicas.on_hurt(hurt)
 
     @_call.register
     def _(self, effect: effects.LoadManifest) -> bytes:
-        return self.vault.manifest(effect.shelved)
+        return self.replicas.manifest(effect.shelved)
 
     @_call.register
     def _(self, effect: effects.OpenDraft) -> IncomingReplica:
-        return self.vault.open_draft(
+        return self.replicas.open_draft(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
 
     @_call.register
     def _(self, effect: effects.EnsureFree) -> None:
-        self.vault.ensure_free(effect.count)
+        self.replicas.ensure_free(effect.count)
 
     @_call.register
     def _(self, effect: effects.KeepStaged) -> None:
-        self.vault.keep_staged(effect.key, effect.shelved, effect.pin)
+        self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
 
     @_call.register
     def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
-        return self.connections.herald(effect.stream, effect.manifest, effect.draft)
+        return self.connections.notifier(effect.stream, effect.manifest, effect.draft)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:
@@ -148,11 +148,11 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.CompareSample) -> list[int]:
-        return differing(self.vault.arena.mapping, effect.slots, effect.nbytes, effect.seen)
+        return differing(self.replicas.arena.mapping, effect.slots, effect.nbytes, effect.seen)
 
     @_call.register
     def _(self, effect: effects.OpenFresh) -> StreamingReplica:
-        return StreamingReplica(self.vault, effect.shard, effect.slots, effect.sizes)
+        return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
     def _(self, effect: effects.TellFenced) -> None:
@@ -160,8 +160,8 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.AnswerFence) -> None:
-        with self.vault.lock:  # a seal that comes after the inventory is reported after it
-            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.context.host_id, effect.job)]
+        with self.replicas.lock:  # a seal that comes after the inventory is reported after it
+            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.context.host_id, effect.job)]
             self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
 
     @_call.register

@@ -89,10 +89,10 @@ class FolderGuard:
 
     def missing(self) -> list[str]:
         """Return the names of what is gone, or is another file than the holder's."""
-        vault = self.context.vault
+        replicas = self.context.replicas
         found = {name: is_at(self.folder / name, status) for name, status in self._at_start.items()}
-        with vault.lock:
-            found |= {"manifests": vault.manifests.is_whole(), **vault.arena.files_present()}
+        with replicas.lock:
+            found |= {"manifests": replicas.manifests.is_whole(), **replicas.arena.files_present()}
         found |= {"lock": self.lock_file.is_current(), JOURNAL_NAME: self.journal.is_current()}
         return [{".": "the folder"}.get(name, name) for name, is_there in found.items() if not is_there]
 
@@ -107,10 +107,10 @@ class FolderGuard:
 
         A chunk's bytes leave the old file when they are in the new one, so the arena itself takes one chunk more.
         """
-        vault = self.context.vault
-        with vault.lock:
-            sizes = [vault.arena.headers.file_bytes, self.journal.nbytes, *vault.manifests.sizes()]
-        needed_bytes = sum(_in_pages(size) for size in sizes) + vault.chunk_bytes + SMALL_FILES_BYTES
+        replicas = self.context.replicas
+        with replicas.lock:
+            sizes = [replicas.arena.headers.file_bytes, self.journal.nbytes, *replicas.manifests.sizes()]
+        needed_bytes = sum(_in_pages(size) for size in sizes) + replicas.chunk_bytes + SMALL_FILES_BYTES
         room = os.statvfs(self.folder)
         free_bytes = room.f_bavail * room.f_frsize
         if free_bytes < needed_bytes:
@@ -122,15 +122,15 @@ class FolderGuard:
 
     def _write_again(self) -> None:
         """Write what a successor adopts: bytes, slot table, manifests, journal, and what it counts on besides."""
-        vault = self.context.vault
+        replicas = self.context.replicas
         write_secret(self.folder, self.secret)
         next_incarnation(self.folder, self._incarnation())
         _leave_note(self.folder, self.lost)
-        with vault.lock:
-            vault.flush()
-            vault.arena.write_again()
+        with replicas.lock:
+            replicas.flush()
+            replicas.arena.write_again()
             manifests = ManifestFolder.open(self.folder)
-            vault.manifests.copy_to(manifests)
+            replicas.manifests.copy_to(manifests)
             manifests.close()
         if not self.journal.is_current():
             records = self._records()

@@ -15,27 +15,27 @@ from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 
-def look(vault: ReplicaStore, shards: Collection[Any]) -> list[list[Any]]:
+def look(replicas: ReplicaStore, shards: Collection[Any]) -> list[list[Any]]:
     """Digest again what was verified too long ago; return [rank, digest under the new id, chunks lacking] (R13)."""
     found: list[list[Any]] = []
     for item in shards:
         shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
-        pinned = vault.pin(shard, digest)
+        pinned = replicas.pin(shard, digest)
         if pinned is None:
             found.append([shard.rank, "", -1])
             continue
         try:
-            manifest = _renamed(vault, pinned[0], new)
-            vault.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
+            manifest = _renamed(replicas, pinned[0], new)
+            replicas.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
             found.append([shard.rank, shard_digest(encode_manifest(manifest)), len(pinned[0].missing)])
         except DigestMismatch:
             found.append([shard.rank, "", -1])  # of a copy whose manifest is damaged no fork is made
         finally:
-            vault.unpin(*pinned)
+            replicas.unpin(*pinned)
     return found
 
 
-def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+def make(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
     """Store the shards under their new ids: each a manifest, and a reference more for every slot; yield each.
 
     A shard that is not here any more is left out. A fork's copy that lacks chunks, or its manifest, gets what is here
@@ -47,19 +47,19 @@ def make(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica
     """
     for item in shards:
         shard, digest, new = shard_from_wire(item[0]), str(item[1]), shard_from_wire(item[2])
-        with vault.lock:
-            shelved = vault.shelf.find(shard, digest)
+        with replicas.lock:
+            shelved = replicas.index.find(shard, digest)
             if shelved is None:
                 continue
-            manifest = _renamed(vault, shelved, new)
+            manifest = _renamed(replicas, shelved, new)
             data = encode_manifest(manifest)
             spec = spec_of(manifest, shard_digest(data))
-            known = vault.shelf.find(new, spec.digest)
+            known = replicas.index.find(new, spec.digest)
             if known is None or known.missing:
-                vault.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
+                replicas.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
                 chunks = manifest.chunks
-                known = vault.shelf.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
-                vault.flush()
+                known = replicas.index.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
+                replicas.flush()
         yield known
 
 
@@ -68,20 +68,20 @@ def forked_body(body: Body, shards: list[list[Any]]) -> Body:
     return {"job": body["job"], "call": body["call"], "shards": shards}
 
 
-def drop_unknown_shares(vault: ReplicaStore, jobs: Collection[str]) -> None:
+def drop_unknown_shares(replicas: ReplicaStore, jobs: Collection[str]) -> None:
     """Give back room of jobs that the controller does not know, if no shard of them is here.
 
     A controller that died before it recorded the job left such a claim.
     """
-    with vault.lock:
-        drafts = {draft.shard.job for draft in vault.shelf.drafts.values()}
-        known = {*jobs, *drafts, *(shard.job for shard, _ in vault.shelf.shards)}
-        unknown = [job for job in vault.shelf.shares if job not in known]
+    with replicas.lock:
+        drafts = {draft.shard.job for draft in replicas.index.drafts.values()}
+        known = {*jobs, *drafts, *(shard.job for shard, _ in replicas.index.shards)}
+        unknown = [job for job in replicas.index.shares if job not in known]
         for job in unknown:
-            vault.shelf.drop_share(job, vault.shelf.shares[job].attempt)
+            replicas.index.drop_share(job, replicas.index.shares[job].attempt)
     if unknown:
-        vault.room.release()
+        replicas.room.release()
 
 
-def _renamed(vault: ReplicaStore, shelved: StoredReplica, new: ShardId) -> Manifest:
-    return replace(decode_manifest(vault.manifest(shelved)), shard=new)
+def _renamed(replicas: ReplicaStore, shelved: StoredReplica, new: ShardId) -> Manifest:
+    return replace(decode_manifest(replicas.manifest(shelved)), shard=new)

@@ -96,7 +96,7 @@ class Holder:
         )
         write_secret(self.folder, secret)
         self.idle, self.tombstones = IdleTime(self.folder), Tombstones(self.folder)
-        self.vault = ReplicaStore.open(
+        self.replicas = ReplicaStore.open(
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
@@ -109,15 +109,15 @@ class Holder:
         self.peers = PeerTable(identity.host_id, self._connection_pool)
         self.stopping = threading.Event()
         self.state = HolderState(
-            identity.host_id, self.vault, OutgoingShards(self.vault).outgoing,
-            Limits(config.suspect_after_s, config.repair_after_s), now=time.monotonic, report=self.sessions.report,
+            identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
             sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
             fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
-            self.state, config, self.folder, self.vault, self.idle, self.peers, on_fatal, self.stopping
+            self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
         )
-        self.vault.on_hurt = self.context.sealed
+        self.replicas.on_hurt = self.context.sealed
         self._compose()
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
@@ -141,8 +141,8 @@ class Holder:
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
         self.trained, self.calls = TrainedSteps(), Calls(context.ask)
         self.connections = RankConnections(context)
-        self.traffic = Traffic(self.folder, self.config.interleave_s)
-        self.twins = Twins(self.vault, context.stopping, self.connections.tell_twin)
+        self.traffic = Traffic(self.folder, self.config.collective_hold_max_s)
+        self.twins = Twins(self.replicas, context.stopping, self.connections.tell_twin)
         self.effect_calls = EffectCalls(context, self.connections, self.traffic)
         self.runner = Runner(self.effect_calls)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
@@ -159,7 +159,7 @@ class Holder:
             release_room=self.rooms.release,
         )  # fmt: skip
         self.peer_server = PeerServer(
-            self.vault, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
+            self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
@@ -200,7 +200,7 @@ class Holder:
         for thread in self._threads:
             thread.join(timeout=5.0)
         self.journal.close()
-        self.vault.close()
+        self.replicas.close()
         self.idle.close()
         self.guard.lock_file.release()
 
@@ -243,8 +243,8 @@ class Holder:
 
     def _inventory(self) -> dict[str, Any]:
         """Return what a controller must know of this host first: its identity, its copies, its journal (R16)."""
-        with self.vault.lock:
-            copies = [copy_to_wire(c) for c in self.vault.shelf.copies(self.info.host_id)]
+        with self.replicas.lock:
+            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.info.host_id)]
         info, journal = self.info, self.sessions.journal_records()
         return {
             "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
@@ -252,7 +252,7 @@ class Holder:
             "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
             "journal": journal,
             "up_s": time.monotonic() - self._began_s, "idle_s": self.idle.idle_s, "dropped": self.tombstones.stories,
-            "notes": self.vault.adoption_notes,
+            "notes": self.replicas.adoption_notes,
             "ranks": sorted(self.connections.owners),
         }  # fmt: skip
 
@@ -284,21 +284,21 @@ class Holder:
         """Return what every heartbeat carries of this host."""
         counts: dict[str, Any] = {
             "trained": self.trained.stats(),
-            **self.vault.stats(),
+            **self.replicas.stats(),
             **self.damage.stats(),
             "scrub": self.scrubber.found_count,
         }
         counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
         counts["limit_why"], counts["limit_warning"] = self.limit_words
         counts |= self.guard.stats() | descriptor_stats()
-        short_of_room = self.sessions.facts.problem or self.vault.manifests.problem
+        short_of_room = self.sessions.facts.problem or self.replicas.manifests.problem
         return {**counts, **self.traffic.stats(), "short_of_room": short_of_room}
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             for work in (
-                self.ranks.reap, self.vault.expire_pins, self.excerpts.expire, self.peer_server.give_up_idle,
-                self.idle.keep, self.sessions.write_waiting, self.vault.manifests.look_for_room, self.guard.look,
+                self.ranks.reap, self.replicas.expire_pins, self.excerpts.expire, self.peer_server.give_up_idle,
+                self.idle.keep, self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
             ):  # fmt: skip
                 self.context.logged(work)
 

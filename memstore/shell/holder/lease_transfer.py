@@ -23,8 +23,8 @@ ANCESTORS_MAX = 16
 class LeaseTransfers:
     """What is lent on one host. Callers hold the rank server's lock."""
 
-    def __init__(self, vault: ReplicaStore) -> None:
-        self.vault = vault
+    def __init__(self, replicas: ReplicaStore) -> None:
+        self.replicas = replicas
         self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
 
     def lend(self, lender: Owner, step: int, slots: list[int], arena: str, seen: dict[str, Any]) -> None:
@@ -32,11 +32,11 @@ class LeaseTransfers:
 
         LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
         """
-        if arena != self.vault.arena.identity:
+        if arena != self.replicas.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
-        with self.vault.lock:
-            is_its_own = self.vault.table.leases.get(lender, set()).issuperset(slots)
-        arena_slots = self.vault.arena.mapping
+        with self.replicas.lock:
+            is_its_own = self.replicas.table.leases.get(lender, set()).issuperset(slots)
+        arena_slots = self.replicas.arena.mapping
         if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
         for key, old in list(self.lent.items()):
@@ -48,17 +48,17 @@ class LeaseTransfers:
     def unlend(self, lender: Owner, step: int, slots: list[int]) -> dict[str, Any]:
         """Take the offer back; say which of the slots are leased to the lender."""
         self.lent.pop((lender, step), None)
-        with self.vault.lock:
-            mine = self.vault.table.leases.get(lender, set())
+        with self.replicas.lock:
+            mine = self.replicas.table.leases.get(lender, set())
             return {"slots": sorted(mine.intersection(slots))}
 
     def adopt(self, lender: Owner | None, heir: Owner, step: int) -> dict[str, Any]:
         """Move the leases to the child. LookupError if they are not lent."""
         slots = self.lent.pop((lender, step), None) if lender is not None else None
-        with self.vault.lock:
-            if lender is None or slots is None or not self.vault.table.transfer(lender, heir, slots):
+        with self.replicas.lock:
+            if lender is None or slots is None or not self.replicas.table.transfer(lender, heir, slots):
                 raise LookupError(f"nothing staged for step {step} is lent any more: the training process gave it up")
-            self.vault.flush()
+            self.replicas.flush()
         return {"slots": slots}
 
     def forget(self, lender: Owner) -> None:

@@ -40,7 +40,7 @@ class OrderRouter:
         begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
-        self.context, self.vault, self.workers = context, context.vault, workers
+        self.context, self.replicas, self.workers = context, context.replicas, workers
         self.connections, self.ranks, self.rooms, self.twins = connections, ranks, rooms, twins
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
@@ -99,13 +99,13 @@ class OrderRouter:
     def _abandon(self, body: dict[str, Any]) -> None:
         """Forget an uncommitted step and tell its tickets (R12)."""
         job, attempt, step = str(body["job"]), int(body["attempt"]), int(body["step"])
-        with self.vault.lock:
-            keys = [*self.vault.shelf.shards, *((k[0], k[1]) for k in self.vault.shelf.drafts)]
+        with self.replicas.lock:
+            keys = [*self.replicas.index.shards, *((k[0], k[1]) for k in self.replicas.index.drafts)]
             shards = {k[0] for k in keys if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)}
-            for key in [k for k in self.vault.shelf.drafts if k[0] in shards]:
-                self.vault.shelf.abort_draft(key[1], key[0])
+            for key in [k for k in self.replicas.index.drafts if k[0] in shards]:
+                self.replicas.index.abort_draft(key[1], key[0])
         for shard in shards:
-            self.vault.drop(shard)
+            self.replicas.drop(shard)
         self.connections.resume(body)
         self.connections.grant_job(job)
 
@@ -113,7 +113,7 @@ class OrderRouter:
         shards = [shard_from_wire(item) for item in body["shards"]]
         removed = body.get("removed")
         try:
-            self.vault.drop_all(shards, removed)
+            self.replicas.drop_all(shards, removed)
         finally:  # also where that failed
             self.context.freed(body)
         if removed is not None:
@@ -132,9 +132,9 @@ class OrderRouter:
     def _fork(self, body: dict[str, Any]) -> None:
         """Look at what is to be forked, or make manifests of the new job over the same slots (R32)."""
         if body["what"] == "look":
-            self.context.report("forked", forked_body(body, look(self.vault, body["shards"])))
+            self.context.report("forked", forked_body(body, look(self.replicas, body["shards"])))
         else:
-            for shelved in make(self.vault, body["shards"]):
+            for shelved in make(self.replicas, body["shards"]):
                 self.context.sealed(shelved)
 
     def _ask(self, body: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class Persister:
     """Durable work of one holder."""
 
     def __init__(self, context: HolderContext, runner: Runner) -> None:
-        self.context, self.vault = context, context.vault
+        self.context, self.replicas = context, context.replicas
         self.writers = OwnThreads(PERSIST_THREADS, "memstore-persist", lower_thread_priority)
         self.listers = OwnThreads(LIST_THREADS, "memstore-markers")
         self.lock = threading.Lock()
@@ -90,7 +90,7 @@ class Persister:
     def _copy(self, effect: effects.CopySlice) -> tuple[list[bytes], int | None]:
         chunks: list[bytes] = []
         for index in slice_range(effect.shelved.spec, effect.number):
-            view = self.vault.chunk_view(effect.shelved, index)
+            view = self.replicas.chunk_view(effect.shelved, index)
             chunk = bytes(view) if view is not None else None  # digested after it left the slot (R7)
             if chunk is None or chunk_digest(chunk) != effect.shelved.digests[index]:
                 return [], index

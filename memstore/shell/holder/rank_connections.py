@@ -49,7 +49,7 @@ class RankConnections:
     """All links of one holder. `lock` guards the tables; it is taken before the vault's."""
 
     def __init__(self, context: HolderContext) -> None:
-        self.context, self.vault = context, context.vault
+        self.context, self.replicas = context, context.replicas
         self.lock = threading.RLock()
         self.links: dict[str, RankConnection] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
@@ -107,8 +107,8 @@ class RankConnections:
                     return
                 if not link.job or link.rank < 0 or link.attempt < self.context.fences.first(link.job) or link.parent:
                     return
-                heirs = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
-                slots = self.vault.lease(link.owner, link.job, link.rank, link.attempt, heirs)
+                stand_ins_for = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
+                slots = self.replicas.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
             if slots:
                 link.send({"k": "grant", "slots": slots})
 
@@ -165,10 +165,15 @@ class RankConnections:
         for link in self.of_job(body["job"]):
             if link.rank == body["rank"]:
                 link.send(
-                    {"k": "check", "job": body["job"], "round": body["round"], "manifest": self.vault.manifest(shelved)}
+                    {
+                        "k": "check",
+                        "job": body["job"],
+                        "round": body["round"],
+                        "manifest": self.replicas.manifest(shelved),
+                    }
                 )
 
-    def herald(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+    def notifier(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None

@@ -43,10 +43,10 @@ class RankServer:
         traffic: Traffic, trained: TrainedSteps, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
-        self.context, self.vault, self.connections = context, context.vault, connections
+        self.context, self.replicas, self.connections = context, context.replicas, connections
         self.calls, self.sealer, self.excerpts = calls, sealer, excerpts
         self.traffic, self.trained, self.release_room = traffic, trained, release_room
-        self.lendings = LeaseTransfers(self.vault)
+        self.lendings = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -94,17 +94,20 @@ class RankServer:
             if old is not None and old.owner == owner:
                 self.sealer.retire(old)
                 old.channel.abort()
-            with self.vault.lock:
+            with self.replicas.lock:
                 # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-                held, is_ours = [int(n) for n in body.get("held", ())], body.get("arena") == self.vault.arena.identity
-                _, stale = self.vault.table.confirm(owner, held if is_ours else [])
-                self.vault.flush()
+                held, is_ours = (
+                    [int(n) for n in body.get("held", ())],
+                    body.get("arena") == self.replicas.arena.identity,
+                )
+                _, stale = self.replicas.table.confirm(owner, held if is_ours else [])
+                self.replicas.flush()
             link.send(
                 {
-                    "k": "welcome", "stale": stale if is_ours else held, "arena": self.vault.arena.identity,
+                    "k": "welcome", "stale": stale if is_ours else held, "arena": self.replicas.arena.identity,
                     "host": self.context.host_id,
-                    "folder": str(self.context.folder), "slots": len(self.vault.table.slots),
-                    "chunk_bytes": self.vault.chunk_bytes, "store": self.context.config.store_fields(),
+                    "folder": str(self.context.folder), "slots": len(self.replicas.table.slots),
+                    "chunk_bytes": self.replicas.chunk_bytes, "store": self.context.config.store_fields(),
                     "job_defaults": self.context.config.job_defaults(),
                 }
             )  # fmt: skip
@@ -198,12 +201,12 @@ class RankServer:
                 return {}, ["RecoveryError", str(exc)]
             self._hold(link, number, functools.partial(self.excerpts.release, number))
             return {**body, "manifest": excerpt.manifest, "slots": list(excerpt.draft.slots), "pin": number}, None
-        pinned = self.vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
+        pinned = self.replicas.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             return {}, ["RecoveryError", "the staged shard was dropped before it could be read: call get() again"]
-        release = functools.partial(self.vault.unpin, *pinned)
+        release = functools.partial(self.replicas.unpin, *pinned)
         try:
-            manifest = self.vault.manifest(pinned[0])
+            manifest = self.replicas.manifest(pinned[0])
         except DigestMismatch as exc:
             release()
             return {}, ["RecoveryError", str(exc)]
@@ -242,20 +245,20 @@ class RankServer:
         with self.connections.lock:
             known = set(self.connections.owners.values())
             jobs = {link.job for link in self.connections.links.values() if link.job}
-        with self.vault.lock:
-            leased = self.vault.table.leases
+        with self.replicas.lock:
+            leased = self.replicas.table.leases
             for owner in [o for o in leased if o not in known and not is_alive(o.pid, o.start)]:
-                self.vault.table.reclaim(owner)
-            self.vault.flush()
+                self.replicas.table.reclaim(owner)
+            self.replicas.flush()
         for job in jobs:
             self.connections.grant_job(job)
 
     def _reclaim(self, owner: Owner) -> None:
         """Take back what a process leased and did not hand over."""
-        with self.connections.lock, self.vault.lock:
+        with self.connections.lock, self.replicas.lock:
             self.lendings.forget(owner)
-            self.vault.table.reclaim(owner)
-            self.vault.flush()
+            self.replicas.table.reclaim(owner)
+            self.replicas.flush()
         self.release_room()
 
 

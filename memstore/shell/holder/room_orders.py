@@ -31,7 +31,7 @@ class RoomOrders:
         self, context: HolderContext, connections: RankConnections, connect: Callable[[str], Future[None]]
     ) -> None:
         """`connect`: begins to open the streams to a job's targets, which the first put needs."""
-        self.context, self.vault, self.connections, self._connect = context, context.vault, connections, connect
+        self.context, self.replicas, self.connections, self._connect = context, context.replicas, connections, connect
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memstore-reserve")
 
     def close(self) -> None:
@@ -48,12 +48,12 @@ class RoomOrders:
 
     def keep_jobs(self, jobs: list[str]) -> None:
         """Give back the shares of jobs that the controller does not know and that have nothing here."""
-        self._thread.submit(self.context.logged, drop_unknown_shares, self.vault, jobs)
+        self._thread.submit(self.context.logged, drop_unknown_shares, self.replicas, jobs)
 
     def release(self) -> None:
         """Give back what no job has reserved, once the claims that are queued are done."""
         with contextlib.suppress(RuntimeError):  # the holder ends
-            self._thread.submit(self.vault.room.release)
+            self._thread.submit(self.replicas.room.release)
 
     def _reserve(self, body: dict[str, Any]) -> None:
         """Claim the room and report it, or report why not, with numbers: all ranks wait for the report (R9, R10)."""
@@ -61,9 +61,9 @@ class RoomOrders:
         reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": True, "why": ""}
         connecting = self._connect(job)  # meanwhile: a first put that has to connect finds nothing warm
         try:
-            self.vault.claim(job, share, functools.partial(self.connections.room, job))
+            self.replicas.claim(job, share, functools.partial(self.connections.room, job))
         except CapacityError as exc:
-            size = self.vault.chunk_bytes
+            size = self.replicas.chunk_bytes
             ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
             asked = f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
             asked += f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
@@ -78,8 +78,8 @@ class RoomOrders:
     def _grow(self, body: dict[str, Any]) -> None:
         job, share = str(body["job"]), share_from_wire(body)
         self._connect(job)
-        with self.vault.lock:
-            missing = self.vault.shelf.slots_needed(job, share) - self.vault.table.claimed_count
-            count = len(self.vault.table.free) + missing
+        with self.replicas.lock:
+            missing = self.replicas.index.slots_needed(job, share) - self.replicas.table.claimed_count
+            count = len(self.replicas.table.free) + missing
         with contextlib.suppress(CapacityError):
-            self.vault.ensure_free(count)
+            self.replicas.ensure_free(count)

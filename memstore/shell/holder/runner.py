@@ -76,10 +76,10 @@ class Runner:
     def _together(self, effect: Together) -> list[Any]:
         """Run procedures on other threads until all have ended: a later one would write to a draft that is given up."""
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
-        tell = effect.herald.tell if effect.herald is not None else lambda: None
+        tell = effect.notifier.tell if effect.notifier is not None else lambda: None
         tell()
         pending = set(futures)
         while pending:
-            pending = wait(pending, TELL_S if effect.herald is not None else None).not_done
+            pending = wait(pending, TELL_S if effect.notifier is not None else None).not_done
             tell()
         return [future.result() for future in futures]

@@ -37,27 +37,27 @@ class Scrubber:
 
     def checks(self) -> Iterator[Callable[[], object]]:
         """Yield what one round looks at: every sealed slot, then every manifest."""
-        for number in range(len(self.context.vault.table.slots)):
-            if self.context.vault.table.slots[number].state is SlotState.SEALED:
+        for number in range(len(self.context.replicas.table.slots)):
+            if self.context.replicas.table.slots[number].state is SlotState.SEALED:
                 yield partial(self._check, number)
         for shelved in self._shelved(None):
             yield partial(self._check_manifest, shelved)
 
     def _shelved(self, job: str | None) -> list[StoredReplica]:
-        vault = self.context.vault
-        with vault.lock:
-            return [s for s in vault.shelf.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
+        replicas = self.context.replicas
+        with replicas.lock:
+            return [s for s in replicas.index.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
 
     def _check_manifest(self, shelved: StoredReplica) -> bool:
         """Compare a copy's manifest with its digest; True if it is damaged, which was not known."""
-        vault = self.context.vault
+        replicas = self.context.replicas
         try:
-            vault.manifest(shelved)
+            replicas.manifest(shelved)
         except FileNotFoundError:  # dropped meanwhile
             return False
         except (ConfigError, DigestMismatch) as exc:
-            with vault.lock:
-                is_here = vault.shelf.find(shelved.shard, shelved.spec.digest) is shelved
+            with replicas.lock:
+                is_here = replicas.index.find(shelved.shard, shelved.spec.digest) is shelved
                 if not is_here or shelved.is_nameless:
                     return False
                 shelved.is_nameless = True
@@ -68,7 +68,7 @@ class Scrubber:
         return False
 
     def _check(self, number: int) -> int:
-        hurt = self.context.vault.verify_slot(number)
+        hurt = self.context.replicas.verify_slot(number)
         if hurt:
             self.found_count += 1
             log.warning("host %s: slot %d is damaged, %d copies hurt", self.context.host_id, number, len(hurt))
@@ -79,7 +79,7 @@ class Scrubber:
     def verify_all(self, job: str | None) -> dict[str, Any]:
         """Re-digest everything (of one job) now; return what was checked and found."""
         shards = self._shelved(job)
-        with self.context.vault.lock:
+        with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
         damaged = sum(1 for number in numbers if self._check(number))
         manifests = sum(1 for shelved in shards if self._check_manifest(shelved))

@@ -28,7 +28,7 @@ class Sealer:
         self, context: HolderContext, runner: Runner, connections: RankConnections, calls: Calls, pusher: Pusher,
         twins: Twins,
     ) -> None:  # fmt: skip
-        self.context, self.vault, self.connections = context, context.vault, connections
+        self.context, self.replicas, self.connections = context, context.replicas, connections
         self.calls, self.pusher, self.twins = calls, pusher, twins
         self.meter = PutMeter()
         self.runner = runner.extended(
@@ -96,7 +96,7 @@ class Sealer:
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
         body, shard = effect.body, effect.shard
-        shelved = self.vault.seal_local(
+        shelved = self.replicas.seal_local(
             shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
             slots=effect.slots, attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,

@@ -41,10 +41,10 @@ class Twins:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(
-        self, vault: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
+        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
     ) -> None:
         """`tell`: sends an event to the process that put a shard here."""
-        self.vault, self.stopping, self.tell = vault, stopping, tell
+        self.replicas, self.stopping, self.tell = replicas, stopping, tell
         self.changed = threading.Condition()
         self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
         self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
@@ -141,8 +141,8 @@ class Twins:
 
     def compare(self, shard: ShardId) -> None:
         """Compare a shard that was sealed here with the others of its step: local puts with copies, and back."""
-        with self.vault.lock:
-            found = [s for s in self.vault.shelf.shards.values() if _step(s.shard) == _step(shard)]
+        with self.replicas.lock:
+            found = [s for s in self.replicas.index.shards.values() if _step(s.shard) == _step(shard)]
         with self.changed:
             mine = {n.shard: n for n in self.newest.values() if _step(n.shard) == _step(shard)}
         for copy in found:

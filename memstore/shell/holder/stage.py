@@ -18,7 +18,7 @@ class Stager:
     """Staging of one holder."""
 
     def __init__(self, context: HolderContext, connections: RankConnections, runner: Runner) -> None:
-        self.context, self.vault, self.connections, self.runner = context, context.vault, connections, runner
+        self.context, self.replicas, self.connections, self.runner = context, context.replicas, connections, runner
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
 
     def order(self, body: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Stager:
 
     def check(self, body: dict[str, Any]) -> None:
         """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
-        found = self.vault.shelf.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
+        found = self.replicas.index.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
         why = f"what was staged for rank {body['rank']} on host {self.context.host_id} is gone: call get() again"
         try:
             if found is not None:

@@ -74,7 +74,7 @@ def send_run(
 
 
 def receive_run(
-    channel: Channel, vault: ReplicaStore, draft: IncomingReplica, indices: Sequence[int], *,
+    channel: Channel, replicas: ReplicaStore, draft: IncomingReplica, indices: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
@@ -90,27 +90,27 @@ def receive_run(
         MemstoreError: The peer's own error, if that came instead.
     """
     frame = channel.recv(timeout_s=timeout_s)
-    sizes = _sizes(channel, vault, frame, len(indices))
+    sizes = _sizes(channel, replicas, frame, len(indices))
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
     came: list[tuple[int, int, int, bytes]] = []
     try:
         for (index, size), number in zip(wanted, numbers, strict=False):
-            view = vault.arena.view(number, size)
+            view = replicas.arena.view(number, size)
             hasher = chunk_hasher()
             channel.recv_bulk_into(view, timeout_s=timeout_s, seen=hasher.update)
             came.append((index, number, size, hasher.digest()))
         channel.skip_bulk(timeout_s=timeout_s)
     finally:
-        vault.give_back(numbers[len(came) :])
-        bad = vault.keep_chunks(draft, came)
+        replicas.give_back(numbers[len(came) :])
+        bad = replicas.keep_chunks(draft, came)
     for _ in bad:
         damage.chunk()
     here = {index for index, *_ in came}.difference(bad)
     return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], sum(size for _, _, size, _ in came))
 
 
-def _sizes(channel: Channel, vault: ReplicaStore, frame: Frame, count: int) -> tuple[int, ...]:
+def _sizes(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -> tuple[int, ...]:
     """Return the sizes a frame names; ProtocolError unless they are 1 to `count` that fit slots and its bulk."""
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()
@@ -119,8 +119,8 @@ def _sizes(channel: Channel, vault: ReplicaStore, frame: Frame, count: int) -> t
     sizes = decode_run(frame.data).sizes
     if not 0 < len(sizes) <= count:
         raise ProtocolError(f"{channel.peer}: a run of {len(sizes)} chunks where up to {count} were due")
-    if sum(sizes) != frame.bulk_bytes or max(sizes) > vault.chunk_bytes:
+    if sum(sizes) != frame.bulk_bytes or max(sizes) > replicas.chunk_bytes:
         raise ProtocolError(
-            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {vault.chunk_bytes}, it names {sizes[:64]}"
+            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {replicas.chunk_bytes}, it names {sizes[:64]}"
         )
     return sizes

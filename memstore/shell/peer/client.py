@@ -228,7 +228,7 @@ class Peer:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_into(self, vault: ReplicaStore, draft: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
+    def fetch_into(self, replicas: ReplicaStore, draft: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
         """Pull chunks into the draft over several streams; return the indices that came damaged or not at all.
 
         Raises:
@@ -237,11 +237,11 @@ class Peer:
             CapacityError: no room here.
         """
         bad: list[int] = []
-        fetch = functools.partial(self._fetch_batch, vault, draft, digest)
+        fetch = functools.partial(self._fetch_batch, replicas, draft, digest)
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         return bad
 
-    def _fetch_batch(self, vault: ReplicaStore, draft: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
+    def _fetch_batch(self, replicas: ReplicaStore, draft: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:
@@ -251,7 +251,7 @@ class Peer:
             channel.send(Kind.CALL, next_request_id(), request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
-                    channel, vault, draft, want, take=vault.take_slots_growing, damage=self._damage,
+                    channel, replicas, draft, want, take=replicas.take_slots_growing, damage=self._damage,
                     timeout_s=CALL_TIMEOUT_S,
                 )  # fmt: skip
                 bad += run.bad

@@ -23,8 +23,8 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 class SealedReplica:
     """A replica on the shelf, pinned until it is released."""
 
-    def __init__(self, vault: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
-        self.vault, self.shelved, self._pin = vault, shelved, pin
+    def __init__(self, replicas: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
+        self.replicas, self.shelved, self._pin = replicas, shelved, pin
         self.shard, self.digest = shelved.shard, shelved.spec.digest
         self.sizes = [shelved.spec.chunk_nbytes(i) for i in range(shelved.spec.chunks_count)]
 
@@ -34,11 +34,11 @@ class SealedReplica:
 
     def view(self, index: int) -> memoryview | None:
         """Return a chunk's bytes, or None if this host lacks it."""
-        return self.vault.chunk_view(self.shelved, index)
+        return self.replicas.chunk_view(self.shelved, index)
 
     def manifest(self) -> bytes:
         """Return the manifest."""
-        return self.vault.manifest(self.shelved)
+        return self.replicas.manifest(self.shelved)
 
     @property
     def stored(self) -> StoredReplica:
@@ -55,7 +55,7 @@ class SealedReplica:
 
     def release(self) -> None:
         """The push is over."""
-        self.vault.unpin(self.shelved, self._pin)
+        self.replicas.unpin(self.shelved, self._pin)
 
 
 class StreamingReplica:
@@ -63,8 +63,8 @@ class StreamingReplica:
 
     digest = ""  # not known before the last chunk is digested
 
-    def __init__(self, vault: ReplicaStore, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
-        self.vault, self.shard = vault, shard
+    def __init__(self, replicas: ReplicaStore, shard: ShardId, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        self.replicas, self.shard = replicas, shard
         self.slots, self.sizes = list(slots), list(sizes)
         self._changed = threading.Condition()
         self._known: list[bytes] = []
@@ -82,8 +82,8 @@ class StreamingReplica:
     def seal(self, shelved: StoredReplica) -> None:
         """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
         with self._changed:
-            deadline_s = self.vault.clock.monotonic() + PIN_S
-            self._pins = [self.vault.shelf.pin(shelved, deadline_s) for _ in range(self._readers)]
+            deadline_s = self.replicas.clock.monotonic() + PIN_S
+            self._pins = [self.replicas.index.pin(shelved, deadline_s) for _ in range(self._readers)]
             self._shelved = shelved
             self._changed.notify_all()
 
@@ -125,12 +125,12 @@ class StreamingReplica:
         with self._changed:
             shelved = self._shelved
         if shelved is not None:
-            return self.vault.chunk_view(shelved, index)
-        return self.vault.arena.view(self.slots[index], self.sizes[index])
+            return self.replicas.chunk_view(shelved, index)
+        return self.replicas.arena.view(self.slots[index], self.sizes[index])
 
     def manifest(self) -> bytes:
         """Return the manifest as soon as the shard is sealed; PeerRefused if the put failed here."""
-        return self.vault.manifest(self.sealed())
+        return self.replicas.manifest(self.sealed())
 
     def sealed(self) -> StoredReplica:
         """Return the stored replica as soon as there is one; PeerRefused if the put failed here."""
@@ -145,7 +145,7 @@ class StreamingReplica:
             self._readers -= 1
             pin, shelved = (self._pins.pop() if self._pins else None), self._shelved
         if pin is not None and shelved is not None:
-            self.vault.unpin(shelved, pin)
+            self.replicas.unpin(shelved, pin)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
@@ -161,10 +161,10 @@ OutgoingReplica = SealedReplica | StreamingReplica
 class OutgoingShards:
     """The replicas of one host that pushes may send."""
 
-    def __init__(self, vault: ReplicaStore) -> None:
-        self._vault = vault
+    def __init__(self, replicas: ReplicaStore) -> None:
+        self._replicas = replicas
 
     def outgoing(self, shard: ShardId, digest: str) -> SealedReplica | None:
         """Pin a replica for a push; None if it is not here, or dropped."""
-        pinned = self._vault.pin(shard, digest)
-        return SealedReplica(self._vault, *pinned) if pinned is not None else None
+        pinned = self._replicas.pin(shard, digest)
+        return SealedReplica(self._replicas, *pinned) if pinned is not None else None

@@ -71,11 +71,11 @@ class PeerServer:
     """What a holder does for its peers."""
 
     def __init__(
-        self, vault: ReplicaStore, host_id: str, *, is_fenced: Callable[[str, int], bool],
+        self, replicas: ReplicaStore, host_id: str, *, is_fenced: Callable[[str, int], bool],
         on_sealed: Callable[[Copy], None], before_offer: Callable[[ShardId], None] = lambda shard: None,
         damage: Damage | None = None,
     ) -> None:  # fmt: skip
-        self.vault = vault
+        self.replicas = replicas
         self.host_id = host_id
         self.is_fenced = is_fenced
         self.on_sealed = on_sealed
@@ -145,24 +145,26 @@ class PeerServer:
     def _offer(self, channel: Channel, offer: Offer) -> Admitted | HasCopy | Refused:
         """Admit or refuse a shard before a byte of it travels (R10, R13)."""
         shard, sender, attempt = offer.shard.id, offer.sender, offer.attempt
-        count, slots_count = offer.chunks_count, len(self.vault.table.slots)
+        count, slots_count = offer.chunks_count, len(self.replicas.table.slots)
         if offer.digest is None:  # else it is no new put, and nothing here is to come
             self.before_offer(shard)
         if self.is_fenced(shard.job, attempt):
             return Refused(why=f"attempt {attempt} of job {shard.job!r} is fenced here", is_final=True)
         if count > slots_count:
             return Refused(why=f"{count} chunks offered, this host has {slots_count} slots", is_final=False)
-        known = self.vault.shelf.find(shard, offer.digest) if offer.digest is not None else None
+        known = self.replicas.index.find(shard, offer.digest) if offer.digest is not None else None
         if known is not None:  # outside the lock: it reads bytes
-            self.vault.verify_old(known.digests, [known.spec.chunk_nbytes(i) for i in range(len(known.digests))])
-        with self.vault.lock:  # room that is found is taken at once, before another offer finds it too
-            known = self.vault.shelf.find(shard, known.spec.digest) if known is not None else None  # or dropped by now
+            self.replicas.verify_old(known.digests, [known.spec.chunk_nbytes(i) for i in range(len(known.digests))])
+        with self.replicas.lock:  # room that is found is taken at once, before another offer finds it too
+            known = (
+                self.replicas.index.find(shard, known.spec.digest) if known is not None else None
+            )  # or dropped by now
             has_it = known is not None and not known.missing and not known.is_doomed
             if not has_it:
-                self.vault.shelf.abort_draft(sender, shard)  # of a try that broke: its room is this one's
-            why = None if has_it else self.vault.shelf.guest_refusal(shard, count)
+                self.replicas.index.abort_draft(sender, shard)  # of a try that broke: its room is this one's
+            why = None if has_it else self.replicas.index.guest_refusal(shard, count)
             if not has_it and why is None:
-                draft = self.vault.shelf.open_draft(sender, shard, [b""] * count, attempt=attempt)
+                draft = self.replicas.index.open_draft(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:
             # The controller may not know of it: the word of this copy died with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
@@ -170,27 +172,27 @@ class PeerServer:
         if why is not None:
             return Refused(why=why, is_final=False)
         with self.lock:
-            self.incoming[sender, shard] = Incoming(draft, self._life(channel), self.vault.clock.monotonic())
+            self.incoming[sender, shard] = Incoming(draft, self._life(channel), self.replicas.clock.monotonic())
         return Admitted()
 
     def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> BatchReceived | NoDraft:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
         shard, sender = batch.shard.id, batch.sender
-        draft = self.vault.shelf.draft(sender, shard)
+        draft = self.replicas.index.draft(sender, shard)
         if draft is None:
             return NoDraft()
         want = self._named(batch, len(draft.slots))
         with self.lock:
             incoming = self.incoming.setdefault((sender, shard), Incoming(draft, self._life(channel), 0.0))
-            incoming.heard_s = self.vault.clock.monotonic()
-        lack = self.vault.expect(draft, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
+            incoming.heard_s = self.replicas.clock.monotonic()
+        lack = self.replicas.expect(draft, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
         channel.send(Kind.EVENT, request_id, ChunksWanted(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
         damaged: list[int] = []
         while lack:
             run = receive_run(
-                channel, self.vault, draft, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
+                channel, self.replicas, draft, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
             )
-            incoming.heard_s = self.vault.clock.monotonic()
+            incoming.heard_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
             damaged += run.bad
             lack = lack[run.answered :]
@@ -203,15 +205,17 @@ class PeerServer:
             raise ProtocolError(
                 f"the draft has chunks 0 to {chunks_count - 1}, each once; the peer names {indices[:64]}"
             )
-        sizes = [chunk.nbytes for chunk in batch.chunks if chunk.nbytes > self.vault.chunk_bytes]
+        sizes = [chunk.nbytes for chunk in batch.chunks if chunk.nbytes > self.replicas.chunk_bytes]
         if sizes:
-            raise ProtocolError(f"a chunk has 1 to {self.vault.chunk_bytes} bytes; the peer names some of {sizes[:64]}")
+            raise ProtocolError(
+                f"a chunk has 1 to {self.replicas.chunk_bytes} bytes; the peer names some of {sizes[:64]}"
+            )
         return indices
 
     def _take(self, count: int) -> list[int]:
         """Slots for that many chunks, or as many as there are: the sender keeps the others and tries again (R13)."""
         try:
-            return self.vault.take_slots(count)
+            return self.replicas.take_slots(count)
         except CapacityError:
             return []
 
@@ -219,7 +223,7 @@ class PeerServer:
         """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
         shard, sender = seal.shard.id, seal.sender
         manifest = decode_manifest(seal.manifest)
-        draft = self.vault.shelf.draft(sender, shard)
+        draft = self.replicas.index.draft(sender, shard)
         if draft is None:
             return Refused(why="no such draft: it was aborted or fenced", is_final=True)
         if manifest.shard != shard or [c.digest for c in manifest.chunks] != draft.digests:
@@ -231,7 +235,7 @@ class PeerServer:
         if draft.missing:
             return ChunksMissing(chunks=tuple(draft.missing))
         try:
-            shelved = self.vault.finish(sender, seal.manifest)
+            shelved = self.replicas.finish(sender, seal.manifest)
         except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
             if draft.missing:
                 return ChunksMissing(chunks=tuple(draft.missing))
@@ -246,7 +250,7 @@ class PeerServer:
         sender, shard = request.sender, request.shard.id
         with self.lock:
             self.incoming.pop((sender, shard), None)
-        self.vault.abort_draft(sender, shard)
+        self.replicas.abort_draft(sender, shard)
         return Done()
 
     def _arrive(self, channel: Channel, life: tuple[str, str]) -> None:
@@ -274,7 +278,7 @@ class PeerServer:
 
     def give_up_idle(self) -> None:
         """A sender that lost interest without a word, or whose word was lost, keeps no room here for ever (R13)."""
-        late_s = self.vault.clock.monotonic() - DRAFT_IDLE_S
+        late_s = self.replicas.clock.monotonic() - DRAFT_IDLE_S
         self._give_up(lambda key, incoming: incoming.heard_s < late_s)
 
     def _give_up(self, is_orphan: Callable[[Key, Incoming], bool]) -> None:
@@ -283,12 +287,12 @@ class PeerServer:
             for key in orphans:
                 del self.incoming[key]
         for (sender, shard), incoming in orphans.items():  # that draft, not one offered anew meanwhile
-            self.vault.abort_draft(sender, shard, only=incoming.draft)
+            self.replicas.abort_draft(sender, shard, only=incoming.draft)
 
     # -- sending ------------------------------------------------------------------------------
 
     def _pinned(self, request: FetchManifest | FetchChunks | Verify) -> tuple[StoredReplica, int]:
-        pinned = self.vault.pin(request.shard.id, request.digest)
+        pinned = self.replicas.pin(request.shard.id, request.digest)
         if pinned is None:
             raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")
         return pinned
@@ -296,17 +300,17 @@ class PeerServer:
     def _manifest(self, request: FetchManifest) -> ManifestFound:
         shelved, pin = self._pinned(request)
         try:
-            return ManifestFound(manifest=self.vault.manifest(shelved))
+            return ManifestFound(manifest=self.replicas.manifest(shelved))
         finally:
-            self.vault.unpin(shelved, pin)
+            self.replicas.unpin(shelved, pin)
 
     def _verify(self, request: Verify) -> Verified:
         """A peer was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
         shelved, pin = self._pinned(request)
         try:
-            missing = self.vault.verify(shelved)
+            missing = self.replicas.verify(shelved)
         finally:
-            self.vault.unpin(shelved, pin)
+            self.replicas.unpin(shelved, pin)
         self.on_sealed(Copy(shelved.shard, shelved.spec, self.host_id, frozenset(missing)))
         return Verified(missing=tuple(missing))
 
@@ -318,9 +322,9 @@ class PeerServer:
             want = request.chunks
             sizes = [shelved.spec.chunk_nbytes(i) if i < len(shelved.slots) else 0 for i in want]
             for part in runs(sizes):
-                views = [self.vault.chunk_view(shelved, i) if i < len(shelved.slots) else None for i in want[part]]
+                views = [self.replicas.chunk_view(shelved, i) if i < len(shelved.slots) else None for i in want[part]]
                 lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
                 send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
-            self.vault.unpin(shelved, pin)
+            self.replicas.unpin(shelved, pin)
         return ChunksSent(lacking=tuple(lacking))

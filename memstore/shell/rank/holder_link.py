@@ -295,7 +295,7 @@ class HolderLink(LeasedSlots):
             self.listeners[number] = listener
         return number
 
-    def hear_no_more(self, number: int) -> None:
+    def unsubscribe(self, number: int) -> None:
         """The read is over."""
         with self.room:
             self.listeners.pop(number, None)

@@ -118,7 +118,7 @@ class ShardRead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.hear_no_more(self._number)
+        self._link.unsubscribe(self._number)
         self._link.forget_call(self._future)
         if self._hold is not None:
             self._hold.close()

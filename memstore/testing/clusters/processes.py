@@ -78,7 +78,7 @@ class ProcessCluster:
         self.durable_gate = durable_gate  # durable writes wait until this file is there
         self.secret = secrets.token_bytes(32)
         fields = {
-            "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "repair_after_s": 2.0,
+            "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "dead_after_s": 2.0,
             "interface": "127.0.0.1" if rig is None else str(rig.network), **config,
         }  # fmt: skip
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)

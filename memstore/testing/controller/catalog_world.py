@@ -308,7 +308,7 @@ class CatalogWorld:
     def get(
         self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False
     ) -> list[Body]:
-        """Call get() or agree() on all ranks; return their answers, or the errors as {"error": text}."""
+        """Call get() or agree_on_step() on all ranks; return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:
             self.call(rank, "get", step=step, timeout_s=limit_s, is_agreement=is_agreement)

@@ -66,8 +66,8 @@ class Rank:
             return {"step": None, **times}
         problem, nbytes = self._compare(self.store.job, got, self.store.rank)
         return {
-            "step": got.step, "attempt": got.attempt, "problem": problem, "nbytes": nbytes, "verdict": got.verdict,
-            "why": got.reason, "steps_lost": got.steps_lost, **times,
+            "step": got.step, "attempt": got.attempt, "problem": problem, "nbytes": nbytes, "verdict": got.source,
+            "why": got.source_reason, "steps_lost": got.steps_lost, **times,
         }  # fmt: skip
 
     def _compare(self, job: str, got: Any, rank: int) -> tuple[str, int]:
@@ -86,7 +86,7 @@ class Rank:
         stall_s = 0.0
         try:
             if self.is_overlapped:
-                self.store.fence()
+                self.store.wait_before_step()
             for name, value in made.items():
                 if name not in self.tensors:
                     self.tensors[name] = torch.from_numpy(value.copy())
@@ -146,7 +146,7 @@ class Rank:
                     continue
                 problem, nbytes = self._compare(job, got, rank)
                 rows.append({"rank": rank, "step": got.step, "attempt": got.attempt, "problem": problem,
-                             "nbytes": nbytes, "why": got.reason})  # fmt: skip
+                             "nbytes": nbytes, "why": got.source_reason})  # fmt: skip
         return {"rows": rows}
 
 

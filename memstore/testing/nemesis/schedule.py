@@ -70,7 +70,7 @@ class Scenario:
     leaves_hosts_without_ranks: bool
     has_proxies: bool
     storage: str
-    orphan_ttl_s: float
+    abandoned_arena_ttl_s: float
     job_ttl_s: float
     faults: tuple[Planned, ...]
     ending: str  # "running", "dead", "closed": what becomes of the job before copies must be complete
@@ -89,7 +89,7 @@ class Scenario:
     def text(self) -> str:
         """Return a line for the story."""
         place = ", ".join(f"{host}({labels.get('rack', '-')})" for host, labels in self.hosts.items())
-        days = f"orphan_ttl {self.orphan_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
+        days = f"orphan_ttl {self.abandoned_arena_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
         return (
             f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
             f"{self.replicas}, keep_steps {self.keep_steps}, overlap {self.has_overlap}, storage "
@@ -117,7 +117,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     if shape == "memory_lost":
         storage = rng.choice(("directory", "s3"))
     has_days = shape == "days_then_restart" or (shape == "random" and rng.random() < 0.15)
-    orphan_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
+    abandoned_arena_ttl_s = rng.uniform(13.0, 16.0) if has_days else 86_400.0  # a holder notes the time every 10 s
     job_ttl_s = rng.uniform(3.0, 8.0) if storage and rng.random() < 0.3 else 86_400.0
     is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
     replay = Scenario(
@@ -126,7 +126,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
         has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
         notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
         shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,
-        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage, orphan_ttl_s=orphan_ttl_s,
+        has_proxies=shape == "random" and rng.random() < 0.4, storage=storage, abandoned_arena_ttl_s=abandoned_arena_ttl_s,
         job_ttl_s=job_ttl_s, faults=(), ending=rng.choice(("running", "running", "dead", "closed")),
     )  # fmt: skip
     if shape in ("random", "kills", "ray"):
@@ -144,8 +144,8 @@ def without(scenario: Scenario, kinds: Collection[str]) -> Scenario:
 
 def _with(scenario: Scenario, faults: list[Planned], ending: str) -> Scenario:
     fields = {
-        "orphan_ttl_s": scenario.orphan_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2, "suspect_after_s": 1.0,
-        "repair_after_s": 3.0,
+        "abandoned_arena_ttl_s": scenario.abandoned_arena_ttl_s, "recovery_grace_s": 10.0, "heartbeat_s": 0.2, "suspect_after_s": 1.0,
+        "dead_after_s": 3.0,
     }  # fmt: skip
     job_fields = {
         "replicas": scenario.replicas, "keep_steps": scenario.keep_steps, "stall_budget_s": scenario.stall_budget_s,
@@ -184,8 +184,8 @@ def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
 
 
 def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
-    """Train for longer than orphan_ttl_s, then kill everything and start it again."""
-    at_s = scenario.orphan_ttl_s + rng.uniform(2.0, 4.0)
+    """Train for longer than abandoned_arena_ttl_s, then kill everything and start it again."""
+    at_s = scenario.abandoned_arena_ttl_s + rng.uniform(2.0, 4.0)
     draw = {"draw": rng.getrandbits(32)}
     kind = rng.choice(("kill_everything", "kill_everything", "kill_holder"))
     return [Planned(at_s, kind, rng.uniform(0.0, 1.0), draw)]

@@ -27,7 +27,7 @@ class NaturalRank(Rank):
 
     def do_mesh_order(self) -> dict[str, Any]:
         """Renumber the ranks."""
-        self.store.mesh_order()
+        self.store.assign_ranks()
         return {"rank": self.store.rank}
 
     def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
@@ -40,23 +40,23 @@ class NaturalRank(Rank):
         own = {"rank": self.store.rank, "noise": torch.full((1000,), float(self.store.rank + step))}
         # No other rank, step or job has the same bytes, so that each of these parts travels.
         own["noise"][:3] = torch.tensor([self.store.rank, step, zlib.crc32(self.store.job.encode()) % 65536])
-        self.tickets[step] = self.store.put(step, state, own=own, timeout_s=30.0)
+        self.tickets[step] = self.store.put(step, state, rank_state=own, timeout_s=30.0)
         return self._ticket(self.tickets[step])
 
     def do_get_own(self, into: bool = False, **options: Any) -> dict[str, Any]:
         """Get both parts; `into` fills live tensors."""
         import torch
 
-        target = {"into": self.state(0), "own_into": {"rank": -1, "noise": torch.zeros(1000)}} if into else {}
+        target = {"into": self.state(0), "rank_state_into": {"rank": -1, "noise": torch.zeros(1000)}} if into else {}
         got = self.store.get(**target, **options)
         if got is None:
             return {"step": None}
         state = target["into"] if into else got.state
-        noise = None if got.own is None else (target["own_into"] if into else got.own)["noise"]
+        noise = None if got.rank_state is None else (target["rank_state_into"] if into else got.rank_state)["noise"]
         return {
-            "step": got.step, "verdict": got.verdict, "steps_lost": got.steps_lost,
+            "step": got.step, "verdict": got.source, "steps_lost": got.steps_lost,
             "digest": digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(got.state["step"])),
-            "own": None if got.own is None else got.own["rank"], "noise": None if noise is None else float(noise[-1]),
+            "own": None if got.rank_state is None else got.rank_state["rank"], "noise": None if noise is None else float(noise[-1]),
         }  # fmt: skip
 
 

@@ -271,7 +271,7 @@ class Rank:
 
     def do_due(self, step: int) -> dict[str, Any]:
         """Say whether to put a step."""
-        return {"due": self.store.due(step)}
+        return {"due": self.store.should_put(step)}
 
     def do_wait(self, step: int, level: str = "committed", timeout_s: float = 30.0) -> dict[str, Any]:
         """Wait for a ticket's level."""
@@ -327,7 +327,7 @@ class Rank:
         state = got.state if target is None else target
         named = {name: tensor.numpy() for name, tensor in state["model"].items()}
         return {
-            "step": got.step, "attempt": got.attempt, "verdict": got.verdict, "reason": got.reason,
+            "step": got.step, "attempt": got.attempt, "verdict": got.source, "reason": got.source_reason,
             "bytes": got.bytes_by_tier, "steps_lost": got.steps_lost, "ranks_moved": list(got.ranks_moved),
             "digest": digest(named, int(got.state["step"])), "seconds": got.seconds_by_phase,
         }  # fmt: skip

@@ -42,7 +42,7 @@ class Rank:
             got = store.get()
             if got is None:
                 return -1, False, "none"
-            return got.step, torch.equal(got.state["weight"], self.state(got.step)["weight"]), got.verdict
+            return got.step, torch.equal(got.state["weight"], self.state(got.step)["weight"]), got.source
 
 
 def on_hosts(hosts: list[str], config: Config) -> list[Any]:

@@ -120,7 +120,7 @@ def test_nothing_of_a_put_or_a_get_waits_for_the_collector(store: Store) -> None
     try:
         store.put(1, state).wait("committed")
         store.put(2, state, overlap=[state["a"]])
-        store.fence()
+        store.wait_before_step()
         store.flush()
         for into in (None, state):
             assert store.get(2, rank=0, into=into) is not None

@@ -76,7 +76,7 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
     def put(step: int) -> Any:
         weight = weights[step % 2]
         ticket = store.put(step, {"w": weight, "step": step}, overlap=[weight] if is_overlapped else False)
-        store.fence()
+        store.wait_before_step()
         return ticket
 
     for step in range(5):  # as many as are kept, and more
@@ -122,7 +122,7 @@ def test_what_a_handler_raises_in_a_fence_reaches_who_called_it(store: Store) ->
         assert SWALLOWED not in str(interrupted)
         where.append(str(interrupted))
         ticket = store.put(2 * at + 1, {"w": weights[1]}, overlap=[weights[1]])
-        store.fence()
+        store.wait_before_step()
         assert ticket.wait("committed", WAIT_S).level == "committed", interrupted
         assert torch.equal(stored(store, 2 * at + 1)["w"], weights[1]), interrupted
     assert at > 100
@@ -149,14 +149,14 @@ def test_a_time_limit_by_a_signal_ends_a_fence(
         if place == "ended":
             patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
         with pytest.raises(TimeoutError, match="time is over"):
-            store.fence()
-    store.fence()
+            store.wait_before_step()
+    store.wait_before_step()
     if place == "ended":
         ticket.wait("committed", WAIT_S)
     else:
         assert ticket.level == "failed"
     after = store.put(2, {"w": weight}, overlap=[weight])
-    store.fence()
+    store.wait_before_step()
     assert after.wait("committed", WAIT_S).level == "committed"
 
 
@@ -198,7 +198,7 @@ def test_a_rank_whose_handler_raises_again_and_again_goes_on(tmp_path: Path) -> 
         def put(step):
             weight = weights[step % 4]
             ticket = store.put(step, {"w": weight}, overlap=[weight] if step % 3 else False)
-            store.fence()
+            store.wait_before_step()
             return ticket
 
         put(0).wait("committed", 60)

@@ -1,4 +1,4 @@
-"""mesh_order() with real ranks: FSDP2 on hosts that were handed out anew restores locally and trains on alike (R27)."""
+"""assign_ranks() with real ranks: FSDP2 on hosts that were handed out anew restores locally and trains on alike (R27)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import memstore
-from memstore.adapters.torch import AppState, renumber
+from memstore.adapters.torch import AppState, reassign_ranks
 
 launched, world, path, mode, job, first, last, fields = json.loads(sys.argv[1])
 if mode == "renumber":
     dist.init_process_group("cpu:gloo", store=dist.FileStore(path, world), rank=launched, world_size=world)
 store = memstore.connect(job, rank=launched, world_size=world, attempt=path, config=memstore.Config(**fields))
 if mode == "init":
-    order = store.mesh_order()
+    order = store.assign_ranks()
     dist.init_process_group("cpu:gloo", store=dist.FileStore(path, world), rank=store.rank, world_size=world)
 else:
-    order = renumber(store)
+    order = reassign_ranks(store)
 assert dist.get_rank() == store.rank == order.index(launched)
 mesh = init_device_mesh("cpu", (world,))
 torch.manual_seed(0)
@@ -58,7 +58,7 @@ for step in range(first, last):
         store.put(step, state)
 store.flush()
 print(json.dumps({"rank": store.rank, "order": order, "losses": losses, **({} if got is None else {
-    "step": got.step, "own": got.state["rank"], "verdict": got.verdict, "moved": list(got.ranks_moved),
+    "step": got.step, "own": got.state["rank"], "verdict": got.source, "moved": list(got.ranks_moved),
     "moved_bytes": got.moved_bytes})}))
 store.close()
 dist.destroy_process_group()

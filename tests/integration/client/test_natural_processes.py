@@ -53,7 +53,7 @@ def launched(fleet: Fleet, hosts: list[str], shards: int = 1) -> list[RankProces
     """Ranks of `shards` shards, dealt in turn."""
     ranks = fleet.spawn(hosts)
     for rank in ranks:
-        command = fleet.connect_command(rank.rank, len(ranks), shard=rank.rank % shards, shards=shards)
+        command = fleet.connect_command(rank.rank, len(ranks), shard_rank=rank.rank % shards, shard_count=shards)
         rank.begin("connect", **command)
     for rank in ranks:
         rank.finish()
@@ -179,7 +179,7 @@ def test_twins_that_differ_are_named_and_a_put_of_the_same_is_told(
 def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_is_not(
     cluster: ProcessCluster, twins_nursery: RankNursery
 ) -> None:
-    """A rank never gets another shard's state; after mesh_order() it puts and gets the shard of its number (D83)."""
+    """A rank never gets another shard's state; after assign_ranks() it puts and gets the shard of its number (D83)."""
     kib = 2 * KIB  # so much that no repair brings it to where the ranks sit now before they are renumbered
     fleet = Fleet(cluster, twins_nursery, job="dealt", kib=kib)
     ranks = launched(fleet, HOSTS, shards=2)
@@ -188,7 +188,7 @@ def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_
     fleet.kill(ranks)
     ranks = fleet.spawn(["h1", "h0", "h3", "h2"])
     for rank in ranks:  # both in one go: nothing is to come between them
-        rank.begin("connect", **fleet.connect_command(rank.rank, len(ranks), shard=rank.rank % 2, shards=2))
+        rank.begin("connect", **fleet.connect_command(rank.rank, len(ranks), shard_rank=rank.rank % 2, shard_count=2))
         rank.begin("mesh_order")
     for rank in ranks:
         rank.finish()
@@ -216,5 +216,5 @@ def test_dcps_writer_refuses_shards_and_every_tensor_has_its_name() -> None:
         natural = SharedShard(0, 1, (0,), rank)
         plan = natural.plan(state, own, 1 << 16)
         assert [plan.name_at(offset) for offset, _ in plan.placed] == names
-    with pytest.raises(ConfigError, match="connect without shard="):
+    with pytest.raises(ConfigError, match="connect without shard_rank="):
         DcpWriter(cast(Any, SimpleNamespace(natural=natural)), 2)

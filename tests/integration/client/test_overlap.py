@@ -39,7 +39,7 @@ def store(cluster: ProcessCluster) -> Iterator[Store]:
 def test_what_is_stored_is_the_state_at_the_put(store: Store, is_held: bool) -> None:
     """BatchNorm, RNG and plain objects change at once, parameters and moments behind the fence; none of it shows."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     if is_held:
         hold(store)
     for step in range(3):
@@ -56,7 +56,7 @@ def test_what_is_stored_is_the_state_at_the_put(store: Store, is_held: bool) -> 
 def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
     """Until the optimizer steps nothing of the held copy is handed over; the wait is in the ticket (R11)."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
     blocked_s = ticket.stall_s
@@ -70,7 +70,7 @@ def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
 def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, how: str) -> None:
     """The slots do not hold what was put, or the storage is gone; the next step is put as ever (R12)."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     weight = training.model[2].weight
     ticket = store.put(0, training.state(), overlap=True)
@@ -88,7 +88,7 @@ def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, 
     else:
         kept = weight.detach().clone()
         weight.untyped_storage().resize_(0)
-    store.fence()
+    store.wait_before_step()
     if how == "resized":
         weight.untyped_storage().resize_(kept.nbytes)
         weight.data.copy_(kept)
@@ -98,7 +98,7 @@ def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, 
     training.optimizer.step()
     expected = training.copy()
     store.put(1, training.state(), overlap=True)
-    store.fence()
+    store.wait_before_step()
     store.flush(timeout_s=WAIT_S)
     assert is_same(stored(store, 1), expected)
 
@@ -109,7 +109,7 @@ def test_a_change_after_the_copy_and_before_the_fence(cluster: ProcessCluster, c
     training = Training()
     with one_rank(cluster, overlap_check=check) as store:
         hold(store)
-        store.fence(training.optimizer)
+        store.wait_before_step(training.optimizer)
         expected = training.copy()
         ticket = store.put(0, training.state(), overlap=True)
         late, room = store.puts.overlap._late or (None, None)
@@ -133,13 +133,13 @@ def test_a_change_after_the_copy_and_before_the_fence(cluster: ProcessCluster, c
 def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> None:
     """`param.data = ...` frees nothing that the copy reads."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     expected = training.copy()
     ticket = store.put(0, list(training.model.parameters()), overlap=True)
     for param in training.model.parameters():
         param.data = torch.zeros_like(param)
-    store.fence()
+    store.wait_before_step()
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0)[0].detach(), expected["model"]["0.weight"])
 
@@ -149,8 +149,8 @@ def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
     one, other = Training(), Training()
     with pytest.raises(ConfigError, match=r"store\.fence\(optimizer\)"):
         store.put(0, one.state(), overlap=True)
-    store.fence(one.optimizer)
-    store.fence(one.optimizer)  # twice is once
+    store.wait_before_step(one.optimizer)
+    store.wait_before_step(one.optimizer)  # twice is once
     hold(store)
     expected = {"one": one.copy(), "other": other.copy()}
     ticket = store.put(0, {"one": one.state(), "other": other.state()}, overlap=True)
@@ -165,11 +165,11 @@ def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
 def test_tensors_given_by_hand_wait_for_a_fence_called_by_hand(store: Store) -> None:
     """For what steps without torch's hook."""
     with pytest.raises(ConfigError, match=r"int is no torch\.optim\.Optimizer"):
-        store.fence(3)  # type: ignore[arg-type]
+        store.wait_before_step(3)  # type: ignore[arg-type]
     weight = torch.ones(WIDTH, WIDTH)
     hold(store)
     ticket = store.put(0, {"w": weight}, overlap=[weight])
-    store.fence()
+    store.wait_before_step()
     weight.zero_()
     ticket.wait("committed", WAIT_S)
     assert torch.equal(stored(store, 0)["w"], torch.ones(WIDTH, WIDTH))
@@ -194,7 +194,7 @@ def test_a_fence_that_waits_in_vain_fails_the_step_and_lets_training_go_on(
     taken = set(store._link.in_copy)
     monkeypatch.undo()
     store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
-    store.fence(timeout_s=0.01)
+    store.wait_before_step(timeout_s=0.01)
     assert store._link.in_copy == taken  # still under the thread's hand
     go.set()
     with pytest.raises(CommitError, match=r"0\.01 s at the fence"):
@@ -207,7 +207,7 @@ def test_gradient_accumulation_several_optimizers_and_a_step_in_another_thread(s
     """The first step of any fenced optimizer, wherever it is taken, waits for all of the copy; backward does not."""
     one, other = Training(), Training(foreach=True)
     for training in (one, other):
-        store.fence(training.optimizer)
+        store.wait_before_step(training.optimizer)
     hold(store)
     expected = {"one": one.copy(), "other": other.copy()}
     ticket = store.put(0, {"one": one.state(), "other": other.state()}, overlap=True)
@@ -225,7 +225,7 @@ def test_gradient_accumulation_several_optimizers_and_a_step_in_another_thread(s
 def test_a_step_that_the_scaler_leaves_out_leaves_the_copy_to_the_next_put(store: Store) -> None:
     """GradScaler found an infinity: no step, no fence. The next put is one."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     first = store.put(0, training.state(), overlap=True)
@@ -234,7 +234,7 @@ def test_a_step_that_the_scaler_leaves_out_leaves_the_copy_to_the_next_put(store
     assert first.level == "pending"
     second = store.put(1, training.state(), overlap=True)
     first.wait("sealed", WAIT_S)
-    store.fence()
+    store.wait_before_step()
     second.wait("committed", WAIT_S)
     assert first.level in ("committed", "superseded")
 
@@ -242,7 +242,7 @@ def test_a_step_that_the_scaler_leaves_out_leaves_the_copy_to_the_next_put(store
 def test_get_and_rewind_are_fences(store: Store) -> None:
     """get(into=) writes what a copy reads, and a rewind ends what an attempt has under way."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     store.put(0, training.state()).wait("committed", WAIT_S)
     hold(store)
     training.optimizer.step()
@@ -263,7 +263,7 @@ def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, mo
     monkeypatch.setenv("MEMSTORE_HOST", "h1")
     store = connect("closes", rank=0, world_size=1, config=cluster.config)
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     store.put(0, training.state(), overlap=True)
     store.close()
@@ -275,14 +275,14 @@ def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, mo
 def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Store) -> None:
     """The copy is the parent's: the child waits for nothing, not even with the parent in mid-copy (R8)."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     expected = training.copy()
     ticket = store.put(0, training.state(), overlap=True)
     child = os.fork()
     if child == 0:
         try:
-            store.fence(timeout_s=WAIT_S)
+            store.wait_before_step(timeout_s=WAIT_S)
             with torch.no_grad():
                 training.model[0].weight.zero_()
             os._exit(0 if store.puts.overlap._late is None else 3)
@@ -298,7 +298,7 @@ def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Stor
 def test_a_forked_child_leaves_the_store_at_once_whatever_the_copy_thread_had(store: Store) -> None:
     """At the fork another thread is handing a put over: in the child nobody will let go of its lock (R8)."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
     (room,) = store.puts._open
@@ -362,9 +362,9 @@ def test_a_torn_step_fails_on_all_ranks(cluster: ProcessCluster, monkeypatch: py
         weight = torch.ones(WIDTH, WIDTH)
         hold(stores[0])
         tickets = list(pool.map(lambda s: s.put(0, {"w": weight}, overlap=[weight]), stores, timeout=WAIT_S))
-        stores[1].fence()
+        stores[1].wait_before_step()
         weight.add_(1)
-        stores[0].fence()
+        stores[0].wait_before_step()
         for ticket in tickets:
             with pytest.raises(CommitError):
                 ticket.wait("committed", WAIT_S)

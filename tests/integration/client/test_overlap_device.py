@@ -70,7 +70,7 @@ def under_way(store: Store) -> DeferredCopy:
 def test_what_is_stored_is_the_state_at_the_put(store: Store, device: LazyDevice) -> None:
     """The copy thread and the fence between them, whoever comes first; the next put waits for the end."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     for step in range(3):
         expected = training.copy()
         ticket = store.put(step, training.state(), overlap=True)
@@ -85,7 +85,7 @@ def test_what_is_stored_is_the_state_at_the_put(store: Store, device: LazyDevice
 def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device: LazyDevice) -> None:
     """All is ordered, nothing is handed over; that happens once the copies have arrived, after the step's writes."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     expected = training.copy()
     ticket = store.put(0, training.state(), overlap=True)
@@ -105,7 +105,7 @@ def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device
 def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store) -> None:
     """Seen by its counter alone; the change of the step itself is none."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it
 ) -> None:
     """The device still writes into them; then they are free, and the next put has room."""
     training = Training()
-    store.fence(training.optimizer)
+    store.wait_before_step(training.optimizer)
     hold(store)
     ticket = store.put(0, training.state(), overlap=True)
     copy, taken = under_way(store), set(store._link.in_copy)
@@ -172,7 +172,7 @@ def test_a_training_on_a_gpu_is_stored_as_it_was(cluster: ProcessCluster) -> Non
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     batch = torch.randn(8, 512, device="cuda")
     with one_rank(cluster) as joined:
-        joined.fence(optimizer)
+        joined.wait_before_step(optimizer)
         for step in range(6):
             expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             ticket = joined.put(step, {"model": model.state_dict(), "optim": optimizer.state_dict()}, overlap=step > 0)

@@ -49,7 +49,7 @@ def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) ->
     """No slot is in a copy's hand, and the next overlapped put commits."""
     wait_for(lambda: not store._link.in_copy, "all slots to be given back", WAIT_S)
     ticket = store.put(step, {"w": weight}, overlap=[weight])
-    store.fence()
+    store.wait_before_step()
     ticket.wait("committed", WAIT_S)
     assert torch.equal(stored(store, step)["w"], weight)
 
@@ -63,7 +63,7 @@ def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
     with monkeypatch.context() as patch:
         patch.setattr(deferred_copy, "copy_own", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            store.fence()
+            store.wait_before_step()
     assert ticket.level == "failed"
     assert "interrupted" in ticket.reason
     check_that_nothing_is_lost(store, 2, weight)
@@ -88,7 +88,7 @@ def test_without_a_thread_to_be_had_the_caller_copies(
     with monkeypatch.context() as patch:
         patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
         ticket = store.put(1, {"w": weight}, overlap=[weight])
-        store.fence()
+        store.wait_before_step()
     ticket.wait("committed", WAIT_S)
     check_that_nothing_is_lost(store, 2, weight)
 
@@ -103,7 +103,7 @@ def test_without_helpers_the_fence_makes_every_move(
         patch.setattr(overlap_module, "THREAD_BYTES", 1)
         patch.setattr(torch, "get_num_threads", lambda: 8)
         patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
-        store.fence()
+        store.wait_before_step()
     ticket.wait("committed", WAIT_S)
 
 
@@ -116,7 +116,7 @@ def test_the_copy_thread_outlives_an_error(
         patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
         ticket = store.put(0, {"w": weight}, overlap=[weight])
         thread = store.puts.overlap._thread
-        store.fence()
+        store.wait_before_step()
         wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)
         assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
     store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def check_that_it_is_retired(
     ticket = store.put(1, {"layer": {"w": weight}}, overlap=[weight])
     ticket.wait("committed", WAIT_S)
     weight.add_(1)
-    store.fence()
+    store.wait_before_step()
     assert "state['layer']['w'] was changed before the fence" in ticket.reason
     assert ticket.level == "committed"
     assert "step 1 is torn and will not be restored: state['layer']['w']" in caplog.text
@@ -159,11 +159,11 @@ def test_a_compiled_step_waits_as_well(store: Store, weight: torch.Tensor, is_ho
     weight.requires_grad_().grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     if is_hooked_first:
-        store.fence(optimizer)
+        store.wait_before_step(optimizer)
     step = torch.compile(optimizer.step, backend="eager")
     step()
     step()
-    store.fence(optimizer)
+    store.wait_before_step(optimizer)
     hold(store)
     for number in range(2):
         expected = weight.detach().clone()
@@ -181,7 +181,7 @@ def test_close_finishes_although_the_overlap_raises(
     monkeypatch.setenv("MEMSTORE_HOST", "h1")
     store = connect("closing", rank=0, world_size=1, config=cluster.config)
     optimizer = torch.optim.SGD([weight])
-    store.fence(optimizer)
+    store.wait_before_step(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(store.puts.overlap, "wait", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -210,7 +210,7 @@ def test_two_optimizers_that_step_at_once_tear_nothing(
     other.start()
     assert asleep.wait(WAIT_S)
     monkeypatch.undo()
-    store.fence()
+    store.wait_before_step()
     weight.add_(1)
     awake.set()
     other.join(WAIT_S)
@@ -226,7 +226,7 @@ def test_a_fence_raises_nothing_into_training(
     with monkeypatch.context() as patch:
         patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
         ticket = store.put(0, {"w": weight}, overlap=[weight])
-        store.fence()
+        store.wait_before_step()
     assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
     check_that_nothing_is_lost(store, 1, weight)
 
@@ -241,7 +241,7 @@ class Wrapped(torch.optim.Optimizer):
 def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tensor) -> None:
     """Else nothing would be copied late, or nobody would wait for it; what cannot be stored is refused as ever."""
     with pytest.raises(ConfigError, match=r"a Wrapped is no .* fence the optimizer that it wraps"):
-        store.fence(Wrapped(torch.optim.SGD([weight])))
+        store.wait_before_step(Wrapped(torch.optim.SGD([weight])))
     with pytest.raises(ConfigError, match="a str is among them"):
         store.put(0, {"w": weight}, overlap={"w": weight})  # type: ignore[arg-type]
     sparse = weight.to_sparse()

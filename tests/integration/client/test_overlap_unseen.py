@@ -119,7 +119,7 @@ def test_no_step_of_a_free_run_is_committed_as_anything_but_what_was_put(
 ) -> None:
     """Whatever the copy thread was at when the write came."""
     loop = make()
-    store.fence(loop.fenced)
+    store.wait_before_step(loop.fenced)
     outcomes = []
     for step in range(STEPS):
         loop.step()
@@ -128,7 +128,7 @@ def test_no_step_of_a_free_run_is_committed_as_anything_but_what_was_put(
         versions = [tensor._version for tensor in loop.tensors]
         loop.write()
         assert [tensor._version for tensor in loop.tensors] == versions
-        store.fence()
+        store.wait_before_step()
         try:
             ticket.wait("committed", WAIT_S)
         except CommitError:
@@ -145,11 +145,11 @@ def test_a_write_before_the_copy_fails_the_step_by_name(store: Store, make: Call
     """The copy is held until the fence, so that the slots take what was written."""
     loop = make()
     loop.step()
-    store.fence(loop.fenced)
+    store.wait_before_step(loop.fenced)
     hold(store)
     ticket = store.put(0, loop.state(), overlap=True)
     loop.write()
-    store.fence()
+    store.wait_before_step()
     with pytest.raises(CommitError, match=r"state\['\d'\] was changed before the fence"):
         ticket.wait("committed", WAIT_S)
     assert ticket.level == "failed"
@@ -173,7 +173,7 @@ def test_training_outlives_storage_that_is_freed_right_after_the_put(
             for step in range(6):
                 ticket = store.put(step, {"w": weight, "small": small}, overlap=[weight, small])
                 weight.untyped_storage().resize_(SIZE)
-                store.fence()
+                store.wait_before_step()
                 try:
                     ticket.wait("committed", 60)
                 except CommitError:

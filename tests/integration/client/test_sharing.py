@@ -60,7 +60,7 @@ def test_copies_wait_for_a_collective_and_go_when_it_ends(tmp_path: Path, monkey
     with training(tmp_path, monkeypatch) as (cluster, store):
         store.put(0, state(0)).wait("committed")
         for step in (1, 2):
-            with store.busy():
+            with store.collective():
                 ticket = store.put(step, state(step))
                 ticket.wait("sealed")
                 with pytest.raises(TimeoutError):
@@ -92,7 +92,7 @@ def read_from_far(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one collective: room comes with commits, and those wait for copies."""
     with training(tmp_path, monkeypatch) as (_, store):
-        with store.busy():
+        with store.collective():
             tickets = [store.put(step, state(step)) for step in range(5)]
         tickets[-1].wait("committed")
         assert not [ticket.reason for ticket in tickets if ticket.level == "skipped"]
@@ -101,9 +101,9 @@ def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypa
 def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is always busy: the copy goes after interleave_s; an event, a problem and a metric say so."""
-    with training(tmp_path, monkeypatch, interleave_s=HELD_S) as (cluster, store):
-        with store.busy():
+    """A rank that is always busy: the copy goes after collective_hold_max_s; an event, a problem and a metric say so."""
+    with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
+        with store.collective():
             store.put(1, state(1)).wait("committed")
             told = wait_for(lambda: [e for e in cluster.ask("events")["events"] if e["event"] == "spill"], "the event")
         assert told[0]["host"] == "near"
@@ -119,8 +119,8 @@ def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
 
 
 def test_marks_are_ignored_where_interleaving_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """interleave_s=0."""
-    with training(tmp_path, monkeypatch, interleave_s=0) as (_, store), store.busy():
+    """collective_hold_max_s=0."""
+    with training(tmp_path, monkeypatch, collective_hold_max_s=0) as (_, store), store.collective():
         store.put(1, state(1)).wait("committed")
 
 
@@ -442,7 +442,7 @@ def test_a_frame_is_cut_anywhere(nbytes: int) -> None:
     assert b"".join(rest) == b"abcdefg"[nbytes:]
 
 
-@pytest.mark.parametrize("field", ["dscp", "interleave_s", "replicate_bytes_per_s"])
+@pytest.mark.parametrize("field", ["dscp", "collective_hold_max_s", "replicate_bytes_per_s"])
 def test_settings_out_of_range_are_refused(field: str) -> None:
     """By name."""
     with pytest.raises(ConfigError, match=field):

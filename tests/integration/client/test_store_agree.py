@@ -1,4 +1,4 @@
-"""store.agree(): the collective decision of get() without its bytes (R27)."""
+"""store.agree_on_step(): the collective decision of get() without its bytes (R27)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memstore.testing.clusters.processes import ProcessCluster
 
 
 def test_agree_adopts_the_newest_step_and_puts_go_on_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """agree() returns the step get() would, lets single shards be read, and opens the way for the next put."""
+    """agree_on_step() returns the step get() would, lets single shards be read, and opens the way for the next put."""
     monkeypatch.setenv("MEMSTORE_HOST", "h1")
     labels = {"memstore": "replica"}
     with ProcessCluster(tmp_path, {"h1": labels, "h2": labels}) as cluster:
         with connect("job", rank=0, world_size=1, config=cluster.config) as store:
-            assert store.agree() is None
+            assert store.agree_on_step() is None
             store.put(3, {"weight": torch.ones(1000)}).wait("committed", 30)
         with connect("job", rank=0, world_size=1, config=cluster.config) as store:
-            assert store.agree() == 3
+            assert store.agree_on_step() == 3
 
             shard = store.get(3, rank=0)
             ticket = store.put(4, {"weight": torch.zeros(1000)}).wait("committed", 30)

@@ -111,18 +111,18 @@ def test_a_step_of_shards_is_refused_and_says_how_to_read_it(cluster: ProcessClu
     """No format knows of a shared state that only some ranks' shards hold; nothing is left behind, no pin (R34)."""
 
     def work(store: Store, rank: int) -> None:
-        store.put(7, {"w": torch.ones(4)}, own={"rank": rank}).wait("committed", WAIT_S)
+        store.put(7, {"w": torch.ones(4)}, rank_state={"rank": rank}).wait("committed", WAIT_S)
 
-    as_ranks(cluster, "shards", 2, work, shard=0, shards=1)
+    as_ranks(cluster, "shards", 2, work, shard_rank=0, shard_count=1)
     for options in [["--format", name] for name in FORMATS] + [["--format", "dcp", "--rank", "1"]]:
         said = refused(cluster, "shards", tmp_path / "out", *options)
-        assert "step 7 was put with connect(shard=, shards=), and such a step cannot be exported" in said
+        assert "step 7 was put with connect(shard_rank=, shard_count=), and such a step cannot be exported" in said
         assert "memstore.reader('shards').get(7, rank=r)" in said
     assert not pins(cluster, "shards")
     with reader("shards", config=cluster.config) as source:
         got = source.get(7, rank=1)
     assert torch.equal(got.state["w"], torch.ones(4))
-    assert got.own == {"rank": 1}
+    assert got.rank_state == {"rank": 1}
 
 
 def test_torch_files_name_what_weights_only_refuses(cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_holder_frozen_for_twenty_puts_costs_only_the_budget(
 
 
 def test_commits_go_on_degraded_without_a_holder_that_stays_frozen(tmp_path: Path, nursery: RankNursery) -> None:
-    """The peer's holder freezes for good: after repair_after_s commits go on with the copies there are, and say so."""
+    """The peer's holder freezes for good: after dead_after_s commits go on with the copies there are, and say so."""
     hosts = {**TWO_RACKS, "h2": {"rack": "r2", "memstore": "replica"}}
     with ProcessCluster(tmp_path, hosts) as cluster:
         fleet = Fleet(cluster, nursery, stall_budget_s=0.1, replicas=3)
@@ -147,7 +147,7 @@ def test_commits_go_on_degraded_without_a_holder_that_stays_frozen(tmp_path: Pat
 
 def test_a_dead_holder_is_known_at_once_and_a_silent_one_suspected_first(tmp_path: Path, nursery: RankNursery) -> None:
     """With settings near the defaults: killed means dead at once; stopped means suspect first, dead later (R28)."""
-    with ProcessCluster(tmp_path, TWO_RACKS, heartbeat_s=0.25, suspect_after_s=1.0, repair_after_s=3.0) as cluster:
+    with ProcessCluster(tmp_path, TWO_RACKS, heartbeat_s=0.25, suspect_after_s=1.0, dead_after_s=3.0) as cluster:
         cluster.add_host("h2", {"rack": "r2"})
         cluster.wait_live("h2")
 

@@ -20,7 +20,7 @@ def racks(count: int, per_rack: int = 1) -> dict[str, dict[str, str]]:
 def test_a_lost_host_is_restored_from_its_peer(tmp_path: Path, nursery: RankNursery) -> None:
     """A host dies with its memory; both ranks get the newest step bit for bit, the lost one's from a peer."""
     # Repair would bring the bytes to h2 before the restore asks for them.
-    with ProcessCluster(tmp_path, racks(2), repair_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+    with ProcessCluster(tmp_path, racks(2), dead_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
         fleet = Fleet(cluster, nursery, kib=8192)
         ranks = fleet.begin(["h0", "h1"], last_step=3)
         fleet.kill(ranks)

@@ -134,13 +134,13 @@ def dead_in(cluster: ProcessCluster, *hosts: str) -> bool:
 
 @pytest.mark.parametrize("deaf", ["h0", *later("h1")])
 def test_peers_of_which_one_is_deaf_commit_after_it_is_healed(
-    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter, deaf: str
+    whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter, unreachable: str
 ) -> None:
     """Packets between two hosts vanish one way while both still reach the controller: no harm, no commit lost (F16)."""
     with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:
         fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
         ranks, last = begun(fleet, "h0", "h1")
-        whole_rig.block("h0" if deaf == "h1" else "h1", deaf, one_way=True)
+        whole_rig.block("h0" if unreachable == "h1" else "h1", unreachable, one_way=True)
         put_within_budget(ranks, load_meter, last + 1, 8)
         assert not cluster.host_events("host_dead")
         whole_rig.heal_all()

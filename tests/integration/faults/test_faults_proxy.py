@@ -136,7 +136,7 @@ def slow(proxy: FaultProxy) -> None:
     proxy.up.rate_bytes_per_s = 125_000
 
 
-def deaf(proxy: FaultProxy) -> None:
+def unreachable(proxy: FaultProxy) -> None:
     """What h0 sends is lost."""
     proxy.up.drop = True
 
@@ -165,7 +165,7 @@ def heal(proxy: FaultProxy) -> None:
     proxy.refuse = False
 
 
-@pytest.mark.parametrize("fault", [slow, deaf, *later(late, mute, stalled, refusing)])
+@pytest.mark.parametrize("fault", [slow, unreachable, *later(late, mute, stalled, refusing)])
 def test_a_sick_link_costs_no_put_more_than_the_budget(
     cluster: ProcessCluster, nursery: RankNursery, load_meter: LoadMeter, fault: Any
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_sick_link_costs_no_put_more_than_the_budget(
 def test_commits_go_on_degraded_beside_a_peer_that_only_the_controller_reaches(
     cluster: ProcessCluster, nursery: RankNursery
 ) -> None:
-    """A link between two live hosts stays broken: after repair_after_s every step commits, degraded, and says why."""
+    """A link between two live hosts stays broken: after dead_after_s every step commits, degraded, and says why."""
     fleet = Fleet(cluster, nursery, stall_budget_s=BUDGET_S)
     ranks, _ = fleet.resume(["h0", "h1"])
     step = fleet.put_until_committed(ranks, first=0)

@@ -144,7 +144,7 @@ def test_a_forgotten_job_is_dropped_with_its_story() -> None:
     assert [x.job for x in dropped] == ["train"]
     errors = restored(world)
     assert len({str(error) for error in errors}) == 1
-    words = ("RecoveryError", "4 (attempt 1)", "172800 s", "orphan_ttl_s", "2001-09-09 0", "fresh=True")
+    words = ("RecoveryError", "4 (attempt 1)", "172800 s", "abandoned_arena_ttl_s", "2001-09-09 0", "fresh=True")
     assert [word for word in words if word not in str(errors[0])] == []
 
 
@@ -198,7 +198,7 @@ def test_a_put_without_a_get_does_not_pass_a_story_over() -> None:
 @pytest.mark.parametrize("case", ["one host was in use", "one host is absent", "a rank connects", "pinned", "never"])
 def test_what_is_in_use_stays(case: str) -> None:
     """A host that ran lately, one that has not come, a launch, a pin, or ttl 0: nothing is dropped, however long."""
-    world, ranks = trained(3, last=4, rules={"orphan_ttl_s": 0.0} if case == "never" else None)
+    world, ranks = trained(3, last=4, rules={"abandoned_arena_ttl_s": 0.0} if case == "never" else None)
     if case == "pinned":
         world.call(ranks[0], "pin", step=None, name="best")
         assert world.run_until(lambda: bool(world.served.jobs["train"].pins), 10.0)
@@ -247,7 +247,7 @@ def start_again(cluster: ProcessCluster) -> None:
 @pytest.mark.parametrize("jump_s", [DAY_S, *later(0.0)])
 def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: RankNursery, jump_s: float) -> None:
     """Ranks train on after one connect, everything is killed, clocks may jump by a day: all get the newest step."""
-    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}, "h2": {}}, orphan_ttl_s=TTL_S) as cluster:
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}, "h2": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery, replicas=3)
         ranks, step, until_s = fleet.begin(TWO, last_step=0), 0, time.monotonic() + 2 * TTL_S
         while time.monotonic() < until_s:
@@ -264,7 +264,7 @@ def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: Rank
 
 def test_an_orphan_is_dropped_and_told(tmp_path: Path, nursery: RankNursery) -> None:
     """Nothing runs for the ttl and nobody comes: dropped, as an event; the story outlives folders, until `fresh`."""
-    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, orphan_ttl_s=TTL_S) as cluster:
+    with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(TWO, last_step=5)
         cluster.kill_all()

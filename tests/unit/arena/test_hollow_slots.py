@@ -48,17 +48,19 @@ def on_disk(folder: Path) -> int:
     return (folder / "arena").stat().st_blocks * 512 // CHUNK
 
 
-def put(vault: ReplicaStore, job: str, step: int, count: int = 3) -> ShardId:
+def put(replicas: ReplicaStore, job: str, step: int, count: int = 3) -> ShardId:
     """Lease, write and seal a shard of a job that has reserved room; what else was leased goes back."""
     shard = ShardId(job, 1, step, 0)
-    slots = vault.lease(ME, job, 0, 1)
+    slots = replicas.lease(ME, job, 0, 1)
     for index, number in enumerate(slots[:count]):
-        vault.arena.view(number)[:] = bytes([step, index]) * (vault.chunk_bytes // 2)
-    with vault.lock:
-        assert vault.table.hand_over(ME, slots[:count])
-        vault.table.reclaim(ME)
-        vault.flush()
-    vault.seal_local(shard, world_size=1, layout=b"", nbytes=count * vault.chunk_bytes, slots=slots[:count], attempt=1)
+        replicas.arena.view(number)[:] = bytes([step, index]) * (replicas.chunk_bytes // 2)
+    with replicas.lock:
+        assert replicas.table.hand_over(ME, slots[:count])
+        replicas.table.reclaim(ME)
+        replicas.flush()
+    replicas.seal_local(
+        shard, world_size=1, layout=b"", nbytes=count * replicas.chunk_bytes, slots=slots[:count], attempt=1
+    )
     return shard
 
 
@@ -92,50 +94,50 @@ def test_a_slot_without_pages_is_given_to_nobody(seed: int) -> None:
 def test_what_present_jobs_have_reserved_is_not_spare() -> None:
     """Free slots beyond their shares are; a job that was removed keeps nothing."""
     table = SlotTable(12)
-    shelf = ReplicaIndex(table)
-    assert shelf.spare_count() == 12
-    shelf.set_share("a", share(5))
-    shelf.set_share("b", share(4))
-    assert shelf.spare_count() == 3
-    shelf.drop_share("b", 1)
-    assert shelf.spare_count() == 7
+    replica_index = ReplicaIndex(table)
+    assert replica_index.spare_count() == 12
+    replica_index.set_share("a", share(5))
+    replica_index.set_share("b", share(4))
+    assert replica_index.spare_count() == 3
+    replica_index.drop_share("b", 1)
+    assert replica_index.spare_count() == 7
 
 
 def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: Path) -> None:
     """The pages go, the other job's bytes and the slots that it recycles stay; a new job claims them again."""
-    vault = open_vault(folder)
-    vault.claim("a", share(9))
-    first = put(vault, "a", 1)
-    vault.claim("b", share(9))
-    kept = put(vault, "b", 2)
+    replicas = open_vault(folder)
+    replicas.claim("a", share(9))
+    first = put(replicas, "a", 1)
+    replicas.claim("b", share(9))
+    kept = put(replicas, "b", 2)
     assert on_disk(folder) == 18
-    vault.drop_all([first], ["a", 1])
+    replicas.drop_all([first], ["a", 1])
     assert on_disk(folder) == 9
-    stats = vault.stats()
+    stats = replicas.stats()
     assert (stats["claimed_bytes"], stats["reserved_bytes"], stats["used_bytes"]) == (9 * CHUNK, 9 * CHUNK, 3 * CHUNK)
     before = on_disk(folder)
     for step in range(3, 40):  # steady state: slots are recycled, and none is emptied or filled
-        vault.drop(kept)
-        kept = put(vault, "b", step)
-        assert (on_disk(folder), len(vault.table.hollow)) == (before, 9)
-    vault.claim("c", share(14))
-    assert (on_disk(folder), vault.arena.slots_count, vault.table.hollow) == (23, 23, [])
-    put(vault, "c", 1)
-    shelved = vault.shelf.find(kept)
+        replicas.drop(kept)
+        kept = put(replicas, "b", step)
+        assert (on_disk(folder), len(replicas.table.hollow)) == (before, 9)
+    replicas.claim("c", share(14))
+    assert (on_disk(folder), replicas.arena.slots_count, replicas.table.hollow) == (23, 23, [])
+    put(replicas, "c", 1)
+    shelved = replicas.index.find(kept)
     assert shelved is not None
-    assert vault.verify(shelved) == []
-    vault.close()
+    assert replicas.verify(shelved) == []
+    replicas.close()
 
 
 def test_a_refused_share_gives_its_room_back_and_guests_that_move_do_not(folder: Path) -> None:
     """The first put was refused elsewhere: the share is 0 again. Guests come and go with flapping hosts."""
-    vault = open_vault(folder)
-    vault.claim("a", PeerShare(1, {0: 8}, 8))
-    vault.claim("a", PeerShare(1, {0: 8}, 2))
+    replicas = open_vault(folder)
+    replicas.claim("a", PeerShare(1, {0: 8}, 8))
+    replicas.claim("a", PeerShare(1, {0: 8}, 2))
     assert on_disk(folder) == 16
-    vault.claim("a", PeerShare(1, {0: 0}, 0))
+    replicas.claim("a", PeerShare(1, {0: 0}, 0))
     assert on_disk(folder) == 0
-    vault.close()
+    replicas.close()
 
 
 HELD = """
@@ -155,36 +157,36 @@ sys.stdin.readline()
 
 def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder: Path) -> None:
     """No word of it reaches the holder: the kernel knows, also for a successor of the holder."""
-    vault = open_vault(folder)
-    vault.claim("a", share(8))
+    replicas = open_vault(folder)
+    replicas.claim("a", share(8))
     with subprocess.Popen(
         [sys.executable, "-c", HELD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        vault.drop_all([], ["a", 1])
-        assert sorted(vault.table.free) == [1, 2, 5]
-        vault.close()
-        vault = open_vault(folder)
-        vault.room.release()
-        assert (sorted(vault.table.free), on_disk(folder)) == ([1, 2, 5], 3)
+        replicas.drop_all([], ["a", 1])
+        assert sorted(replicas.table.free) == [1, 2, 5]
+        replicas.close()
+        replicas = open_vault(folder)
+        replicas.room.release()
+        assert (sorted(replicas.table.free), on_disk(folder)) == ([1, 2, 5], 3)
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "read\n"
-        vault.room.release()
-        assert sorted(vault.table.free) == [1, 2]
+        replicas.room.release()
+        assert sorted(replicas.table.free) == [1, 2]
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
-    vault.room.release()
-    assert (vault.table.free, on_disk(folder)) == ([], 0)
-    vault.close()
+    replicas.room.release()
+    assert (replicas.table.free, on_disk(folder)) == ([], 0)
+    replicas.close()
 
 
 def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
     """A loader's workers live as long as training: what a get was reading when they began must not stay claimed."""
-    vault = open_vault(folder)
-    vault.claim("a", share(4))
+    replicas = open_vault(folder)
+    replicas.claim("a", share(4))
     mapping = ArenaMapping.open(folder)
     reader = mapping.reading()
     reader.add([1])
@@ -200,30 +202,30 @@ def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
     reader.close()
     try:
         assert os.read(runs, 1) == b"r"
-        vault.drop_all([], ["a", 1])
+        replicas.drop_all([], ["a", 1])
         assert on_disk(folder) == 0
     finally:
         for fd in (end, runs, begun):
             os.close(fd)
         os.waitpid(child, 0)
         mapping.close()
-        vault.close()
+        replicas.close()
 
 
 def test_slots_whose_reader_outlived_its_pin_keep_their_pages(folder: Path) -> None:
     """It may still look at them, and a page that is missing on a full file system would kill it (R7)."""
-    vault = open_vault(folder)
-    vault.claim("a", share(6))
-    shard = put(vault, "a", 1)
-    pinned = vault.pin(shard)
+    replicas = open_vault(folder)
+    replicas.claim("a", share(6))
+    shard = put(replicas, "a", 1)
+    pinned = replicas.pin(shard)
     assert pinned is not None
-    vault.drop_all([shard], ["a", 1])
+    replicas.drop_all([shard], ["a", 1])
     assert on_disk(folder) == 3
     pinned[0].pins[pinned[1]] = -1.0  # past its deadline
-    vault.expire_pins()
-    vault.room.release()
-    assert (on_disk(folder), len(vault.table.free)) == (3, 3)
-    vault.close()
+    replicas.expire_pins()
+    replicas.room.release()
+    assert (on_disk(folder), len(replicas.table.free)) == (3, 3)
+    replicas.close()
 
 
 def test_room_that_somebody_else_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_path: Path) -> None:
@@ -235,22 +237,22 @@ def test_room_that_somebody_else_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_p
         pytest.skip("only root can mount a file system")
     try:
         with scratch_folder(mounted) as folder:
-            vault = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
-            vault.claim("a", share(24))
-            vault.claim("b", share(4))
-            vault.drop_all([], ["a", 1])
+            replicas = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
+            replicas.claim("a", share(24))
+            replicas.claim("b", share(4))
+            replicas.drop_all([], ["a", 1])
             other = mounted / "other"
             with other.open("wb") as file, contextlib.suppress(OSError):
                 while file.write(bytes(1 << 20)):
                     file.flush()
             with pytest.raises(CapacityError, match=r"cannot grow by .*do one of"):
-                vault.claim("c", share(24))
-            assert (len(vault.table.free), len(vault.table.hollow)) == (4, 24)
-            assert len(vault.lease(ME, "b", 0, 1)) == 4
+                replicas.claim("c", share(24))
+            assert (len(replicas.table.free), len(replicas.table.hollow)) == (4, 24)
+            assert len(replicas.lease(ME, "b", 0, 1)) == 4
             other.unlink()
-            vault.claim("c", share(24))
-            assert len(vault.table.free) == 24
-            vault.close()
+            replicas.claim("c", share(24))
+            assert len(replicas.table.free) == 24
+            replicas.close()
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
@@ -280,11 +282,11 @@ class Writes:
         return counted
 
 
-def remove_and_claim(vault: ReplicaStore, shards: list[ShardId]) -> None:
+def remove_and_claim(replicas: ReplicaStore, shards: list[ShardId]) -> None:
     """A job is removed, its room given back and claimed again for another: every write that there is."""
-    vault.drop_all(shards, ["a", 1])
-    vault.claim("c", share(10))
-    put(vault, "c", 1)
+    replicas.drop_all(shards, ["a", 1])
+    replicas.claim("c", share(10))
+    put(replicas, "c", 1)
 
 
 def test_a_holder_killed_at_any_write_of_it_leaves_an_arena_that_is_adopted_right(
@@ -294,36 +296,36 @@ def test_a_holder_killed_at_any_write_of_it_leaves_an_arena_that_is_adopted_righ
     last = 0
     while True:
         with scratch_folder() as folder, monkeypatch.context() as patched:
-            vault = open_vault(folder)
-            vault.claim("a", share(8))
-            gone = [put(vault, "a", 1), put(vault, "a", 2)]
-            vault.claim("b", share(8))
-            kept = put(vault, "b", 3)
+            replicas = open_vault(folder)
+            replicas.claim("a", share(8))
+            gone = [put(replicas, "a", 1), put(replicas, "a", 2)]
+            replicas.claim("b", share(8))
+            kept = put(replicas, "b", 3)
             writes = Writes(patched, last)
             is_over = True
             try:
-                remove_and_claim(vault, gone)
+                remove_and_claim(replicas, gone)
             except Killed:
                 is_over = False
             patched.undo()
             del writes
-            vault.close()
+            replicas.close()
 
-            vault = open_vault(folder)
-            vault.table.validate()
-            shelved = vault.shelf.find(kept)
+            replicas = open_vault(folder)
+            replicas.table.validate()
+            shelved = replicas.index.find(kept)
             assert shelved is not None
             assert not shelved.missing
-            assert vault.verify(shelved) == []
-            assert on_disk(folder) == vault.table.claimed_count, f"after {last} writes"
-            for shard in {shelved.shard for shelved in vault.shelf.shards.values()}:
-                vault.drop(shard)
-            vault.table.reclaim(ME)
-            vault.room.release()
+            assert replicas.verify(shelved) == []
+            assert on_disk(folder) == replicas.table.claimed_count, f"after {last} writes"
+            for shard in {shelved.shard for shelved in replicas.index.shards.values()}:
+                replicas.drop(shard)
+            replicas.table.reclaim(ME)
+            replicas.room.release()
             assert on_disk(folder) == 0
-            vault.claim("d", share(30))
-            put(vault, "d", 1, count=20)
-            vault.close()
+            replicas.claim("d", share(30))
+            put(replicas, "d", 1, count=20)
+            replicas.close()
         if is_over:
             break
         last += 1
@@ -332,20 +334,20 @@ def test_a_holder_killed_at_any_write_of_it_leaves_an_arena_that_is_adopted_righ
 
 def test_a_slot_in_use_that_lost_its_pages_gets_them_again_on_adoption(folder: Path) -> None:
     """As zeros, which its digest tells; touching it would be a SIGBUS where the file system is full."""
-    vault = open_vault(folder)
-    vault.claim("a", share(6))
-    shard = put(vault, "a", 1)
-    shelved = vault.shelf.find(shard)
+    replicas = open_vault(folder)
+    replicas.claim("a", share(6))
+    shard = put(replicas, "a", 1)
+    shelved = replicas.index.find(shard)
     assert shelved is not None
     number = shelved.slots[0]
     assert number is not None
-    vault.close()
+    replicas.close()
     with (folder / "arena").open("r+b") as file:
         arena_module._punch_hole(file.fileno(), number * CHUNK, CHUNK)
-    vault = open_vault(folder)
-    assert (vault.arena.hollow, on_disk(folder)) == ([], 6)
-    again = vault.shelf.find(shard)
+    replicas = open_vault(folder)
+    assert (replicas.arena.hollow, on_disk(folder)) == ([], 6)
+    again = replicas.index.find(shard)
     assert again is not None
     assert again.missing == {0}
-    vault.close()
+    replicas.close()
     Arena.destroy(folder)

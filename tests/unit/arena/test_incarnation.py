@@ -48,7 +48,7 @@ def test_a_folder_that_was_lost_repeats_no_number(tmp_path: Path) -> None:
 
 def test_the_table_names_the_later_life() -> None:
     """An older life of a host is told apart from the next one, and from a new session of the same."""
-    table = HostTable(suspect_after_s=1.5, repair_after_s=5.0, failure_domains=())
+    table = HostTable(suspect_after_s=1.5, dead_after_s=5.0, failure_domains=())
     lives = [HostInfo("a", n, "10.0.0.1", 7000) for n in (6, 7, 8)]
     table.up(0.0, lives[1])
     assert [table.later_life(info) for info in lives] == [lives[1], None, None]

@@ -113,7 +113,7 @@ def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.L
         tell(site, "failed")
     wait_for(site.is_whole, "the whole share")
     assert "what rank 0 filled is not what its host sees: 3 of 3 chunks differ, the first is chunk 0" in caplog.text
-    assert site.holder.vault.pin(SHARD) is None
+    assert site.holder.replicas.pin(SHARD) is None
     assert site.stage().hand_over(b"", 3 * CHUNK_BYTES - 7)
     tell(site, "sealed")
 
@@ -138,6 +138,6 @@ def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, seen
     body = {"k": "handover", "step": STEP, "slots": room.slots, "arena": room.mapping.arena, "sample": seen}
     site.link.notify({**body, "attempt": 1, "world_size": 1, "layout": b"", "nbytes": 3 * CHUNK_BYTES})
     tell(site, "failed")
-    assert site.holder.vault.pin(SHARD) is None
+    assert site.holder.replicas.pin(SHARD) is None
     room.abandon()
     wait_for(site.is_whole, "the whole share")

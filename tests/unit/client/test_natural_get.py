@@ -29,7 +29,7 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 1 << 16
 STATE = {"w": torch.arange(50_000.0)}
 OWN = {"noise": torch.arange(40_000.0) * 3}
-OWN_TEXT, INTO_TEXT = "the state given as own_into=", "the state given as into="
+OWN_TEXT, INTO_TEXT = "the state given as rank_state_into=", "the state given as into="
 
 
 class Staged:
@@ -74,20 +74,20 @@ def reads(source: Staged | None) -> Read:
 
 def failed(staged: Staged, others: Read, *, late: MemstoreError | None = None) -> tuple[str, Any, Any]:
     """Get with both targets, which must fail, at the latest with `late`; return what is said, and the targets."""
-    into, own_into = {"w": torch.zeros(50_000)}, {"noise": torch.zeros(40_000)}
+    into, rank_state_into = {"w": torch.zeros(50_000)}, {"noise": torch.zeros(40_000)}
     opened = OpenShard(staged, staged.named)
     natural = NaturalLayout.decode(staged.named)
     assert natural is not None
 
     def get() -> None:
-        with opened.telling():
-            load_natural(opened, natural, others, into, own_into)
+        with opened.naming_partial_writes():
+            load_natural(opened, natural, others, into, rank_state_into)
             if late is not None:
                 raise late
 
     with pytest.raises(MemstoreError) as caught:
         get()
-    return str(caught.value), into["w"], own_into["noise"]
+    return str(caught.value), into["w"], rank_state_into["noise"]
 
 
 def test_own_state_that_came_half_is_named_and_the_shared_one_untouched() -> None:

@@ -97,7 +97,7 @@ def test_a_holder_beats_as_often_as_its_config_says() -> None:
         while beats < 3:
             beats += channel.recv(timeout_s=WAIT_S).body["k"] == "beat"
     with (
-        a_holder(heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0) as holder,
+        a_holder(heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0) as holder,
         as_controller(holder, holder.info.address, holder.info.port) as channel,
     ):
         assert channel.recv(timeout_s=WAIT_S).body["k"] == "up"
@@ -124,14 +124,14 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
     """As the kernel has them for the connection that carried the bytes."""
     with two_holders(CHUNK_BYTES, streams=1, dscp=10, replicate_bytes_per_s=3 << 20) as (near, far):
         for holder in (near, far):
-            holder.vault.ensure_free(4)
-        slots = near.vault.take_slots(1)
-        fresh = StreamingReplica(near.vault, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
+            holder.replicas.ensure_free(4)
+        slots = near.replicas.take_slots(1)
+        fresh = StreamingReplica(near.replicas, SHARD, slots, chunk_sizes(CHUNK_BYTES, CHUNK_BYTES))
         near.pusher.submit(Push(SHARD, "", "b", fresh=fresh))
-        near.vault.seal_local(
+        near.replicas.seal_local(
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
-        wait_for(lambda: far.vault.shelf.find(SHARD), "the push")
+        wait_for(lambda: far.replicas.index.find(SHARD), "the push")
         with near.peers.peer("b").channel() as channel:
             assert kernel_settings(channel) == (10 << 2, 3 << 20)
 
@@ -169,13 +169,13 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
     """4 s for each sealed chunk at a quarter of a chunk a second; at 0 it reads nothing."""
     found: list[int] = []
     slots = [SimpleNamespace(state=state) for state in (SlotState.SEALED, SlotState.FREE, SlotState.SEALED)]
-    vault = SimpleNamespace(
-        table=SimpleNamespace(slots=slots), shelf=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
+    replicas = SimpleNamespace(
+        table=SimpleNamespace(slots=slots), replica_index=SimpleNamespace(shards={}), lock=contextlib.nullcontext(),
         verify_slot=lambda n: found.append(n) or [],
     )  # fmt: skip
     pauses = Pauses()
     holder: Any = SimpleNamespace(
-        config=SimpleNamespace(scrub_bytes_per_s=rate, chunk_bytes=CHUNK_BYTES), stopping=pauses, vault=vault
+        config=SimpleNamespace(scrub_bytes_per_s=rate, chunk_bytes=CHUNK_BYTES), stopping=pauses, replicas=replicas
     )
     Scrubber(holder).run()
     assert found == checked
@@ -185,8 +185,8 @@ def test_the_scrub_takes_as_long_as_its_rate_asks(rate: int, checked: list[int])
 def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None:
     """Every rule that is a setting of the store has the setting's value, none its default."""
     config = Config(
-        store="rules", failure_domains=("row", "shelf"), heartbeat_s=0.25, suspect_after_s=61.0, repair_after_s=122.0,
-        recovery_grace_s=3.5, orphan_ttl_s=77.0, keep_steps=3,
+        store="rules", failure_domains=("row", "shelf"), heartbeat_s=0.25, suspect_after_s=61.0, dead_after_s=122.0,
+        recovery_grace_s=3.5, abandoned_arena_ttl_s=77.0, keep_steps=3,
     )  # fmt: skip
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
@@ -194,7 +194,7 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}
-    assert shared == {"failure_domains", "suspect_after_s", "repair_after_s", "recovery_grace_s", "orphan_ttl_s"}
+    assert shared == {"failure_domains", "suspect_after_s", "dead_after_s", "recovery_grace_s", "abandoned_arena_ttl_s"}
     for name in shared:
         assert getattr(rules, name) == getattr(config, name) != getattr(Rules(), name), name
     assert (rules.lease_s, rules.outlast_s, rules.settle_s) == (config.lease_s, 0.25, 0.5)

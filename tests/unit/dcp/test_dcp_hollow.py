@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, hollow_out
+from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
 from memstore.errors import UnsupportedState
 from memstore.shell.tensors.slot_stream import SlotStream
 
@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
 def staged(state: Any) -> tuple[Any, bytes]:
     """Stage into slots full of rubbish; return the hollow state and its stream."""
-    hollow = hollow_out(state)
+    hollow = stage_state(state)
     views = [memoryview(bytearray(b"\xaa" * CHUNK_BYTES)) for _ in range(-(-hollow.nbytes // CHUNK_BYTES))]
     copy_sources(hollow.placed, SlotStream(views, CHUNK_BYTES, hollow.nbytes), hollow.nbytes)
     return hollow.state, b"".join(views)[: hollow.nbytes]
@@ -149,7 +149,7 @@ def test_large_tensors_come_first_and_gaps_are_zero() -> None:
 def test_what_cannot_be_staged_is_refused_by_path(tensor: torch.Tensor, why: str) -> None:
     """A tensor without plain bytes is refused, with the path to it, before anything is copied."""
     with pytest.raises(UnsupportedState, match=rf"model\.layers\.1\.weight: .*{why}.*Nothing was copied"):
-        hollow_out({"model": {"layers": [torch.ones(1), {"weight": tensor}]}})
+        stage_state({"model": {"layers": [torch.ones(1), {"weight": tensor}]}})
 
 
 @given(st.lists(st.integers(0, 40_000), max_size=12), st.integers(0, 1 << 30))

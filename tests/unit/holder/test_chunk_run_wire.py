@@ -79,8 +79,8 @@ def wait_all_free(holder: Holder) -> None:
     """Wait until every slot is free again."""
     deadline_s = time.monotonic() + 10
     while True:
-        with holder.vault.lock:
-            if len(holder.vault.table.free) == len(holder.vault.table.slots):
+        with holder.replicas.lock:
+            if len(holder.replicas.table.free) == len(holder.replicas.table.slots):
                 return
         assert time.monotonic() < deadline_s, "slots are lost"
         time.sleep(0.02)
@@ -108,7 +108,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 ) -> None:
     """The connection ends or the chunks count as bad; the draft goes with its connection."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)
             ask_for_all(channel)
@@ -122,7 +122,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
     """Two whole chunks of a frame that was cut in the third are good; their slots come back with the draft."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as feeding, stranger(holder) as other:
             offer(other)
             ask_for_all(feeding)
@@ -133,7 +133,7 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             feeding._sock.setblocking(False)  # type: ignore[union-attr]
             feeding.close()
             deadline_s = time.monotonic() + 10
-            draft = holder.vault.shelf.draft("z", ShardId("train", 1, 2, 0))
+            draft = holder.replicas.index.draft("z", ShardId("train", 1, 2, 0))
             assert draft is not None
             while draft.missing != [2, 3, 4, 5]:
                 assert time.monotonic() < deadline_s, f"missing: {draft.missing}"
@@ -144,14 +144,14 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
 def test_chunks_without_a_slot_are_asked_for_again() -> None:
     """Two slots for a frame of six: two are kept, four are named bad, the connection is in order."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
-        holder.vault.ensure_free(2 * COUNT)
+        holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
             offer(channel)
-            taken = holder.vault.take_slots(len(holder.vault.table.free) - 2)
+            taken = holder.replicas.take_slots(len(holder.replicas.table.free) - 2)
             ask_for_all(channel)
             bulk = [memoryview(chunk) for chunk in CHUNKS]
             channel.send(Kind.CHUNK, 9, run(*[CHUNK_BYTES] * COUNT), bulk, deadline_s=5)
             assert received(channel) == BatchReceived(damaged=(2, 3, 4, 5))
             assert decode_reply(Ping(), channel.request(Ping(), timeout_s=5).data) == Done()
-        holder.vault.give_back(taken)
+        holder.replicas.give_back(taken)
         wait_all_free(holder)

@@ -40,7 +40,7 @@ def holder() -> Iterator[Holder]:
     """A holder that never beats by itself, so that what it sends is what it was asked for."""
     config = Config(
         store=scratch_store_name(), arena_bytes=1 << 20, chunk_bytes=64 << 10, interface="127.0.0.1",
-        heartbeat_s=60.0, suspect_after_s=180.0, repair_after_s=600.0,
+        heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0,
     )  # fmt: skip
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
     yield made
@@ -139,7 +139,7 @@ def test_an_order_that_fails_is_answered(
     assert heard(channel)["k"] == "up"
     share = {"job": "job", "attempt": 1, "ranks": [[0, 2]], "guest_slots": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(holder.vault.arena, "grow", fail)
+        patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)
         order(channel, "reserve", **share, call=7)
         order(channel, "ask", ask=8, what="verify")

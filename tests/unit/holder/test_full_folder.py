@@ -46,7 +46,7 @@ def holder(small_tmpfs: Path) -> Iterator[Holder]:
     """A holder that beats ten times a second."""
     config = Config(
         store=scratch_store_name(), arena_dir=str(small_tmpfs), arena_bytes=1 << 20, chunk_bytes=64 << 10,
-        interface="127.0.0.1", heartbeat_s=0.1, suspect_after_s=180.0, repair_after_s=600.0,
+        interface="127.0.0.1", heartbeat_s=0.1, suspect_after_s=180.0, dead_after_s=600.0,
     )  # fmt: skip
     made = Holder(HostIdentity("a", read_boot_id(), True, {}), config, secret=SECRET, arena_limit_bytes=1 << 20)
     yield made
@@ -148,17 +148,17 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
     ended: list[str] = []
     holder.context.on_fatal = ended.append
     shard = ShardId("job", 1, 5, 0)
-    holder.vault.ensure_free(2)
-    slots = holder.vault.take_slots(2)
+    holder.replicas.ensure_free(2)
+    slots = holder.replicas.take_slots(2)
     for slot in slots:
-        holder.vault.arena.view(slot)[:] = b"\7" * (64 << 10)
-    holder.vault.seal_local(shard, world_size=1, layout=b"", nbytes=2 * (64 << 10), slots=slots, attempt=1)
+        holder.replicas.arena.view(slot)[:] = b"\7" * (64 << 10)
+    holder.replicas.seal_local(shard, world_size=1, layout=b"", nbytes=2 * (64 << 10), slots=slots, attempt=1)
     filler = FullFileSystem(small_tmpfs)
     filler.start()
     (holder.folder / "arena").unlink()
     wait_for(lambda: " free; " in holder.guard.problem, "the word of no room")
     assert ended == []
-    assert [bytes(holder.vault.arena.view(slot, 2)) for slot in slots] == [b"\7\7"] * 2
+    assert [bytes(holder.replicas.arena.view(slot, 2)) for slot in slots] == [b"\7\7"] * 2
     filler.end()
     wait_for(lambda: bool(ended), "the end of the holder")
     assert "written again, for another holder to adopt" in ended[0]
@@ -166,9 +166,9 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
     identity = HostIdentity("a", read_boot_id(), True, {})
     again = Holder(identity, holder.config, secret=SECRET, arena_limit_bytes=1 << 20)
     try:
-        found = again.vault.shelf.find(shard)
+        found = again.replicas.index.find(shard)
         assert found is not None
-        assert [bytes(again.vault.arena.view(slot, 2)) for slot in found.slots if slot is not None] == [b"\7\7"] * 2
+        assert [bytes(again.replicas.arena.view(slot, 2)) for slot in found.slots if slot is not None] == [b"\7\7"] * 2
     finally:
         again.close()
 

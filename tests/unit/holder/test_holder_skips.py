@@ -25,7 +25,7 @@ def test_only_a_lack_of_room_lengthens_the_pause(
         def fails(*_: Any, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(site.vault, "seal_local", fails)
+        monkeypatch.setattr(site.replicas, "seal_local", fails)
         ticket = store.put(2, state(2))
         wait_for(lambda: ticket.is_over, "the end of the put")
         attempt = site.controller.catalog.jobs["job"].attempts[1]

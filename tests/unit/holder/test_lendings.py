@@ -35,9 +35,9 @@ def test_a_child_takes_the_slots_over_and_hands_them_over(site: Site) -> None:
     assert not site.is_whole()
     child.do("hand over")
     tell(site, "sealed")
-    shelved = site.holder.vault.shelf.find(SHARD)
+    shelved = site.holder.replicas.index.find(SHARD)
     assert shelved is not None
-    assert [bytes(site.holder.vault.chunk_view(shelved, i) or b"")[:1] for i in range(3)] == [b"\1", b"\2", b"\3"]
+    assert [bytes(site.holder.replicas.chunk_view(shelved, i) or b"")[:1] for i in range(3)] == [b"\1", b"\2", b"\3"]
     room.abandon()
     child.do("bye")
     wait_for(lambda: site.is_whole(stored=3), "the lease of what is not stored")
@@ -207,8 +207,8 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
     old = heir.channel
     old.abort()
     wait_for(lambda: heir.channel is not old, "the link")
-    with site.holder.vault.lock:
-        owners = {site.holder.vault.table.slots[n].owner for n in answer["slots"]}
+    with site.holder.replicas.lock:
+        owners = {site.holder.replicas.table.slots[n].owner for n in answer["slots"]}
     assert owners == {site.holder.connections.owners["n/0/5"]}
     heir.close()
     room.abandon()
@@ -218,13 +218,13 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
 @pytest.mark.parametrize("where", ["save process", "digest"])
 def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """What a save process has, or what is handed over and being digested, still counts for the rank (R10)."""
-    site.holder.vault.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    site.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
     room, may_go = site.stage(), threading.Event()
     if where == "digest":
         real = replica_store.chunk_digest
         monkeypatch.setattr(replica_store, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
         assert room.hand_over(b"", 3 * CHUNK_BYTES)
-        wait_for(lambda: site.holder.vault.table.handed, "the hand-over")
+        wait_for(lambda: site.holder.replicas.table.handed, "the hand-over")
     else:
         room.lend()
         wait_for(lambda: site.holder.ranks.lendings.lent, "the offer")
@@ -232,8 +232,8 @@ def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest
         child.do("connect")
         child.do("adopt")
     site.holder.ranks.reap()
-    with site.holder.vault.lock:
-        leased = sum(len(slots) for slots in site.holder.vault.table.leases.values())
+    with site.holder.replicas.lock:
+        leased = sum(len(slots) for slots in site.holder.replicas.table.leases.values())
     may_go.set()
     assert leased == (3 if where == "digest" else SHARE_SLOTS)
     assert len(site.link.pool) == 3

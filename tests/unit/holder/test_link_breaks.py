@@ -68,10 +68,10 @@ def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
     for step in range(2, 8):
         store.put(step, state(step), timeout_s=WAIT_S).wait("committed", WAIT_S)
         assert len(store._link.pool) == len(set(store._link.pool))
-        with site.vault.lock:
-            for number, slot in enumerate(site.vault.table.slots):
+        with site.replicas.lock:
+            for number, slot in enumerate(site.replicas.table.slots):
                 if slot.state is SlotState.SEALED:
-                    assert chunk_digest(site.vault.arena.view(number, slot.nbytes)) == slot.digest
+                    assert chunk_digest(site.replicas.arena.view(number, slot.nbytes)) == slot.digest
 
 
 def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[..., Site]) -> None:
@@ -92,9 +92,9 @@ def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     real = memstore.client.restore.build_state
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        with site.vault.lock:
-            shelved = next(s for s in site.vault.shelf.shards.values() if s.shard.rank == 0)
-        site.vault.arena.view(shelved.slots[0], 8)[:] = b"recycled"
+        with site.replicas.lock:
+            shelved = next(s for s in site.replicas.index.shards.values() if s.shard.rank == 0)
+        site.replicas.arena.view(shelved.slots[0], 8)[:] = b"recycled"
         return real(*args, **kwargs)
 
     monkeypatch.setattr(memstore.client.restore, "build_state", late)
@@ -130,8 +130,8 @@ def test_bytes_that_change_under_a_get_come_from_the_peer(
         got = reader.get(rank=0, into=target)
     assert torch.equal(got.state["w"], state(0)["w"])
     assert target is None or torch.equal(target["w"], state(0)["w"])
-    assert got.verdict == "mixed"
-    assert "chunks were bad on its host and came from another copy" in got.reason
+    assert got.source == "mixed"
+    assert "chunks were bad on its host and came from another copy" in got.source_reason
 
 
 def test_an_abandon_under_a_seal_fails_that_put_only(
@@ -147,13 +147,13 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")
     store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
-    wait_for(lambda: not site.vault.shelf.drafts, "the abandon")
+    wait_for(lambda: not site.replicas.index.drafts, "the abandon")
     stop.go.set()
     wait_for(lambda: ticket.is_over, "the end of the abandoned put")
     assert ticket.level in ("skipped", "failed")
     assert store.put(100, state(100), timeout_s=WAIT_S).wait("committed", WAIT_S).level == "committed"
-    with site.vault.lock:
-        assert len(list(site.vault.manifests.load_all())) == len(site.vault.shelf.shards)
+    with site.replicas.lock:
+        assert len(list(site.replicas.manifests.load_all())) == len(site.replicas.index.shards)
 
 
 def test_the_end_of_a_with_block_waits_for_nothing_once_the_store_is_closed(make_site: Callable[..., Site]) -> None:
@@ -176,7 +176,7 @@ def test_a_put_that_fails_on_its_host_is_skipped_by_all(
     site = make_site("a", "b")
     stores = site.connect()
     together(*[lambda s=s: s.put(1, state(1)).wait("committed", WAIT_S) for s in stores])
-    real, failed = site.vault.manifests.save, threading.Event()
+    real, failed = site.replicas.manifests.save, threading.Event()
 
     def save(name: str, data: bytes) -> None:
         if threading.current_thread().name.startswith("memstore-seal") and not failed.is_set():
@@ -184,11 +184,11 @@ def test_a_put_that_fails_on_its_host_is_skipped_by_all(
             raise OSError("no space left")
         real(name, data)
 
-    monkeypatch.setattr(site.vault.manifests, "save", save)
+    monkeypatch.setattr(site.replicas.manifests, "save", save)
     tickets = [store.put(2, state(2)) for store in stores]
     wait_for(lambda: all(ticket.is_over for ticket in tickets), "the skip")
     assert [ticket.level for ticket in tickets] == ["failed", "skipped"]
-    wait_for(lambda: not site.vault.shelf.drafts, "the slots of what the other host had begun to push here")
+    wait_for(lambda: not site.replicas.index.drafts, "the slots of what the other host had begun to push here")
 
 
 def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
@@ -198,11 +198,11 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    stop = Stop(site.vault.seal_local)
-    monkeypatch.setattr(site.vault, "seal_local", stop)
+    stop = Stop(site.replicas.seal_local)
+    monkeypatch.setattr(site.replicas, "seal_local", stop)
     store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
-    owner = next(iter(site.vault.table.leases))
+    owner = next(iter(site.replicas.table.leases))
     store.close()
     connections = site.holders["a"].connections
     again = memstore.client.connect.HolderLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
@@ -214,9 +214,9 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
-        wait_for(lambda: owner == link.owner or not site.vault.table.leases.get(owner), "the old store's goodbye")
+        wait_for(lambda: owner == link.owner or not site.replicas.table.leases.get(owner), "the old store's goodbye")
         wait_for(lambda: not ranks_busy(site), "the old link's end")
-        assert site.vault.table.slots[taken.slots[0]].state is SlotState.LEASED
+        assert site.replicas.table.slots[taken.slots[0]].state is SlotState.LEASED
     finally:
         again.close()
 
@@ -234,8 +234,8 @@ def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    stop = Stop(site.vault.seal_local)
-    monkeypatch.setattr(site.vault, "seal_local", stop)
+    stop = Stop(site.replicas.seal_local)
+    monkeypatch.setattr(site.replicas, "seal_local", stop)
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     break_link(store)
@@ -253,8 +253,8 @@ def test_a_fence_finishes_every_put_that_was_handed_over(
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
-    stop = Stop(site.vault.seal_local)
-    monkeypatch.setattr(site.vault, "seal_local", stop)
+    stop = Stop(site.replicas.seal_local)
+    monkeypatch.setattr(site.replicas, "seal_local", stop)
     for step in (2, 3):
         store.put(step, state(step))
     assert stop.at.wait(WAIT_S)
@@ -264,8 +264,8 @@ def test_a_fence_finishes_every_put_that_was_handed_over(
         wait_for(lambda: site.holders["a"].fences.first("job") == 2, "the fence")
         stop.go.set()
         rewind.result(WAIT_S)
-    with site.vault.lock:
-        assert {2, 3} <= {copy.shard.step for copy in site.vault.shelf.copies("a", "job")}
+    with site.replicas.lock:
+        assert {2, 3} <= {copy.shard.step for copy in site.replicas.index.copies("a", "job")}
 
 
 def apart(make_site: Callable[..., Site]) -> tuple[Site, dict[str, torch.Tensor]]:
@@ -303,7 +303,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
     with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
         got = reader.get(rank=1, into=target)
     assert next(batches) > 2
-    assert (got.verdict, torch.equal(target["w"], put["w"])) == ("peer", True)
+    assert (got.source, torch.equal(target["w"], put["w"])) == ("peer", True)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -411,7 +411,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into
-    assert not site.vault.shelf.drafts
+    assert not site.replicas.index.drafts
 
 
 def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make_site: Callable[..., Site]) -> None:
@@ -428,7 +428,7 @@ def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make
         former[1].close()
         assert [got.step for got in together(*[store.get for store in stores])] == [attempt, attempt]
         former = stores
-    leases = site.vault.table.leases
+    leases = site.replicas.table.leases
     wait_for(lambda: sum(bool(slots) for slots in list(leases.values())) <= 1, "the old Stores' slots to come back")
 
 

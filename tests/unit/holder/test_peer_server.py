@@ -48,7 +48,7 @@ class Moments:
 
 
 @pytest.fixture
-def vault() -> Iterator[ReplicaStore]:
+def replicas() -> Iterator[ReplicaStore]:
     with scratch_folder() as folder:
         made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         yield made
@@ -67,16 +67,16 @@ def offer(server: PeerServer, sender: str, shard: ShardId, digest: str | None = 
 
 @pytest.mark.parametrize("is_reserved", [True, False])
 def test_two_offers_at_once_share_no_room(
-    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch, is_reserved: bool
+    replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch, is_reserved: bool
 ) -> None:
     """Room for one shard, offered two: one is admitted and one refused, with a share and without (R10, R13)."""
-    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
     if is_reserved:
-        vault.claim("job", PeerShare(1, {}, 2))
+        replicas.claim("job", PeerShare(1, {}, 2))
     else:
-        vault.ensure_free(2)
-    moments, real = Moments(), vault.shelf.guest_refusal
-    monkeypatch.setattr(vault, "lock", moments)
+        replicas.ensure_free(2)
+    moments, real = Moments(), replicas.index.guest_refusal
+    monkeypatch.setattr(replicas, "lock", moments)
     answers: list[Message] = []
 
     def refusal(shard: ShardId, chunks_count: int) -> str | None:
@@ -85,31 +85,31 @@ def test_two_offers_at_once_share_no_room(
             moments.work = lambda: answers.append(offer(server, "c", ShardId("job", 1, 7, 2)))
         return why
 
-    monkeypatch.setattr(vault.shelf, "guest_refusal", refusal)
+    monkeypatch.setattr(replicas.index, "guest_refusal", refusal)
     answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
     second, first = answers
     assert first == Admitted()
     assert isinstance(second, Refused)
     assert not second.is_final
-    assert len(vault.shelf.drafts) == 1
+    assert len(replicas.index.drafts) == 1
     server._abort(Abort(sender="b", shard=WireShard("job", 1, 7, 1)))
     assert offer(server, "c", ShardId("job", 1, 7, 2)) == Admitted()
 
 
 def test_a_copy_that_is_dropped_while_it_is_verified_is_no_have(
-    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
+    replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An offer of a shard that retention drops at that moment is taken as new, and no copy is reported (R13)."""
     reported: list[Any] = []
-    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
+    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=reported.append)
     shard = ShardId("job", 1, 7, 1)
-    vault.ensure_free(4)
-    slots = vault.take_slots(2)
-    known = vault.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
+    replicas.ensure_free(4)
+    slots = replicas.take_slots(2)
+    known = replicas.seal_local(shard, world_size=2, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
     assert offer(server, "b", shard, known.spec.digest) == HasCopy()
     assert len(reported) == 1
-    real = vault.verify_old
-    monkeypatch.setattr(vault, "verify_old", lambda digests, sizes: (real(digests, sizes), vault.drop(shard)))
+    real = replicas.verify_old
+    monkeypatch.setattr(replicas, "verify_old", lambda digests, sizes: (real(digests, sizes), replicas.drop(shard)))
     assert offer(server, "b", shard, known.spec.digest) == Admitted()
     assert len(reported) == 1
 
@@ -132,10 +132,10 @@ class Line:
         self.replies.put(message)
 
 
-def test_a_draft_outlives_the_connection_that_offered_it(vault: ReplicaStore) -> None:
+def test_a_draft_outlives_the_connection_that_offered_it(replicas: ReplicaStore) -> None:
     """A peer's pushes share its connections and it closes surplus ones: only with the last one its drafts go (R13)."""
-    server = PeerServer(vault, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
-    vault.claim("job", PeerShare(1, {}, 2))
+    server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
+    replicas.claim("job", PeerShare(1, {}, 2))
     shard = ShardId("job", 1, 7, 1)
     identity = {"host": "b", "incarnation": 1}
     first, second, older = Line(), Line(), Line()
@@ -152,29 +152,29 @@ def test_a_draft_outlives_the_connection_that_offered_it(vault: ReplicaStore) ->
     for line, is_kept in ((first, True), (second, False), (older, False)):
         line.asked.put(None)
         serving[line].join(60)
-        assert (vault.shelf.draft("b", shard) is not None) is is_kept
+        assert (replicas.index.draft("b", shard) is not None) is is_kept
 
 
 def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(
-    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
+    replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Growth for another job, or for puts to come, takes minutes for hundreds of gigabytes (R10, D107)."""
-    vault.ensure_free(2)
-    grow, begun, may_end = vault.arena.grow, threading.Event(), threading.Event()
+    replicas.ensure_free(2)
+    grow, begun, may_end = replicas.arena.grow, threading.Event(), threading.Event()
 
     def slow(slots_count: int, **more: Any) -> None:
         begun.set()
         assert may_end.wait(60.0)
         grow(slots_count, **more)
 
-    monkeypatch.setattr(vault.arena, "grow", slow)
+    monkeypatch.setattr(replicas.arena, "grow", slow)
     with ThreadPoolExecutor(2) as pool:
-        claim = pool.submit(vault.claim, "other", PeerShare(1, {0: 4}, 2, 1, 1))
+        claim = pool.submit(replicas.claim, "other", PeerShare(1, {0: 4}, 2, 1, 1))
         assert begun.wait(60.0)
-        restore = pool.submit(lambda: (vault.ensure_free(2), vault.take_slots_growing(2))[1])
+        restore = pool.submit(lambda: (replicas.ensure_free(2), replicas.take_slots_growing(2))[1])
         try:
             assert len(restore.result(30.0)) == 2
         finally:
             may_end.set()
         claim.result(60.0)
-    assert len(vault.table.slots) >= 6
+    assert len(replicas.table.slots) >= 6

@@ -92,8 +92,8 @@ class Site:
 
     def leased(self) -> int:
         """Slots leased to anybody."""
-        with self.holder.vault.lock:
-            return sum(len(numbers) for numbers in self.holder.vault.table.leases.values())
+        with self.holder.replicas.lock:
+            return sum(len(numbers) for numbers in self.holder.replicas.table.leases.values())
 
 
 @pytest.fixture
@@ -210,10 +210,10 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
 
 def stored(site: Site) -> tuple[StoredReplica, dict[str, Any]]:
     """Store a shard of one chunk; return it, and the controller's answer that names it."""
-    vault, shard = site.holder.vault, ShardId("job", 1, 2, 0)
-    vault.ensure_free(1)
-    shelved = vault.seal_local(
-        shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=vault.take_slots(1), attempt=1
+    replicas, shard = site.holder.replicas, ShardId("job", 1, 2, 0)
+    replicas.ensure_free(1)
+    shelved = replicas.seal_local(
+        shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=replicas.take_slots(1), attempt=1
     )
     return shelved, {"shard": shard_to_wire(shard), "digest": shelved.spec.digest}
 
@@ -223,8 +223,8 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
 ) -> None:
     """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
     shelved, answer = stored(site)
-    channel, vault = hello(1), site.holder.vault
-    number, pin = ask(site, channel), vault.pin
+    channel, replicas = hello(1), site.holder.replicas
+    number, pin = ask(site, channel), replicas.pin
 
     def pin_after_the_link(*named: Any, **how: Any) -> Any:
         channel.close()
@@ -232,7 +232,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
         wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
         return pin(*named, **how)
 
-    monkeypatch.setattr(vault, "pin", pin_after_the_link)
+    monkeypatch.setattr(replicas, "pin", pin_after_the_link)
     site.holder.ranks.answer(number, answer, None)
     assert not shelved.pins
 
@@ -260,7 +260,7 @@ def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
 
 def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank from another pid namespace gets the ConfigError itself and no lease; a tool connects (R8)."""
-    site.holder.vault.claim("job", PeerShare(1, {0: 2}, 0))
+    site.holder.replicas.claim("job", PeerShare(1, {0: 2}, 0))
     monkeypatch.setattr(rank_server, "process_start_time", lambda pid: None)
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
@@ -273,7 +273,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
 
 def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
     """A rank whose link ended keeps leases and calls; once it is proved dead both go, and it is said (R8, R20)."""
-    site.holder.vault.claim("job", PeerShare(1, {0: 2}, 0))
+    site.holder.replicas.claim("job", PeerShare(1, {0: 2}, 0))
     command = [sys.executable, "-c", RANK, str(site.holder.folder)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as rank:
         try:
@@ -297,22 +297,22 @@ def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> N
     start = process_start_time(ME)
     assert start is not None
     living, dead = Owner(ME, start, 1), Owner(ME, start - 1, 1)
-    site.holder.vault.ensure_free(4)
-    with site.holder.vault.lock:
-        site.holder.vault.table.lease(living, 2, attempt=1)
-        site.holder.vault.flush()
+    site.holder.replicas.ensure_free(4)
+    with site.holder.replicas.lock:
+        site.holder.replicas.table.lease(living, 2, attempt=1)
+        site.holder.replicas.flush()
     site.holder.close()
-    table = site.begin(64).vault.table
-    with site.holder.vault.lock:
+    table = site.begin(64).replicas.table
+    with site.holder.replicas.lock:
         table.lease(dead, 2, attempt=1)  # it died after the arena was adopted
     site.holder.ranks.reap()
-    with site.holder.vault.lock:
+    with site.holder.replicas.lock:
         assert {o: len(n) for o, n in table.leases.items() if n} == {living: 2}
 
 
 def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     """Neither its broken link nor a reap at any moment costs a living rank a slot it fills (R8)."""
-    site.holder.vault.claim("job", PeerShare(1, {0: 3}, 0))
+    site.holder.replicas.claim("job", PeerShare(1, {0: 3}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = link.acquire(Tenant(), 3, WAIT_S)
@@ -375,7 +375,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
     """Slots beyond the mapping are granted and viewed after a holder with more room; older views stay good (R9)."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
-    site.begin(4).vault.claim("job", PeerShare(1, {0: 2}, 0))
+    site.begin(4).replicas.claim("job", PeerShare(1, {0: 2}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
         taken = link.acquire(Tenant(), 2, WAIT_S)
@@ -383,18 +383,18 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         held = taken.slots
         mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
         site.holder.close()
-        vault = site.begin(64).vault
+        replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
-        vault.claim("job", PeerShare(1, {0: 8}, 8))
+        replicas.claim("job", PeerShare(1, {0: 8}, 8))
         site.holder.connections.grant_job("job")
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4
         for slot in more.slots:
             link.view(slot)[:5] = b"fresh"
-            assert vault.arena.view(slot, 5) == b"fresh"
+            assert replicas.arena.view(slot, 5) == b"fresh"
         before[:5] = b"still"
-        assert vault.arena.view(held[0], 5) == b"still"
+        assert replicas.arena.view(held[0], 5) == b"still"
         assert mapping.view(held[0], 5) == b"still"  # another thread may be about to look through it
         before.release()
     finally:
@@ -405,15 +405,15 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     """A reader that mapped the arena before its limit was raised reads what lies beyond (R9)."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
-    site.begin(4).vault.ensure_free(4)
+    site.begin(4).replicas.ensure_free(4)
     link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
     try:
         with link.view(3) as before:
             site.holder.close()
-            site.begin(64).vault.ensure_free(16)
-            site.holder.vault.arena.view(12)[:4] = b"far!"
+            site.begin(64).replicas.ensure_free(16)
+            site.holder.replicas.arena.view(12)[:4] = b"far!"
             assert link.view(12, 4) == b"far!"
-            site.holder.vault.arena.view(3)[:4] = b"near"
+            site.holder.replicas.arena.view(3)[:4] = b"near"
             assert before[:4] == b"near"
         with pytest.raises(IndexError):
             link.view(40)

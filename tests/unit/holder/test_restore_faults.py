@@ -38,27 +38,27 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
         yield found
 
 
-def seal(vault: ReplicaStore, shard: ShardId, fills: bytes = b"\1\2\3\4") -> StoredReplica:
+def seal(replicas: ReplicaStore, shard: ShardId, fills: bytes = b"\1\2\3\4") -> StoredReplica:
     """Store a shard of one chunk per fill byte, as a rank's put would."""
-    vault.ensure_free(len(fills))
-    slots = vault.take_slots(len(fills))
+    replicas.ensure_free(len(fills))
+    slots = replicas.take_slots(len(fills))
     for slot, fill in zip(slots, fills, strict=True):
-        vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
-    return vault.seal_local(
+        replicas.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return replicas.seal_local(
         shard, world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=shard.attempt
     )
 
 
-def rot(vault: ReplicaStore, shelved: StoredReplica, index: int) -> None:
+def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
     """Flip a bit of a sealed chunk behind everybody's back."""
     slot = shelved.slots[index]
     assert slot is not None
-    vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+    replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
-def age(vault: ReplicaStore) -> None:
+def age(replicas: ReplicaStore) -> None:
     """Everything was verified too long ago to be trusted unseen."""
-    for slot in vault.table.slots:
+    for slot in replicas.table.slots:
         slot.verified_s -= 2 * VERIFY_AGE_S
 
 
@@ -113,13 +113,13 @@ def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int)
 def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that breaks once during a restore is no evidence about the bytes: they are fetched again (R25)."""
     a, b = pair
-    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    shelved, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
     report = staged(b, order(shelved), reports)
     assert (report["ok"], report["bad"]) == (True, {})
-    held = b.vault.shelf.find(SHARD, shelved.spec.digest)
+    held = b.replicas.index.find(SHARD, shelved.spec.digest)
     assert held is not None
-    assert not b.vault.verify(held)
+    assert not b.replicas.verify(held)
 
 
 @pytest.mark.parametrize("error", [PeerUnreachable("connection reset"), CapacityError("the arena is full")])
@@ -128,7 +128,7 @@ def test_bad_luck_is_reported_without_evidence(
 ) -> None:
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
-    shelved, reports = seal(a.vault, SHARD), reports_of(b, monkeypatch)
+    shelved, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     monkeypatch.setattr(fetch, "may_wait", only_at_once)
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
@@ -141,8 +141,8 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
 ) -> None:
     """The source digests its bytes again and tells the controller what it lacks: then the chunk counts as bad (R25)."""
     a, b = pair
-    shelved, reports, from_a = seal(a.vault, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
-    rot(a.vault, shelved, 2)
+    shelved, reports, from_a = seal(a.replicas, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
+    rot(a.replicas, shelved, 2)
     assert staged(b, order(shelved), reports)["bad"] == {"a": [2]}
     assert [list(body["copies"][0][-1]) for kind, body in from_a if kind == "sealed"] == [[2]]
 
@@ -150,7 +150,7 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
 def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
+    shelved = seal(a.replicas, SHARD)
     checked: list[StoredReplica] = []
     monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
     for number in (1, -1):
@@ -163,18 +163,18 @@ def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], mo
 def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], kind: str) -> None:
     """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
+    shelved = seal(a.replicas, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD)) == {}
-    free = len(a.vault.table.free)
+    free = len(a.replicas.table.free)
     bodies = {
         "abandon": {"attempt": 1, "step": 2, "level": "skipped", "reason": "given up", "resume": 3},
         "drop": {"shards": [shard_to_wire(SHARD)]},
     }
     a.orders.obey({"k": kind, "job": "train", **bodies[kind]})
     a.orders.workers.shutdown(wait=True)
-    assert len(a.vault.table.free) == free + len(shelved.slots)
-    assert not a.vault.shelf.shards
-    assert not a.vault.shelf.staged
+    assert len(a.replicas.table.free) == free + len(shelved.slots)
+    assert not a.replicas.index.shards
+    assert not a.replicas.index.staged
 
 
 @pytest.mark.parametrize("can_free", [True, False])
@@ -183,9 +183,9 @@ def test_a_holder_says_when_it_has_freed_a_copy(
 ) -> None:
     """The controller counts no copy that it ordered to go until then; also where freeing it failed (R19)."""
     a, _ = pair
-    seal(a.vault, SHARD)
+    seal(a.replicas, SHARD)
     reports, seen = reports_of(a, monkeypatch), []
-    drop, report = a.vault.drop, a.state.report
+    drop, report = a.replicas.drop, a.state.report
 
     def dropped(shard: ShardId) -> None:
         if not can_free:
@@ -193,10 +193,10 @@ def test_a_holder_says_when_it_has_freed_a_copy(
         drop(shard)
 
     def noted(kind: str, body: dict[str, Any]) -> None:
-        seen.append(SHARD in [copy.shard for copy in a.vault.shelf.copies("a", "train")])
+        seen.append(SHARD in [copy.shard for copy in a.replicas.index.copies("a", "train")])
         report(kind, body)
 
-    monkeypatch.setattr(a.vault, "drop", dropped)
+    monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
     a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
     a.orders.workers.shutdown(wait=True)
@@ -209,14 +209,14 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
 ) -> None:
     """Whoever sealed or looked at a copy before it was dropped would have it counted after it is gone (R7, R19)."""
     a, _ = pair
-    reports, shelved = reports_of(a, monkeypatch), seal(a.vault, SHARD)
+    reports, shelved = reports_of(a, monkeypatch), seal(a.replicas, SHARD)
     a.context.sealed(shelved)
     assert [kind for kind, _ in reports] == ["sealed"]
-    read = a.vault.pin(SHARD)
-    a.vault.drop(SHARD)
+    read = a.replicas.pin(SHARD)
+    a.replicas.drop(SHARD)
     a.context.sealed(shelved)  # still there for its reader, and for nobody else
     assert read is not None
-    a.vault.unpin(*read)
+    a.replicas.unpin(*read)
     a.context.sealed(shelved)
     assert [kind for kind, _ in reports] == ["sealed"]
 
@@ -224,18 +224,18 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
 def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
     """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
-    verify = a.vault.verify
+    shelved = seal(a.replicas, SHARD)
+    verify = a.replicas.verify
 
     def dropped_meanwhile(*given: Any) -> list[int]:
-        a.vault.drop(SHARD)
+        a.replicas.drop(SHARD)
         return verify(*given)
 
-    a.vault.verify = dropped_meanwhile  # type: ignore[method-assign]
+    a.replicas.verify = dropped_meanwhile  # type: ignore[method-assign]
     with pytest.raises(IntegrityError, match="was dropped while it was staged"):
         a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD))
-    assert not a.vault.shelf.shards
-    assert len(a.vault.table.free) == len(a.vault.table.slots)
+    assert not a.replicas.index.shards
+    assert len(a.replicas.table.free) == len(a.replicas.table.slots)
 
 
 def test_a_staging_that_fails_leaves_nothing_pinned(
@@ -243,7 +243,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
 ) -> None:
     """Its manifest is damaged and the other copy out of reach: a pin would keep the slots for minutes (R7)."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
+    shelved = seal(a.replicas, SHARD)
     damage_manifest(a, shelved)
     monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
@@ -264,7 +264,7 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
 ) -> None:
     """The get fails by name, and brings the manifest from another copy when it is called again."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
+    shelved = seal(a.replicas, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
     damage_manifest(a, shelved)
     link = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
@@ -278,38 +278,38 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
 def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The host says that it has no copy, instead of nothing, for which the fork would wait."""
     a, _ = pair
-    shelved = seal(a.vault, SHARD)
+    shelved = seal(a.replicas, SHARD)
     damage_manifest(a, shelved)
-    assert fork.look(a.vault, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    assert fork.look(a.replicas, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
     assert not shelved.pins
 
 
 @pytest.mark.parametrize("fault", ["a chunk", "the manifest"])
 def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Holder, Holder]) -> None:
     """A chunk rotted in both and was brought again for the origin; or the file of the fork's own manifest rotted."""
-    vault, new = pair[0].vault, ShardId("new", 1, 2, 0)
-    origin = seal(vault, SHARD)
+    replicas, new = pair[0].replicas, ShardId("new", 1, 2, 0)
+    origin = seal(replicas, SHARD)
     order = [[shard_to_wire(SHARD), origin.spec.digest, shard_to_wire(new)]]
-    [made] = fork.make(vault, order)
+    [made] = fork.make(replicas, order)
     if fault == "a chunk":
-        rot(vault, origin, 1)
-        assert vault.verify(origin) == [1]
+        rot(replicas, origin, 1)
+        assert replicas.verify(origin) == [1]
         assert made.missing == {1}
-        fresh = seal(vault, ShardId("other", 1, 1, 0), b"\2")
+        fresh = seal(replicas, ShardId("other", 1, 1, 0), b"\2")
         (number,) = fresh.slots
         assert number is not None
-        vault.table.hold(number)
+        replicas.table.hold(number)
         origin.slots[1] = number
     else:
         damage_manifest(pair[0], made)
         made.is_nameless = True
     for _ in range(2):
-        assert [again is made for again in fork.make(vault, order)] == [True]
+        assert [again is made for again in fork.make(replicas, order)] == [True]
         assert not made.missing
-        assert made.spec.digest == shard_digest(vault.manifest(made))
+        assert made.spec.digest == shard_digest(replicas.manifest(made))
     for shard in (SHARD, new, ShardId("other", 1, 1, 0)):
-        vault.drop(shard)
-    assert not any(slot.refs for slot in vault.table.slots)
+        replicas.drop(shard)
+    assert not any(slot.refs for slot in replicas.table.slots)
 
 
 def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,59 +326,59 @@ def test_a_have_is_verified_and_reported(
 ) -> None:
     """An offered shard that is here already is digested again when old, mended if rotten, and reported (R13)."""
     a, b = pair
-    mine, theirs = seal(a.vault, SHARD), seal(b.vault, SHARD)
-    b.vault.ensure_free(4)
-    age(b.vault)
+    mine, theirs = seal(a.replicas, SHARD), seal(b.replicas, SHARD)
+    b.replicas.ensure_free(4)
+    age(b.replicas)
     if is_rotten:
-        rot(b.vault, theirs, 1)
+        rot(b.replicas, theirs, 1)
     reports = reports_of(b, monkeypatch)
     a.runner.run(push.run(a.state, Push(SHARD, mine.spec.digest, "b")))
     assert a.peers.peer("b").sent_bytes == (CHUNK_BYTES if is_rotten else 0)
     assert reports[-1][0] == "sealed"
     assert not reports[-1][1]["copies"][0][-1]
-    assert not b.vault.verify(theirs)
+    assert not b.replicas.verify(theirs)
 
 
 def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
     """A chunk that lies here for another shard is digested again before a restore counts on it, however young (R23)."""
     a, b = pair
-    wanted, beside = seal(a.vault, SHARD), seal(b.vault, ShardId("train", 1, 1, 0))
-    rot(b.vault, beside, 1)
+    wanted, beside = seal(a.replicas, SHARD), seal(b.replicas, ShardId("train", 1, 1, 0))
+    rot(b.replicas, beside, 1)
     assert b.runner.run(stage.stage(b.state, order(wanted), SHARD)) == {}
-    found = b.vault.shelf.find(SHARD)
+    found = b.replicas.index.find(SHARD)
     assert found is not None
-    assert not b.vault.verify(found)
+    assert not b.replicas.verify(found)
     assert beside.missing == {1}
 
 
 def test_a_put_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> None:
     """Fresh bytes equal to an old chunk that has rotted are stored, not dropped for it (R13)."""
-    vault = pair[0].vault
-    old = seal(vault, SHARD)
-    age(vault)
-    rot(vault, old, 0)
-    new = seal(vault, ShardId("train", 1, 3, 0))
-    assert not vault.verify(new)
+    replicas = pair[0].replicas
+    old = seal(replicas, SHARD)
+    age(replicas)
+    rot(replicas, old, 0)
+    new = seal(replicas, ShardId("train", 1, 3, 0))
+    assert not replicas.verify(new)
     assert old.missing == {0}
 
 
 def test_a_draft_loses_a_chunk_that_went_bad(pair: tuple[Holder, Holder]) -> None:
     """What a draft holds by reference is lacking again once it is condemned, so the shard cannot be sealed (R30)."""
-    vault = pair[0].vault
-    old = seal(vault, SHARD)
+    replicas = pair[0].replicas
+    old = seal(replicas, SHARD)
     sizes = [CHUNK_BYTES] * 4
-    draft = vault.open_draft("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
+    draft = replicas.open_draft("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
     assert draft.missing == []
-    rot(vault, old, 3)
-    vault.verify(old)
+    rot(replicas, old, 3)
+    replicas.verify(old)
     assert draft.missing == [3]
 
 
 def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """A durable part is written from verified bytes only; what is bad is taken out and reported (R30, R31)."""
     a, _ = pair
-    shelved, reports = seal(a.vault, SHARD), reports_of(a, monkeypatch)
-    rot(a.vault, shelved, 1)
+    shelved, reports = seal(a.replicas, SHARD), reports_of(a, monkeypatch)
+    rot(a.replicas, shelved, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
         a.persister.runner.run(persist._copied(a.state, SHARD, shelved.spec.digest, 0))
     assert shelved.missing == {1}

@@ -36,24 +36,24 @@ FILLS = bytes(range(1, 9))
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
     monkeypatch.setattr(fetch, "RETRY_S", 0.01)
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 0.5)
-    with two_holders(CHUNK_BYTES, repair_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
+    with two_holders(CHUNK_BYTES, dead_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
         yield found
 
 
-def seal(vault: ReplicaStore, fills: bytes = FILLS, shard: ShardId = SHARD) -> StoredReplica:
+def seal(replicas: ReplicaStore, fills: bytes = FILLS, shard: ShardId = SHARD) -> StoredReplica:
     """Store a shard of one chunk per fill byte."""
-    vault.ensure_free(len(fills))
-    slots = vault.take_slots(len(fills))
+    replicas.ensure_free(len(fills))
+    slots = replicas.take_slots(len(fills))
     for slot, fill in zip(slots, fills, strict=True):
-        vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
-    return vault.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
+        replicas.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return replicas.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
 
 
-def rot(vault: ReplicaStore, shelved: StoredReplica, index: int) -> None:
+def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
     """Flip a bit of a sealed chunk behind everybody's back."""
     slot = shelved.slots[index]
     assert slot is not None
-    vault.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+    replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
 def order(shelved: StoredReplica, chunks: list[list[int]], number: int = -1, **changes: Any) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def stage(holder: Holder, body: dict[str, Any]) -> dict[str, list[int]]:
 
 def used_slots(holder: Holder) -> int:
     """Slots of the arena that hold something; it may grow meanwhile."""
-    with holder.vault.lock:
-        return len(holder.vault.table.slots) - len(holder.vault.table.free)
+    with holder.replicas.lock:
+        return len(holder.replicas.table.slots) - len(holder.replicas.table.free)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = Peer.fetch_into
 
-    def noted(self: Peer, vault: ReplicaStore, draft: Any, digest: str, chunks: list[int]) -> list[int]:
+    def noted(self: Peer, replicas: ReplicaStore, draft: Any, digest: str, chunks: list[int]) -> list[int]:
         found.extend(chunks)
-        return real(self, vault, draft, digest, chunks)
+        return real(self, replicas, draft, digest, chunks)
 
     monkeypatch.setattr(Peer, "fetch_into", noted)
     return found
@@ -114,12 +114,12 @@ def test_runs_of_a_hostile_range_take_no_memory() -> None:
 def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
     a, b = pair
-    shelved, before = seal(a.vault), used_slots(b)
+    shelved, before = seal(a.replicas), used_slots(b)
     assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
     excerpt = b.excerpts.take(-1)
     assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
-    assert b.vault.shelf.copies("b") == []
+    assert b.replicas.index.copies("b") == []
     b.excerpts.release(-1)
     assert used_slots(b) == before
     with pytest.raises(IntegrityError, match="read again"):
@@ -129,24 +129,24 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """Equal content of whatever shard is referenced, and survives the excerpt (R13)."""
     a, b = pair
-    shelved = seal(a.vault)
-    mine = seal(b.vault, FILLS[:3], ShardId("train", 1, 1, 0))
+    shelved = seal(a.replicas)
+    mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
     assert stage(b, order(shelved, [[0, 4]])) == {}
     assert fetched == [3]
     b.excerpts.release(-1)
-    assert b.vault.verify(mine) == []
+    assert b.replicas.verify(mine) == []
 
 
 def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """The reader's host digests what it has; what is bad comes from another holder, and is not served (R30)."""
     a, b = pair
-    shelved, mine = seal(a.vault), seal(b.vault)
-    rot(b.vault, mine, 2)
+    shelved, mine = seal(a.replicas), seal(b.replicas)
+    rot(b.replicas, mine, 2)
     body = order(shelved, [[1, 3]], runs=[["local", None, 0, 8]], holders=["a", "b"])
     assert stage(b, body) == {}
     assert fetched == [2]
     excerpt = b.excerpts.take(-1)
-    assert bytes(b.vault.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
+    assert bytes(b.replicas.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
     b.excerpts.release(-1)
     assert sorted(mine.missing) == [2]
 
@@ -155,20 +155,20 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
 def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], where: str) -> None:
     """A read of bytes that are nowhere right names who lacks them, and leaves no slot behind (R25)."""
     a, b = pair
-    shelved = seal(a.vault if where == "remote" else b.vault)
+    shelved = seal(a.replicas if where == "remote" else b.replicas)
     holder = "a" if where == "remote" else "b"
-    rot((a if where == "remote" else b).vault, shelved, 5)
+    rot((a if where == "remote" else b).replicas, shelved, 5)
     runs = [["peer", "a", 0, 8]] if where == "remote" else [["local", None, 0, 8]]
     found = stage(b, order(shelved, [[4, 2]], runs=runs, holders=[holder]))
     assert found == {holder: [5]}
-    assert b.vault.shelf.drafts == {}
+    assert b.replicas.index.drafts == {}
     assert used_slots(b) == (7 if where == "local" else 0)
 
 
 def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Holder]) -> None:
     """Ranges of damaged metadata end with an error, not with memory."""
     a, b = pair
-    shelved = seal(a.vault)
+    shelved = seal(a.replicas)
     for runs in ([[0, 9]], [[8, 1]], [[-1, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
             stage(b, order(shelved, runs))
@@ -177,14 +177,14 @@ def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Hol
 def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
     """Without a holder or durable storage the read fails."""
     a, b = pair
-    shelved = seal(a.vault)
+    shelved = seal(a.replicas)
     assert stage(b, order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
 
 
 def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
-    shelved, before = seal(a.vault), used_slots(b)
+    shelved, before = seal(a.replicas), used_slots(b)
     stage(b, order(shelved, [[0, 2]], -1))
     monkeypatch.setattr(partial_read, "PIN_S", -1.0)
     stage(b, order(shelved, [[4, 2]], -2))
@@ -199,11 +199,11 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 ) -> None:
     """A read that finds the arena full of another one's chunks waits until they are given back (R10)."""
     a, b = pair
-    shelved = seal(a.vault)
-    others = seal(a.vault, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
-    b.vault.ensure_free(16)
-    b.vault.room.limit_bytes = len(b.vault.table.slots) * CHUNK_BYTES
-    whole = b.vault.take_slots(len(b.vault.table.slots) - 8)
+    shelved = seal(a.replicas)
+    others = seal(a.replicas, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
+    b.replicas.ensure_free(16)
+    b.replicas.room.limit_bytes = len(b.replicas.table.slots) * CHUNK_BYTES
+    whole = b.replicas.take_slots(len(b.replicas.table.slots) - 8)
     assert stage(b, order(shelved, [[0, 8]], -1)) == {}
     with pytest.raises(CapacityError):
         stage(b, order(others, [[0, 8]], -2))
@@ -240,7 +240,7 @@ class Reader:
 @pytest.fixture
 def reader(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     a, b = pair
-    found = Reader(b, seal(a.vault), monkeypatch)
+    found = Reader(b, seal(a.replicas), monkeypatch)
     yield found
     found.link.close()
 
@@ -276,7 +276,7 @@ def test_bytes_that_change_under_the_copy_are_found(reader: Reader) -> None:
     found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES))
     found.verify()
     excerpt = reader.holder.excerpts.take(-1)
-    reader.holder.vault.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+    reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
     with pytest.raises(DigestMismatch, match=r"chunk 0 .* read again"):
         found.verify()
     found.close()
@@ -300,9 +300,9 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
 ) -> None:
     """A refusal is a RecoveryError; a late answer finds nobody, and its slots are given back."""
     a, _ = pair
-    shelved = a.vault.shelf.find(SHARD)
+    shelved = a.replicas.index.find(SHARD)
     assert shelved is not None
-    rot(a.vault, shelved, 1)
+    rot(a.replicas, shelved, 1)
     with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
         reader.ranges.open(reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES))
 
@@ -322,7 +322,7 @@ def test_a_read_that_nobody_opens_is_given_back(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """A load that fails drops what it asked for ahead, whether that has come already or comes later (R7)."""
-    shelved = pair[0].vault.shelf.find(SHARD)
+    shelved = pair[0].replicas.index.find(SHARD)
     assert shelved is not None
     before = used_slots(reader.holder)
     late: list[Any] = []
@@ -340,9 +340,9 @@ def test_a_read_that_nobody_opens_is_given_back(
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last slot goes on behind its chunk with bytes that no digest covers: they are refused."""
     a, b = pair
-    a.vault.ensure_free(1)
-    slots = a.vault.take_slots(1)
-    shelved = a.vault.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
+    a.replicas.ensure_free(1)
+    slots = a.replicas.take_slots(1)
+    shelved = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
     reader = Reader(b, shelved, monkeypatch)
     found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES))
     assert len(found.read(0, 100)) == 100

@@ -26,16 +26,16 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     """Two holders that know each other, without a controller; b holds copies of a's shards."""
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
-            holder.vault.ensure_free(2 * CHUNKS)
+            holder.replicas.ensure_free(2 * CHUNKS)
         found[0].twins.declare("train", 1, ["b"], [])
         yield found
 
 
 def handed_over(holder: Holder, fills: range) -> list[int]:
     """Fill slots as a rank's put does."""
-    slots = holder.vault.take_slots(len(fills))
+    slots = holder.replicas.take_slots(len(fills))
     for slot, fill in zip(slots, fills, strict=True):
-        holder.vault.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+        holder.replicas.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
     return slots
 
 
@@ -44,7 +44,7 @@ class Gate:
 
     def __init__(self, holder: Holder, slots: list[int]) -> None:
         self.holder, self.slots = holder, slots
-        self.fresh = StreamingReplica(holder.vault, SHARD, slots, chunk_sizes(len(slots) * CHUNK_BYTES, CHUNK_BYTES))
+        self.fresh = StreamingReplica(holder.replicas, SHARD, slots, chunk_sizes(len(slots) * CHUNK_BYTES, CHUNK_BYTES))
         self.digested = threading.Semaphore(0)
         real = self.fresh.add
 
@@ -60,7 +60,7 @@ class Gate:
 
     def _seal(self) -> None:
         try:
-            self.holder.vault.seal_local(
+            self.holder.replicas.seal_local(
                 SHARD, world_size=1, layout=b"", nbytes=len(self.slots) * CHUNK_BYTES, slots=self.slots, attempt=1,
                 follower=self.fresh,
             )  # fmt: skip
@@ -81,16 +81,16 @@ def test_chunks_travel_before_the_last_is_digested(pair: tuple[Holder, Holder]) 
     for _ in range(CHUNKS // 2):  # one of two streams' batches
         gate.digested.release()
     wait_for(lambda: b.peer_server.received_bytes == CHUNKS // 2 * CHUNK_BYTES)
-    assert a.vault.shelf.find(SHARD) is None
-    assert b.vault.shelf.find(SHARD) is None
+    assert a.replicas.index.find(SHARD) is None
+    assert b.replicas.index.find(SHARD) is None
     for _ in range(CHUNKS):
         gate.digested.release()
     gate.end()
-    mine, theirs = a.vault.shelf.find(SHARD), b.vault.shelf.find(SHARD)
+    mine, theirs = a.replicas.index.find(SHARD), b.replicas.index.find(SHARD)
     assert mine is not None
     assert theirs is not None
     assert not mine.pins
-    assert (mine.spec, b.vault.verify(theirs)) == (theirs.spec, [])
+    assert (mine.spec, b.replicas.verify(theirs)) == (theirs.spec, [])
 
 
 def test_a_put_that_fails_half_digested_leaves_nothing_at_the_peer(
@@ -98,19 +98,19 @@ def test_a_put_that_fails_half_digested_leaves_nothing_at_the_peer(
 ) -> None:
     """Its manifest never exists, so the peer seals nothing and has all its slots back."""
     a, b = pair
-    before = b.vault.stats()["used_bytes"]
+    before = b.replicas.stats()["used_bytes"]
 
     def no_manifest(name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(a.vault.manifests, "save", no_manifest)
+    monkeypatch.setattr(a.replicas.manifests, "save", no_manifest)
     gate = Gate(a, handed_over(a, range(CHUNKS)))
     for _ in range(CHUNKS):
         gate.digested.release()
     gate.end()
-    assert b.vault.shelf.find(SHARD) is None
-    assert not b.vault.shelf.drafts
-    assert (b.vault.stats()["used_bytes"], a.vault.stats()["used_bytes"]) == (before, 0)
+    assert b.replicas.index.find(SHARD) is None
+    assert not b.replicas.index.drafts
+    assert (b.replicas.stats()["used_bytes"], a.replicas.stats()["used_bytes"]) == (before, 0)
     with pytest.raises(PeerRefused, match="put failed"):
         gate.fresh.sealed()
 
@@ -134,9 +134,9 @@ def test_a_slot_recycled_under_a_push_costs_a_second_send_only(
     for _ in range(CHUNKS):
         gate.digested.release()
     gate.end()
-    theirs = b.vault.shelf.find(SHARD)
+    theirs = b.replicas.index.find(SHARD)
     assert theirs is not None
-    assert b.vault.verify(theirs) == []
+    assert b.replicas.verify(theirs) == []
     assert b.peer_server.damage.stats()["digest_errors"] == 1
 
 

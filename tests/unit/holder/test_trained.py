@@ -56,7 +56,7 @@ def test_of_an_attempt_that_is_not_known_nothing_is_counted() -> None:
 
 
 def test_a_job_that_puts_every_tenth_step_is_told_what_it_trains_again(tmp_path: Path, nursery: RankNursery) -> None:
-    """Its holder alone hears which step due() names, at most once a second, and outlives the ranks."""
+    """Its holder alone hears which step should_put() names, at most once a second, and outlives the ranks."""
     with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
         fleet = Fleet(cluster, nursery, put_every=10)
         ranks = fleet.begin(["h0", "h1"], last_step=0)

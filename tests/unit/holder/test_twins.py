@@ -40,11 +40,11 @@ class CountedWaits(threading.Condition):
 @pytest.fixture
 def twins() -> Iterator[Twins]:
     with scratch_folder() as folder:
-        vault = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
-        made = Twins(vault, threading.Event(), lambda shard, event: None)
+        replicas = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
+        made = Twins(replicas, threading.Event(), lambda shard, event: None)
         made.changed = CountedWaits()
         yield made
-        vault.close()
+        replicas.close()
 
 
 def shelved(rank: int, step: int, attempt: int = 1) -> StoredReplica:
@@ -56,8 +56,8 @@ def put_equal(twins: Twins, step: int, shared_count: int | None) -> None:
     """Rank 0 is here, and rank 1, of another host, put the same."""
     twins.put_sealed(shelved(0, step), shared_count)
     copy = shelved(1, step)
-    with twins.vault.lock:
-        twins.vault.shelf.shards = {(copy.shard, ""): copy}
+    with twins.replicas.lock:
+        twins.replicas.index.shards = {(copy.shard, ""): copy}
     twins.compare(copy.shard)
 
 

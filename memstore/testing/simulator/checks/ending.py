@@ -21,12 +21,12 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
         only_held, only_known = sorted(map(str, held - known))[:3], sorted(map(str, known - held))[:3]
         raise Violation("I18", f"held but unknown: {only_held}; known but not held: {only_known}")
     for host, holder in world.holders.items():
-        leased = {o: n for o, n in holder.vault.table.leases.items() if n}
+        leased = {o: n for o, n in holder.replicas.table.leases.items() if n}
         if leased:
             raise Violation("I13", f"{host} still leases slots to dead processes: {leased}")
         # A sender that was cut off could not say that it gave up, so its draft stays until it has been idle for long.
         # Chunks that no reader took, because their reader died or the controller did, go by their deadline.
-        drafts = {k for k, draft in holder.vault.shelf.drafts.items() if draft.excerpt is None}
+        drafts = {k for k, draft in holder.replicas.index.drafts.items() if draft.excerpt is None}
         kept = [k for k in drafts if (k[1], k[0]) not in holder.peer_server.incoming]
         if kept:
             raise Violation("I13", f"{host} still has drafts {sorted(map(str, kept))[:3]}")

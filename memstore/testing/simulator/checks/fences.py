@@ -25,7 +25,7 @@ class Fences:
 
     def look_at_drafts(self, holder: Holder) -> None:
         """Raise Violation if a holder still receives a shard in an attempt that it has fenced."""
-        for (shard, sender, *_), draft in holder.vault.shelf.drafts.items():
+        for (shard, sender, *_), draft in holder.replicas.index.drafts.items():
             if sender in self.world.holders and self.is_fenced(holder, shard.job, draft.attempt):
                 raise Violation("R21", f"{holder.host_id} receives {shard} of {sender} in a fenced attempt")
 

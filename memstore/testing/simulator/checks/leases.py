@@ -13,7 +13,7 @@ def look_at_leases(world: World, holder: Holder) -> None:
     for rank in world.ranks:
         if rank.holder is holder and not rank.is_dead:
             for number in (*rank.pool, *rank.in_copy):
-                slot = holder.vault.table.slots[number]
+                slot = holder.replicas.table.slots[number]
                 if slot.state is not SlotState.LEASED or slot.owner != rank.owner:
                     raise Violation(
                         "R8", f"rank {rank.rank} may write slot {number} of {holder.host_id}, "

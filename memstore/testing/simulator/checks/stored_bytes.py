@@ -68,7 +68,7 @@ class StoredBytes:
 
     def _look_at_table(self, holder: Holder) -> None:
         try:
-            holder.vault.table.validate()
+            holder.replicas.table.validate()
         except AssertionError as exc:
             raise Violation("R6", f"slot table of {holder.host_id}: {exc}") from exc
 

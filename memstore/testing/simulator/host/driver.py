@@ -36,7 +36,7 @@ class Driver:
     """The procedures of one simulated holder."""
 
     def __init__(self, holder: HostContext) -> None:
-        self.holder, self.vault = holder, holder.vault
+        self.holder, self.replicas = holder, holder.replicas
         self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
         self._opened_s: dict[ShardId, float] = {}  # when the draft of what is brought was opened
@@ -160,46 +160,46 @@ class Driver:
         """Keep a chunk that came; True if it is not what the draft expects, or nothing came."""
         if not data:
             return True
-        number = self.vault.take_slots_growing(1)[0]
-        self.vault.arena.view(number, len(data))[:] = data
+        number = self.replicas.take_slots_growing(1)[0]
+        self.replicas.arena.view(number, len(data))[:] = data
         self.holder.memory.version += 1
-        return bool(self.vault.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))]))
+        return bool(self.replicas.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))]))
 
     @_perform.register
     def _(self, effect: effects.Verify) -> Waits[list[int]]:
         yield self.holder.world.network.rng.uniform(*VERIFY_S)
         self._opened_s.pop(effect.shelved.shard, None)
-        return self.vault.verify(effect.shelved)
+        return self.replicas.verify(effect.shelved)
 
     @_perform.register
     def _(self, effect: effects.VerifySlots) -> Waits[None]:
         yield from ()
         for number in effect.slots:
-            for hurt in self.vault.verify_slot(number):
-                self.vault.on_hurt(hurt)
+            for hurt in self.replicas.verify_slot(number):
+                self.replicas.on_hurt(hurt)
 
     @_perform.register
     def _(self, effect: effects.LoadManifest) -> Waits[bytes]:
         yield FILE_S
-        return self.vault.manifest(effect.shelved)
+        return self.replicas.manifest(effect.shelved)
 
     @_perform.register
     def _(self, effect: effects.OpenDraft) -> Waits[IncomingReplica]:
         yield FILE_S
         self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
-        return self.vault.open_draft(
+        return self.replicas.open_draft(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
 
     @_perform.register
     def _(self, effect: effects.EnsureFree) -> Waits[None]:
         yield from ()
-        self.vault.ensure_free(effect.count)
+        self.replicas.ensure_free(effect.count)
 
     @_perform.register
     def _(self, effect: effects.KeepStaged) -> Waits[None]:
         yield from ()
-        self.vault.keep_staged(effect.key, effect.shelved, effect.pin)
+        self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
         self.verified_s[effect.key] = self._opened_s.pop(effect.shelved.shard, self.holder.world.now)
 
     @_perform.register

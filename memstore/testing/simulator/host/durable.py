@@ -83,7 +83,7 @@ class Persister:
         chunks: list[bytes] = []
         for index in slice_range(effect.shelved.spec, effect.number):
             self.holder.checker.stored_bytes.read(self.holder, effect.shelved, index)
-            view = self.holder.vault.chunk_view(effect.shelved, index)
+            view = self.holder.replicas.chunk_view(effect.shelved, index)
             if view is None or chunk_digest(view) != effect.shelved.digests[index]:
                 return [], index
             chunks.append(bytes(view))

@@ -18,9 +18,9 @@ def fork(holder: HostContext, body: Body) -> Thread:
     """Look at the shards of a fork and report, or make them."""
     yield LOOK_S
     if body["what"] == "look":
-        holder.report("forked", forked_body(body, look(holder.vault, body["shards"])))
+        holder.report("forked", forked_body(body, look(holder.replicas, body["shards"])))
         return
     with contextlib.suppress(CapacityError, DigestMismatch):  # the controller orders it again
-        for shelved in make(holder.vault, body["shards"]):
+        for shelved in make(holder.replicas, body["shards"]):
             holder.sealed(shelved)
             yield LOOK_S

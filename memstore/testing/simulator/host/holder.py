@@ -69,20 +69,20 @@ class SimHolder:
         self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
         self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
         memory.is_cut, memory.crash_in = False, None
-        self.vault = ReplicaStore(
+        self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.vault.on_hurt = self.sealed
+        self.replicas.on_hurt = self.sealed
         self._read_journal()
         self.peer_server = PeerServer(
-            self.vault, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
+            self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         self.state = HolderState(
-            self.host_id, self.vault, OutgoingShards(self.vault).outgoing,
-            Limits(world.rules.suspect_after_s, world.rules.repair_after_s), now=lambda: world.now, report=self.report,
+            self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
@@ -128,7 +128,7 @@ class SimHolder:
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
-        return list(self.vault.shelf.copies(self.host_id, job))
+        return list(self.replicas.index.copies(self.host_id, job))
 
     def open_calls(self) -> list[tuple[int, str, Body]]:
         """Calls that no controller has answered yet."""
@@ -145,7 +145,7 @@ class SimHolder:
 
     def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.vault.shelf.find(copy.shard, copy.spec.digest)
+        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
             body: Body = {"copies": [copy_to_wire(held)]}
@@ -160,7 +160,7 @@ class SimHolder:
     def welcome(self, rank: Rank) -> list[int]:
         """Take a link; return the slots the rank holds that are not its own (R8)."""
         stale = mapped_arena.confirm(self, rank)
-        self.vault.flush()
+        self.replicas.flush()
         self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
         rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
@@ -197,7 +197,7 @@ class SimHolder:
         """Lease the rank what its share allows."""
         is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
         if is_here and rank.attempt >= self.fences.first(rank.job):
-            slots = self.vault.lease(rank.owner, rank.job, rank.rank, rank.attempt)
+            slots = self.replicas.lease(rank.owner, rank.job, rank.rank, rank.attempt)
             if slots:
                 rank.granted(slots)
 
@@ -211,14 +211,14 @@ class SimHolder:
         """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
         if not self.is_serving:
             return
-        for owner in [o for o in self.vault.table.leases if not self.world.is_alive(o.pid, o.start)]:
-            self.vault.table.reclaim(owner)
-        self.vault.flush()
+        for owner in [o for o in self.replicas.table.leases if not self.world.is_alive(o.pid, o.start)]:
+            self.replicas.table.reclaim(owner)
+        self.replicas.flush()
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
             self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
             self.tell(RankGone(self.host_id, nonce))
-        self.vault.expire_pins()
+        self.replicas.expire_pins()
         self.peer_server.give_up_idle()
         self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
@@ -248,7 +248,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        drop_unknown_shares(self.vault, body["jobs"])
+        drop_unknown_shares(self.replicas, body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
@@ -264,7 +264,7 @@ class SimHolder:
         job, share = str(body["job"]), share_from_wire(body)
         reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
         try:
-            self.vault.claim(job, share)
+            self.replicas.claim(job, share)
         except CapacityError as exc:
             reply.update(ok=False, why=str(exc))
         self.report("reserved", reply)
@@ -310,13 +310,13 @@ class SimHolder:
 
     def _on_abandon(self, body: Body) -> None:
         key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
-        shelf = self.vault.shelf
-        names = [*shelf.shards, *((k[0], k[1]) for k in shelf.drafts)]
+        replica_index = self.replicas.index
+        names = [*replica_index.shards, *((k[0], k[1]) for k in replica_index.drafts)]
         for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
-            for draft in [k for k in shelf.drafts if k[0] == shard]:
-                shelf.abort_draft(draft[1], draft[0])
-            self.vault.drop(shard)
-        self.vault.flush()
+            for draft in [k for k in replica_index.drafts if k[0] == shard]:
+                replica_index.abort_draft(draft[1], draft[0])
+            self.replicas.drop(shard)
+        self.replicas.flush()
         for rank in self._ranks_of(body):
             rank.rise(int(body["step"]), str(body["level"]))
             rank.resume_step = max(rank.resume_step, int(body["resume"]))
@@ -329,7 +329,7 @@ class SimHolder:
         if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
             yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
         shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
-        self.vault.drop_all(shards, removed)
+        self.replicas.drop_all(shards, removed)
         self.report("freed", {"shards": body["shards"], "number": body.get("number")})
         if removed:
             self.twins.forget(str(removed[0]), int(removed[1]))

@@ -13,10 +13,10 @@ from memstore.testing.simulator.world.processes import Holder, Rank
 def confirm(holder: Holder, rank: Rank) -> list[int]:
     """Return the slots that a rank holds and that are not its own: all of them if it has mapped another arena."""
     held, is_ours = rank.held(), rank.mapping is holder.memory.slots
-    _, stale = holder.vault.table.confirm(rank.owner, held if is_ours else [])
+    _, stale = holder.replicas.table.confirm(rank.owner, held if is_ours else [])
     return stale if is_ours else held
 
 
 def are_seen(holder: Holder, slots: list[int], body: dict[str, Any]) -> bool:
     """Say whether the holder sees in the slots what the rank that hands them over sees there."""
-    return bool([bytes(holder.vault.arena.view(number)) for number in slots] == body["seen"])
+    return bool([bytes(holder.replicas.arena.view(number)) for number in slots] == body["seen"])

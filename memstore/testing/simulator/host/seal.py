@@ -79,10 +79,10 @@ class Sealer:
 
     def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
         """Seal a hand-over that came completely."""
-        vault = self.holder.vault
+        replicas = self.holder.replicas
         whole = {
-            **body, "step": step, "slots": slots, "nbytes": len(slots) * vault.chunk_bytes,
-            "arena": vault.arena_identity, "sample": {"chunks": body["seen"]},
+            **body, "step": step, "slots": slots, "nbytes": len(slots) * replicas.chunk_bytes,
+            "arena": replicas.arena_identity, "sample": {"chunks": body["seen"]},
         }  # fmt: skip
         put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), whole)
         if put is not None:
@@ -103,7 +103,7 @@ class Sealer:
 
     def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
         yield from ()
-        return StreamingReplica(self.holder.vault, effect.shard, effect.slots, effect.sizes)
+        return StreamingReplica(self.holder.replicas, effect.shard, effect.slots, effect.sizes)
 
     def _replicate(self, effect: effects.Replicate) -> Waits[bool]:
         yield from ()
@@ -113,8 +113,8 @@ class Sealer:
         holder, fresh, body = self.holder, cast(StreamingReplica, effect.fresh), effect.body
         for slot, nbytes in zip(effect.slots, fresh.sizes, strict=True):
             yield DIGEST_S
-            fresh.add(chunk_digest(holder.vault.arena.view(slot, nbytes)))
-        shelved = holder.vault.seal_local(
+            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
+        shelved = holder.replicas.seal_local(
             effect.shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
             slots=effect.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
@@ -155,6 +155,6 @@ class Sealer:
 
     def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
         yield from ()
-        copies = [copy_to_wire(c) for c in self.holder.vault.shelf.copies(self.holder.host_id, effect.job)]
+        copies = [copy_to_wire(c) for c in self.holder.replicas.index.copies(self.holder.host_id, effect.job)]
         self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
         self.holder.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})

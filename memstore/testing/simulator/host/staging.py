@@ -30,19 +30,19 @@ class Stager:
 
     def has_staged(self, body: Body) -> bool:
         """Say whether this round's shard of this rank is here."""
-        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.vault.shelf.staged
+        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.replicas.index.staged
 
     def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
-        vault, checker = self.holder.vault, self.holder.checker
-        pinned = vault.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
+        replicas, checker = self.holder.replicas, self.holder.checker
+        pinned = replicas.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
         if pinned is None:
             return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
         shelved, error = pinned[0], None
         try:
-            body = {**body, "slots": list(shelved.slots), "manifest": vault.manifest(shelved)}
+            body = {**body, "slots": list(shelved.slots), "manifest": replicas.manifest(shelved)}
         except DigestMismatch as exc:
-            vault.unpin(*pinned)
+            replicas.unpin(*pinned)
             return body, ("DigestMismatch", str(exc))
         body["read"] = rank.read(body["slots"])
         if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
@@ -50,7 +50,7 @@ class Stager:
             if "round" in body:  # else no barrier has said that it is good (R27)
                 staged_s = self.driver.verified_s.get((rank.job, int(body["round"]), rank.rank), self.holder.world.now)
                 checker.restores.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
-        vault.unpin(*pinned)
+        replicas.unpin(*pinned)
         return body, error
 
     def read_part(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
@@ -73,5 +73,5 @@ class Stager:
 
     def manifest_of(self, body: Body) -> Manifest:
         """What this round staged for this rank."""
-        shelved, _ = self.holder.vault.shelf.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
-        return decode_manifest(self.holder.vault.manifest(shelved))
+        shelved, _ = self.holder.replicas.index.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
+        return decode_manifest(self.holder.replicas.manifest(shelved))

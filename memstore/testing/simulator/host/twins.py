@@ -33,7 +33,7 @@ class SimTwins(Twins):
     """Of one simulated holder."""
 
     def __init__(self, holder: TwinHolder, world: World, shared_shards: SharedShards) -> None:
-        super().__init__(holder.vault, threading.Event(), self._say)
+        super().__init__(holder.replicas, threading.Event(), self._say)
         self.sim, self.world, self.shared_shards = holder, world, shared_shards
         self.began_s: dict[ShardId, float] = {}  # local puts handed over and not sealed -> since when
         self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain

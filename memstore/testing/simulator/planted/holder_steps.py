@@ -31,8 +31,8 @@ def lease_freed_by_timeout() -> Any:
     def hasty(self: SimHolder) -> None:
         for rank in self.ranks.values():
             if rank.is_frozen:
-                self.vault.table.reclaim(rank.owner)
-        self.vault.flush()
+                self.replicas.table.reclaim(rank.owner)
+        self.replicas.flush()
         reap(self)
 
     return patch.object(SimHolder, "reap", hasty)
@@ -44,7 +44,7 @@ def lease_freed_by_a_broken_link() -> Any:
     welcome = SimHolder.welcome
 
     def forget(self: SimHolder, rank: Any) -> list[int]:
-        self.vault.table.reclaim(rank.owner)
+        self.replicas.table.reclaim(rank.owner)
         welcome(self, rank)
         return []
 

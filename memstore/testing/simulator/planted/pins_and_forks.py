@@ -46,13 +46,13 @@ def pins_not_repaired() -> Any:
 def fork_takes_the_references() -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
-    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def moved(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
-            is_new = vault.shelf.find(shard_from_wire(item[2])) is None
-            for made in make(vault, [item]):
+            is_new = replicas.index.find(shard_from_wire(item[2])) is None
+            for made in make(replicas, [item]):
                 for number in made.slots if is_new else ():
                     if number is not None:
-                        vault.table.unhold(number)
+                        replicas.table.unhold(number)
                 yield made
 
     return patch.object(fork, "make", moved)
@@ -62,10 +62,10 @@ def fork_takes_the_references() -> Any:
 def fork_frees_its_origin() -> Any:
     """A fork drops the origin's replica once the new job's is there."""
 
-    def moved(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def moved(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
-            for made in make(vault, [item]):
-                vault.drop(shard_from_wire(item[0]))
+            for made in make(replicas, [item]):
+                replicas.drop(shard_from_wire(item[0]))
                 yield made
 
     return patch.object(fork, "make", moved)
@@ -75,13 +75,13 @@ def fork_frees_its_origin() -> Any:
 def fork_of_another_step() -> Any:
     """A fork is made of another step of its origin than the one that was named."""
 
-    def other(vault: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
+    def other(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
         for item in shards:
             wanted = shard_from_wire(item[0])
-            held = sorted(s for s, _ in vault.shelf.shards if (s.job, s.rank) == (wanted.job, wanted.rank))
+            held = sorted(s for s, _ in replicas.index.shards if (s.job, s.rank) == (wanted.job, wanted.rank))
             others = [shard for shard in held if shard != wanted]
-            found = vault.shelf.find(others[0]) if others else None
+            found = replicas.index.find(others[0]) if others else None
             if found is not None:
-                yield from make(vault, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
+                yield from make(replicas, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
 
     return patch.object(fork, "make", other)

@@ -121,7 +121,7 @@ def copiers_wait_for_one_another() -> Iterator[None]:
                 store: Any = state.store
                 for twin in rows[shard].twins if rows[shard] is not None else ():
                     theirs = ShardId(shard.job, shard.attempt, shard.step, twin)
-                    yield WaitFor(lambda: store.shelf.find(theirs) is not None, 8.0)  # noqa: B023
+                    yield WaitFor(lambda: store.index.find(theirs) is not None, 8.0)  # noqa: B023
             value = yield effect
 
     with patch.object(seal, "_fresh", late), patch.object(HolderTwins, "_row", noted):

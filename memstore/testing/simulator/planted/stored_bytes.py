@@ -38,7 +38,7 @@ def digest_skipped_on_arrival() -> Any:
 
     def keep(self: ReplicaStore, draft: IncomingReplica, came: Any) -> list[int]:
         for index, number, nbytes, _ in came:
-            self.shelf.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
+            self.index.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
         self.flush()
         return []
 
@@ -103,7 +103,7 @@ def free_before_unlink() -> Any:
 
     def discard(self: ReplicaStore, gone: list[StoredReplica]) -> None:
         for shelved in gone:
-            self.shelf.free(shelved)
+            self.index.free(shelved)
             self.flush()
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
 
@@ -165,7 +165,7 @@ def drafts_kept() -> Any:
     abort = PeerServer._abort
 
     def forget(self: PeerServer, request: Any) -> Any:
-        with patch.object(self.vault, "abort_draft", lambda name, shard: None):
+        with patch.object(self.replicas, "abort_draft", lambda name, shard: None):
             return abort(self, request)
 
     return patch.object(PeerServer, "_abort", forget)

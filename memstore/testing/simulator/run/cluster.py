@@ -46,7 +46,7 @@ class Cluster:
         self.wears_until_s = 0.0  # hosts of a rack go one after another until then
         self.is_job_over = False  # all ranks were ended, and no launch follows before every copy is back
         self.rules = Rules(
-            orphan_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
+            abandoned_arena_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
             failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
@@ -151,8 +151,8 @@ class Cluster:
 
     def _drop_drafts(self, holder: SimHolder, sender: str) -> None:
         """End the connections of a sender that died: what it had begun to send is given up (R13)."""
-        for shard, name, _ in [k for k in holder.vault.shelf.drafts if len(k) == 3 and k[1] == sender]:
-            holder.vault.abort_draft(name, shard)
+        for shard, name, _ in [k for k in holder.replicas.index.drafts if len(k) == 3 and k[1] == sender]:
+            holder.replicas.abort_draft(name, shard)
 
     def _bring_back(self, holder: SimHolder) -> None:
         if self.holders[holder.host_id] is holder and not holder.is_up:

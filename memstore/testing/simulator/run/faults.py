@@ -12,7 +12,7 @@ from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
-SHORT_S = 4.0  # below repair_after_s and recovery_grace_s: no host is given up for this
+SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
 # Faults that a strict scenario does only while the store claims every copy, however short they are.

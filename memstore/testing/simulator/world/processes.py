@@ -59,7 +59,7 @@ class Holder(Process, Protocol):
     host_id: str
     info: HostInfo
     memory: Memory
-    vault: ReplicaStore
+    replicas: ReplicaStore
     peer_server: PeerServer
     term: int  # the highest term of a controller that it has obeyed
     session: Session | None

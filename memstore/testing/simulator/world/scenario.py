@@ -49,7 +49,7 @@ class Scenario:
     step_s: float = 0.4
     has_durable: bool = False
     is_strict: bool = True
-    is_ordered: bool = False  # ranks call mesh_order() before their get
+    is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
     shards: int = 0  # each rank names one of so many shards (R34); 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn

@@ -22,7 +22,7 @@ class Shelves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = SlotTable(16)
-        self.shelf = ReplicaIndex(self.table)
+        self.index = ReplicaIndex(self.table)
         self.pins: list[tuple[StoredReplica, int]] = []
 
     @rule(
@@ -31,54 +31,54 @@ class Shelves(RuleBasedStateMachine):
     )  # fmt: skip
     def open_draft(self, sender: str, shard: ShardId, attempt: int, digests: list[bytes]) -> None:
         """A sender begins, or begins again; what is here already is held at once."""
-        draft = self.shelf.open_draft(sender, shard, digests, attempt=attempt)
+        draft = self.index.open_draft(sender, shard, digests, attempt=attempt)
         for index in range(len(digests)):
-            self.shelf.hold_known(draft, index, 8)
+            self.index.hold_known(draft, index, 8)
 
     @rule(sender=st.sampled_from(SENDERS), shard=st.sampled_from(SHARDS))
     def fill_and_finish(self, sender: str, shard: ShardId) -> None:
         """The bytes of every missing chunk arrive; the draft becomes a shard."""
-        draft = self.shelf.draft(sender, shard)
+        draft = self.index.draft(sender, shard)
         if draft is None:
             return
         for index in draft.missing:
             number = self.table.receive()
             if number is None:
                 return
-            self.shelf.fill(draft, index, number, draft.digests[index], 8, 1.0)
+            self.index.fill(draft, index, number, draft.digests[index], 8, 1.0)
         name = b"".join(draft.digests).hex()
         spec = ShardSpec(name, 8 * len(draft.digests), 8, len(draft.digests), 2)
-        shelved = self.shelf.finish(sender, shard, spec)
+        shelved = self.index.finish(sender, shard, spec)
         assert not shelved.missing
         assert not shelved.is_doomed
 
     @rule(sender=st.sampled_from(SENDERS), shard=st.sampled_from(SHARDS))
     def abort(self, sender: str, shard: ShardId) -> None:
         """A sender is gone."""
-        self.shelf.abort_draft(sender, shard)
+        self.index.abort_draft(sender, shard)
 
     @rule()
     def fence(self) -> None:
         """Half-received shards of older attempts go (R21)."""
-        self.shelf.abort_older("job", 2)
-        assert all(draft.attempt >= 2 for draft in self.shelf.drafts.values())
+        self.index.abort_older("job", 2)
+        assert all(draft.attempt >= 2 for draft in self.index.drafts.values())
 
     @rule(shard=st.sampled_from(SHARDS))
     def drop(self, shard: ShardId) -> None:
         """Out: manifest first, then slots; a pinned shard stays until it is read."""
-        for shelved in self.shelf.drop(shard):
+        for shelved in self.index.drop(shard):
             assert not shelved.pins
-            self.shelf.free(shelved)
-        assert all(s.is_doomed for (held, _), s in self.shelf.shards.items() if held == shard)
-        assert all(s.shard != shard for s, _ in self.shelf.staged.values())
+            self.index.free(shelved)
+        assert all(s.is_doomed for (held, _), s in self.index.shards.items() if held == shard)
+        assert all(s.shard != shard for s, _ in self.index.staged.values())
 
-    @precondition(lambda self: self.shelf.shards)
+    @precondition(lambda self: self.index.shards)
     @rule(data=st.data(), deadline_s=st.floats(0, 10))
     def pin(self, data: st.DataObject, deadline_s: float) -> None:
         """A reader keeps a shard."""
-        key = data.draw(st.sampled_from(sorted(self.shelf.shards)))
-        shelved = self.shelf.shards[key]
-        self.pins.append((shelved, self.shelf.pin(shelved, deadline_s)))
+        key = data.draw(st.sampled_from(sorted(self.index.shards)))
+        shelved = self.index.shards[key]
+        self.pins.append((shelved, self.index.pin(shelved, deadline_s)))
 
     @precondition(lambda self: self.pins)
     @rule(number=st.integers(-1, 1), rank=st.integers(0, 1))
@@ -86,9 +86,9 @@ class Shelves(RuleBasedStateMachine):
         """A restore keeps what it pinned, until a later round or a drop; what was dropped meanwhile is let go."""
         shelved, pin = self.pins.pop()
         is_doomed = shelved.is_doomed
-        for gone in self.shelf.keep_staged(("job", number, rank), shelved, pin):
-            self.shelf.free(gone)
-        assert (("job", number, rank) in self.shelf.staged) is not is_doomed
+        for gone in self.index.keep_staged(("job", number, rank), shelved, pin):
+            self.index.free(gone)
+        assert (("job", number, rank) in self.index.staged) is not is_doomed
         assert is_doomed is False or pin not in shelved.pins
 
     @precondition(lambda self: self.pins)
@@ -96,34 +96,34 @@ class Shelves(RuleBasedStateMachine):
     def unpin(self) -> None:
         """A reader is done; the last one lets a doomed shard go."""
         shelved, pin = self.pins.pop()
-        gone = self.shelf.unpin(shelved, pin)
+        gone = self.index.unpin(shelved, pin)
         if gone is not None:
-            self.shelf.free(gone)
+            self.index.free(gone)
 
     @rule(now=st.floats(0, 12))
     def expire(self, now: float) -> None:
         """Readers past their deadline failed: they hold nothing any more."""
-        for shelved in self.shelf.expire_pins(now):
-            self.shelf.free(shelved)
-        assert all(d >= now for s in self.shelf.shards.values() for d in s.pins.values())
+        for shelved in self.index.expire_pins(now):
+            self.index.free(shelved)
+        assert all(d >= now for s in self.index.shards.values() for d in s.pins.values())
 
     @rule(data=st.data())
-    def condemn(self, data: st.DataObject) -> None:
+    def quarantine(self, data: st.DataObject) -> None:
         """A slot that went bad is missing from every shard on it and never found again (R30)."""
         sealed = [n for n, s in enumerate(self.table.slots) if s.state is SlotState.SEALED]
         if not sealed:
             return
         number = data.draw(st.sampled_from(sealed))
-        hurt = self.shelf.condemn(number)
+        hurt = self.index.quarantine(number)
         assert all(shelved.missing for shelved in hurt)
-        assert all(number not in s.slots for s in self.shelf.shards.values())
+        assert all(number not in s.slots for s in self.index.shards.values())
 
     @invariant()
     def adds_up(self) -> None:
         """Slots are referenced exactly as often as shards and drafts use them."""
         self.table.validate()
         refs = [0] * len(self.table.slots)
-        for holder in (*self.shelf.shards.values(), *self.shelf.drafts.values()):
+        for holder in (*self.index.shards.values(), *self.index.drafts.values()):
             for number in holder.slots:
                 if number is not None:
                     refs[number] += 1
@@ -134,86 +134,86 @@ Shelves.TestCase.settings = settings(max_examples=80, stateful_step_count=30, de
 TestShelves = Shelves.TestCase
 
 
-def shelved(shelf: ReplicaIndex, shard: ShardId, count: int) -> StoredReplica:
+def shelved(replica_index: ReplicaIndex, shard: ShardId, count: int) -> StoredReplica:
     """Store a shard of `count` chunks."""
     digests = [f"{shard.step}-{shard.rank}-{n}".encode().ljust(16) for n in range(count)]
-    draft = shelf.open_draft("h", shard, digests, attempt=1)
+    draft = replica_index.open_draft("h", shard, digests, attempt=1)
     for index in range(count):
-        number = shelf.table.receive()
+        number = replica_index.table.receive()
         assert number is not None
-        shelf.fill(draft, index, number, digests[index], 8, 0.0)
-    return shelf.finish("h", shard, ShardSpec(f"{shard}", count * 8, 8, count, 2))
+        replica_index.fill(draft, index, number, digests[index], 8, 0.0)
+    return replica_index.finish("h", shard, ShardSpec(f"{shard}", count * 8, 8, count, 2))
 
 
 def test_ranks_and_guests_cannot_starve_each_other() -> None:
     """Leases come from the rank's share and copies from the guests' share, whatever the other one uses (R10)."""
-    shelf = ReplicaIndex(SlotTable(20))
-    shelf.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
-    assert shelf.leasable("job", 0, leased_count=0) == 4
-    shelved(shelf, SHARDS[1], 3)  # rank 1 is a guest
-    assert shelf.leasable("job", 0, leased_count=0) == 4
-    assert shelf.guest_refusal(SHARDS[3], 1) is None
-    assert "3 of 4 slots used, 2 needed" in str(shelf.guest_refusal(SHARDS[3], 2))
-    shelved(shelf, SHARDS[0], 3)
-    assert shelf.leasable("job", 0, leased_count=1) == 0
-    assert shelf.guest_refusal(SHARDS[0], 9) is None  # its own rank's shard comes back
+    replica_index = ReplicaIndex(SlotTable(20))
+    replica_index.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
+    assert replica_index.leasable("job", 0, leased_count=0) == 4
+    shelved(replica_index, SHARDS[1], 3)  # rank 1 is a guest
+    assert replica_index.leasable("job", 0, leased_count=0) == 4
+    assert replica_index.guest_refusal(SHARDS[3], 1) is None
+    assert "3 of 4 slots used, 2 needed" in str(replica_index.guest_refusal(SHARDS[3], 2))
+    shelved(replica_index, SHARDS[0], 3)
+    assert replica_index.leasable("job", 0, leased_count=1) == 0
+    assert replica_index.guest_refusal(SHARDS[0], 9) is None  # its own rank's shard comes back
 
 
 def test_a_step_of_another_world_size_takes_no_ranks_part_of_the_share() -> None:
     """Two ranks' large shards do not keep eight ranks from their first put; the excess comes on top (R10, R27)."""
-    shelf = ReplicaIndex(SlotTable(20))
-    shelved(shelf, SHARDS[0], 6)  # the helper's shards are of a world of 2
-    shelved(shelf, SHARDS[1], 6)
+    replica_index = ReplicaIndex(SlotTable(20))
+    shelved(replica_index, SHARDS[0], 6)  # the helper's shards are of a world of 2
+    shelved(replica_index, SHARDS[1], 6)
     share = PeerShare(2, {0: 2, 4: 2}, guest_slots=5, world_size=8, versions=2)
-    assert shelf.slots_needed("job", share) == 9 + 12 - 9 // 3
-    shelf.set_share("job", share)
-    assert [shelf.leasable("job", rank, leased_count=0) for rank in (0, 4)] == [2, 2]
-    assert shelf.used_by_guests("job") == 0
-    shelf.set_share("job", PeerShare(2, {0: 2, 4: 2}, guest_slots=5, world_size=2, versions=2))
-    assert shelf.leasable("job", 0, leased_count=0) == 0
+    assert replica_index.slots_needed("job", share) == 9 + 12 - 9 // 3
+    replica_index.set_share("job", share)
+    assert [replica_index.leasable("job", rank, leased_count=0) for rank in (0, 4)] == [2, 2]
+    assert replica_index.used_by_guests("job") == 0
+    replica_index.set_share("job", PeerShare(2, {0: 2, 4: 2}, guest_slots=5, world_size=2, versions=2))
+    assert replica_index.leasable("job", 0, leased_count=0) == 0
 
 
 def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     """Neither a kept step of another world size nor guests beyond their part leave a rank without slots (R9, R10)."""
-    shelf = ReplicaIndex(SlotTable(8))
-    shelved(shelf, SHARDS[0], 3)  # the helper's shards are of a world of 2
-    shelf.set_share("job", PeerShare(2, {0: 3}, guest_slots=0, world_size=7))
-    assert (shelf.leasable("job", 0, leased_count=0), shelf.spare_count()) == (3, 2)
-    assert shelf.slots_needed("new", PeerShare(1, {0: 1}, guest_slots=0)) == 3 + 3 - 3 // 2 + 1
-    shelf.set_share("job", PeerShare(2, {4: 3}, guest_slots=2, world_size=2))  # rank 0 is a guest
-    assert (shelf.leasable("job", 4, leased_count=0), shelf.spare_count()) == (3, 2)
-    shelf.set_share("job", PeerShare(2, {4: 1}, guest_slots=2, world_size=2))
-    assert shelf.spare_count() == 4
+    replica_index = ReplicaIndex(SlotTable(8))
+    shelved(replica_index, SHARDS[0], 3)  # the helper's shards are of a world of 2
+    replica_index.set_share("job", PeerShare(2, {0: 3}, guest_slots=0, world_size=7))
+    assert (replica_index.leasable("job", 0, leased_count=0), replica_index.spare_count()) == (3, 2)
+    assert replica_index.slots_needed("new", PeerShare(1, {0: 1}, guest_slots=0)) == 3 + 3 - 3 // 2 + 1
+    replica_index.set_share("job", PeerShare(2, {4: 3}, guest_slots=2, world_size=2))  # rank 0 is a guest
+    assert (replica_index.leasable("job", 4, leased_count=0), replica_index.spare_count()) == (3, 2)
+    replica_index.set_share("job", PeerShare(2, {4: 1}, guest_slots=2, world_size=2))
+    assert replica_index.spare_count() == 4
 
 
 def test_a_stranger_gets_only_what_nobody_has_a_claim_on() -> None:
     """Copies of a job without a share here take free slots that no share was promised."""
-    shelf = ReplicaIndex(SlotTable(10))
-    shelf.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
+    replica_index = ReplicaIndex(SlotTable(10))
+    replica_index.set_share("job", PeerShare(1, {0: 4}, guest_slots=4))
     other = ShardId("other", 1, 1, 0)
-    assert shelf.guest_refusal(other, 2) is None
-    assert "2 slots are free, 3 needed" in str(shelf.guest_refusal(other, 3))
+    assert replica_index.guest_refusal(other, 2) is None
+    assert "2 slots are free, 3 needed" in str(replica_index.guest_refusal(other, 3))
 
 
 def test_what_another_job_holds_beyond_its_share_is_nobodys_room() -> None:
     """A restored step may be larger than the share of who restored it; the arena grows by it for the next job (R10)."""
-    shelf = ReplicaIndex(SlotTable(20))
-    shelf.set_share("job", PeerShare(1, {0: 1}, guest_slots=1))
+    replica_index = ReplicaIndex(SlotTable(20))
+    replica_index.set_share("job", PeerShare(1, {0: 1}, guest_slots=1))
     asked = PeerShare(1, {0: 4}, guest_slots=4)
-    shelved(shelf, SHARDS[0], 2)
-    assert shelf.slots_needed("new", asked) == 2 + 8
-    shelved(shelf, SHARDS[1], 7)
-    assert shelf.slots_needed("new", asked) == 2 + 7 + 8
-    assert shelf.slots_needed("job", PeerShare(1, {0: 1}, guest_slots=1)) == 2
+    shelved(replica_index, SHARDS[0], 2)
+    assert replica_index.slots_needed("new", asked) == 2 + 8
+    shelved(replica_index, SHARDS[1], 7)
+    assert replica_index.slots_needed("new", asked) == 2 + 7 + 8
+    assert replica_index.slots_needed("job", PeerShare(1, {0: 1}, guest_slots=1)) == 2
 
 
 def test_a_removed_job_gives_its_room_back() -> None:
     """Its share counts for nobody any more; one that a newer attempt of the name has claimed since stays (R10)."""
-    shelf = ReplicaIndex(SlotTable(8))
-    shelf.set_share("old", PeerShare(3, {0: 4}, guest_slots=4))
-    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
-    shelf.drop_share("old", 2)
-    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
-    shelf.drop_share("old", 3)
-    assert shelf.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 8
-    shelf.drop_share("unknown", 1)
+    replica_index = ReplicaIndex(SlotTable(8))
+    replica_index.set_share("old", PeerShare(3, {0: 4}, guest_slots=4))
+    assert replica_index.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
+    replica_index.drop_share("old", 2)
+    assert replica_index.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 16
+    replica_index.drop_share("old", 3)
+    assert replica_index.slots_needed("new", PeerShare(1, {0: 4}, guest_slots=4)) == 8
+    replica_index.drop_share("unknown", 1)

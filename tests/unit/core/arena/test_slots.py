@@ -79,7 +79,7 @@ class Slots(RuleBasedStateMachine):
         """The last reference frees a slot; a condemned one is found no more."""
         number = data.draw(st.sampled_from(sorted(self.held)))
         if what == "condemn":
-            self.table.condemn(number)
+            self.table.quarantine(number)
             assert number not in self.table.index.values()
             return
         self.held[number] += 1 if what == "hold" else -1

@@ -335,7 +335,7 @@ def test_real_ranks_put_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monke
 
         def train(rank: int) -> list[int]:
             with connect("job", rank=rank, world_size=2, config=config) as store:
-                return [step for step in range(60) if store.due(step) and is_put(store, step)]
+                return [step for step in range(60) if store.should_put(step) and is_put(store, step)]
 
         def is_put(store: Store, step: int) -> bool:
             ticket = store.put(step, {"weight": torch.ones(1000) * step}).wait("sealed", WAIT_S)

@@ -183,7 +183,7 @@ def test_two_launches_at_once_get_two_ordinals() -> None:
             "fresh": False, "takeover": False, "config": world.config,
         }  # fmt: skip
         catalog.handle(world.now, RankCall("h0", 100 + number, "join", body))
-    assert [fact.attempt for fact in catalog.parts.journal.log.undone()] == [1, 2]  # type: ignore[union-attr]
+    assert [fact.attempt for fact in catalog.parts.journal.log.unapplied()] == [1, 2]  # type: ignore[union-attr]
 
 
 def test_a_frozen_host_is_fenced_before_it_serves_again() -> None:

@@ -1,4 +1,4 @@
-"""mesh_order(): all ranks are renumbered alike, once, and every process restores what its host has (R20, R22, R27)."""
+"""assign_ranks(): all ranks are renumbered alike, once, and every process restores what its host has (R20, R22, R27)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_missing_ranks_and_contradictions_are_named() -> None:
     ask(world, ranks[2], 2, together=3)
     world.run(30.0)
     assert "together=3" in ranks[2].error("mesh_order")
-    assert ranks[0].error("mesh_order").startswith("GatherTimeout: mesh_order() of job")
+    assert ranks[0].error("mesh_order").startswith("GatherTimeout: assign_ranks() of job")
     assert "1 of 3 ranks have called it, missing: ranks 1, 2." in ranks[0].error("mesh_order")
     for launched, rank in enumerate(ranks):
         ask(world, rank, launched, together=2)
@@ -178,7 +178,7 @@ def test_hosts_that_may_know_better_are_waited_for() -> None:
     assert not any(rank.answers.get("mesh_order") for rank in ranks)  # rank 1's copies are on h1 and h3
     world.return_host("h3")
     assert world.run_until(lambda: all(r.answers.get("mesh_order") for r in ranks), 3.0)
-    assert any("mesh_order() moves 256 bytes instead of 256" in note for note in world.notes)  # it is on h3 alone
+    assert any("assign_ranks() moves 256 bytes instead of 256" in note for note in world.notes)  # it is on h3 alone
     world.check_restored(world.get(ranks))
 
 

@@ -202,7 +202,7 @@ def test_a_preparation_before_a_get_that_the_job_needs_is_refused() -> None:
 
 
 def test_the_ranks_keep_their_numbers_once_they_have_prepared() -> None:
-    """Room is by rank: mesh_order() after prepare() returns the order that stands (R27)."""
+    """Room is by rank: assign_ranks() after prepare() returns the order that stands (R27)."""
     world = CatalogWorld(2)
     ranks = world.launch(2)
     world.reserve(ranks)

@@ -11,7 +11,7 @@ from memstore.testing.controller.catalog_fleet import CatalogFleet
 
 def table_of(*hosts: str) -> HostTable:
     """Live hosts, heard of at second 0, when the first tick came."""
-    table = HostTable(suspect_after_s=1.5, repair_after_s=5.0, failure_domains=("rack",))
+    table = HostTable(suspect_after_s=1.5, dead_after_s=5.0, failure_domains=("rack",))
     for host in hosts:
         table.up(0.0, HostInfo(host, 1, "10.0.0.1", 7000, machine=f"m-{host}"))
     table.tick(0.0)
@@ -35,7 +35,7 @@ def test_silence_makes_suspect_then_dead_as_seconds_pass() -> None:
 
 def test_silence_shorter_than_some_ticks_is_found_in_its_time_too() -> None:
     """Whoever sets `suspect_after_s` to a tick's time has silent hosts found within a tick or two of that (R28)."""
-    table = HostTable(suspect_after_s=0.1, repair_after_s=0.3, failure_domains=("rack",))
+    table = HostTable(suspect_after_s=0.1, dead_after_s=0.3, failure_domains=("rack",))
     table.up(0.0, HostInfo("a", 1, "10.0.0.1", 7000, machine="m-a"))
     at = {change.status: tenth / 10 for tenth in range(8) for change in table.tick(tenth / 10)}
     assert at == {"suspect": 0.2, "dead": 0.4}

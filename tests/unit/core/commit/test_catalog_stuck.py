@@ -233,7 +233,7 @@ class LateClock:
 
 
 @pytest.fixture
-def vault() -> Iterator[ReplicaStore]:
+def replicas() -> Iterator[ReplicaStore]:
     """A vault with room for eight chunks."""
     with scratch_folder() as folder:
         made = ReplicaStore.open(folder, limit_bytes=8 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
@@ -242,90 +242,90 @@ def vault() -> Iterator[ReplicaStore]:
         made.close()
 
 
-def test_a_draft_that_nobody_feeds_gives_its_room_back(vault: ReplicaStore) -> None:
+def test_a_draft_that_nobody_feeds_gives_its_room_back(replicas: ReplicaStore) -> None:
     """The sender gave up and its word was lost: after DRAFT_IDLE_S the peer gives up too (R13)."""
-    vault.clock = clock = LateClock()
-    server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    replicas.clock = clock = LateClock()
+    server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
     assert isinstance(server._offer(object(), OFFER), Admitted)  # type: ignore[arg-type]
     clock.late_s = DRAFT_IDLE_S - 5.0
     server.give_up_idle()
-    assert vault.shelf.drafts
+    assert replicas.index.drafts
     clock.late_s = DRAFT_IDLE_S + 5.0
     server.give_up_idle()
-    assert not vault.shelf.drafts
+    assert not replicas.index.drafts
 
 
-def test_lost_chunks_come_back_into_a_full_file_system(vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_chunks_come_back_into_a_full_file_system(replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is there already: mending a copy writes none, so that it needs no room for one (R30)."""
-    slots = vault.take_slots(2)
+    slots = replicas.take_slots(2)
     for number in slots:
-        vault.arena.view(number, CHUNK_BYTES)[:] = bytes([number + 1]) * CHUNK_BYTES
+        replicas.arena.view(number, CHUNK_BYTES)[:] = bytes([number + 1]) * CHUNK_BYTES
     shard = ShardId(JOB, 1, 2, 0)
-    kept = vault.seal_local(shard, world_size=1, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
-    data, good = vault.manifest(kept), bytes(vault.arena.view(slots[0], CHUNK_BYTES))
-    vault.arena.view(slots[0], CHUNK_BYTES)[0] ^= 1
-    assert vault.verify(kept) == [0]
+    kept = replicas.seal_local(shard, world_size=1, layout=b"", nbytes=2 * CHUNK_BYTES, slots=slots, attempt=1)
+    data, good = replicas.manifest(kept), bytes(replicas.arena.view(slots[0], CHUNK_BYTES))
+    replicas.arena.view(slots[0], CHUNK_BYTES)[0] ^= 1
+    assert replicas.verify(kept) == [0]
 
     def full(name: str, data: bytes) -> None:
         raise CapacityError("the file system is full")
 
-    monkeypatch.setattr(vault.manifests, "save", full)
-    draft = vault.open_draft("a", shard, kept.digests, [CHUNK_BYTES] * 2, 1)
-    (number,) = vault.take_slots(1)
-    vault.arena.view(number, CHUNK_BYTES)[:] = good
-    assert vault.keep_chunks(draft, [(0, number, CHUNK_BYTES, kept.digests[0])]) == []
-    assert vault.finish("a", data) is kept
-    assert vault.verify(kept) == []
+    monkeypatch.setattr(replicas.manifests, "save", full)
+    draft = replicas.open_draft("a", shard, kept.digests, [CHUNK_BYTES] * 2, 1)
+    (number,) = replicas.take_slots(1)
+    replicas.arena.view(number, CHUNK_BYTES)[:] = good
+    assert replicas.keep_chunks(draft, [(0, number, CHUNK_BYTES, kept.digests[0])]) == []
+    assert replicas.finish("a", data) is kept
+    assert replicas.verify(kept) == []
 
 
-def put(vault: ReplicaStore, step: int, fills: list[int]) -> StoredReplica:
+def put(replicas: ReplicaStore, step: int, fills: list[int]) -> StoredReplica:
     """Store a shard of one chunk per fill, as a rank's put does."""
-    slots = vault.take_slots(len(fills))
+    slots = replicas.take_slots(len(fills))
     for number, fill in zip(slots, fills, strict=True):
-        vault.arena.view(number, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
-    return vault.seal_local(
+        replicas.arena.view(number, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return replicas.seal_local(
         ShardId(JOB, 1, step, 0), world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1
     )
 
 
-def test_damage_of_a_shared_slot_is_told_of_every_replica(vault: ReplicaStore) -> None:
+def test_damage_of_a_shared_slot_is_told_of_every_replica(replicas: ReplicaStore) -> None:
     """Two steps share a chunk that rots: verifying one reports the other as well, so that both are mended (R30)."""
     told: list[StoredReplica] = []
-    vault.on_hurt = told.append
-    one, other = put(vault, 1, [1, 2]), put(vault, 2, [1, 3])
+    replicas.on_hurt = told.append
+    one, other = put(replicas, 1, [1, 2]), put(replicas, 2, [1, 3])
     number = one.slots[0]
     assert number is not None
-    vault.arena.view(number, CHUNK_BYTES)[0] ^= 1
-    assert vault.verify(one) == [0]
+    replicas.arena.view(number, CHUNK_BYTES)[0] ^= 1
+    assert replicas.verify(one) == [0]
     assert (told, other.missing) == ([other], {0})
 
 
-def test_an_offer_again_is_not_refused_for_its_own_old_draft(vault: ReplicaStore) -> None:
+def test_an_offer_again_is_not_refused_for_its_own_old_draft(replicas: ReplicaStore) -> None:
     """The first try broke and its abort was lost: its room is the second try's (R13)."""
-    vault.claim(JOB, PeerShare(1, {}, 4))
-    server = PeerServer(vault, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
+    replicas.claim(JOB, PeerShare(1, {}, 4))
+    server = PeerServer(replicas, "b", is_fenced=lambda *_: False, on_sealed=lambda copy: None)
     replies = [server._offer(object(), OFFER) for _ in range(2)]  # type: ignore[arg-type]
     assert [type(reply) for reply in replies] == [Admitted, Admitted]
 
 
 def test_a_job_removed_while_its_room_grows_leaves_no_share(
-    vault: ReplicaStore, monkeypatch: pytest.MonkeyPatch
+    replicas: ReplicaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim under way would put the share back after its removal: the removal waits for it (R10)."""
-    go, inside, grow = threading.Event(), threading.Event(), vault.room.grow_to
+    go, inside, grow = threading.Event(), threading.Event(), replicas.room.grow_to
 
     def slow(slots_count: int, *args: Any) -> None:
         inside.set()
         go.wait(10.0)
         grow(slots_count, *args)
 
-    monkeypatch.setattr(vault.room, "grow_to", slow)
-    claiming = threading.Thread(target=vault.claim, args=(JOB, PeerShare(1, {0: 4}, 0)))
-    removing = threading.Thread(target=vault.drop_all, args=([], [JOB, 1]))
+    monkeypatch.setattr(replicas.room, "grow_to", slow)
+    claiming = threading.Thread(target=replicas.claim, args=(JOB, PeerShare(1, {0: 4}, 0)))
+    removing = threading.Thread(target=replicas.drop_all, args=([], [JOB, 1]))
     claiming.start()
     assert inside.wait(10.0)
     removing.start()
     go.set()
     for thread in (claiming, removing):
         thread.join(10.0)
-    assert JOB not in vault.shelf.shares
+    assert JOB not in replicas.index.shares

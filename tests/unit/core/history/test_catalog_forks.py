@@ -255,7 +255,7 @@ def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> N
         holder.keep(replace(holder.copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
     world.run(1.0)
     assert world.served.parts.forks.needed(world.job()) == {StepId(1, 1)}, "h1 may come back"
-    world.run(world.rules.repair_after_s)
+    world.run(world.rules.dead_after_s)
     needed = set() if rots == "both" else {StepId(1, 1)}
     assert world.served.parts.forks.needed(world.job()) == needed
     assert world.served.parts.forks.unfinished(world.job()) == ([] if rots == "both" else [NEW])
@@ -275,7 +275,7 @@ def test_a_fork_whose_last_copy_lost_a_chunk_gets_it_from_its_origin(where: str)
         holder.keep(replace(origin, missing=torn))
         world.holders[other].keep(replace(origin, host=other))
     holder.keep(replace(holder.copies[ShardId(NEW, 1, 1, 0)], missing=torn))
-    world.run(2.0 * world.rules.repair_after_s)
+    world.run(2.0 * world.rules.dead_after_s)
     assert (here if where == "here" else other) in world.holders_of(StepId(1, 1), 0, NEW)
     assert not world.served.parts.forks.unfinished(world.job())
 

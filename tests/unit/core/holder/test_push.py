@@ -19,7 +19,7 @@ from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
 SHARD = ShardId("job", 1, 2, 0)
-LIMITS = Limits(suspect_after_s=2.0, repair_after_s=6.0)
+LIMITS = Limits(suspect_after_s=2.0, dead_after_s=6.0)
 
 
 @dataclass
@@ -178,7 +178,7 @@ def test_a_silent_target_is_pinged_first_and_given_up_once_it_would_count_as_dea
     why, is_final = host.failure
     assert (why, is_final) == ("cannot reach b: no answer", True)
     assert host.asked[:2] == ["offer", "ping"]
-    assert LIMITS.repair_after_s < host.now < ROOM_WAIT_S
+    assert LIMITS.dead_after_s < host.now < ROOM_WAIT_S
     before = host.now
     host.reports.clear()
     host.push()

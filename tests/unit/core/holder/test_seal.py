@@ -130,9 +130,9 @@ class Host:
     def why_given_up(self) -> tuple[str, bool]:
         """What the controller is told of the put that failed."""
         [told] = self.of(effects.TellLevel)
-        [given_up] = self.of(effects.GiveUpPut)
-        assert (told.level, told.reason) == ("failed", given_up.why)
-        return given_up.why, given_up.is_failed
+        [skip_reasons] = self.of(effects.GiveUpPut)
+        assert (told.level, told.reason) == ("failed", skip_reasons.why)
+        return skip_reasons.why, skip_reasons.is_failed
 
 
 def test_a_hand_over_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:

@@ -139,7 +139,7 @@ def test_durable_storage_is_asked_alone_and_its_failure_is_no_evidence() -> None
 
 
 def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
-    """Twice `repair_after_s`, if that is longer than 10 s."""
+    """Twice `dead_after_s`, if that is longer than 10 s."""
     host = Host(lambda source, chunks: PeerUnreachable("reset"))
     host.state.limits = Limits(5.0, 15.0)
     host.fetch()

@@ -38,7 +38,7 @@ def test_copies_are_rebuilt_while_a_rank_is_awaited_at_get() -> None:
 
 
 def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
-    """A holder that restarts with its memory within repair_after_s gets nothing and loses nothing."""
+    """A holder that restarts with its memory within dead_after_s gets nothing and loses nothing."""
     world, _ = trained(4, 3)
     for holder in world.holders.values():
         holder.orders.clear()

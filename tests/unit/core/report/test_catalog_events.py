@@ -87,7 +87,7 @@ def test_a_lost_host_is_told_from_its_death_to_the_last_copy_rebuilt() -> None:
     assert sum(row["nbytes"] for row in repairs) == 2 * 256
     assert repairs[-1]["missing"] == 0
     whole = next(row for row in rows if row["event"] == "whole")
-    assert whole["seconds"]["degraded"] >= world.rules.repair_after_s - 1.5  # R28: repair waits for a return
+    assert whole["seconds"]["degraded"] >= world.rules.dead_after_s - 1.5  # R28: repair waits for a return
 
 
 def test_a_degraded_commit_is_mended_and_the_time_to_redundant_counts_from_the_put() -> None:

@@ -86,7 +86,7 @@ def test_a_host_that_died_just_now_may_be_back_with_its_memory() -> None:
     for host in ("h0", "h1"):
         world.kill_host(host)
     assert [row["state"] for row in shown(world)["steps"]] == ["waiting"]
-    world.run(2 * world.served.state.rules.repair_after_s)
+    world.run(2 * world.served.state.rules.dead_after_s)
     assert (shown(world)["steps"], [span["last"] for span in shown(world)["gone"]]) == ([], [2])
 
 

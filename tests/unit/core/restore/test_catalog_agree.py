@@ -1,4 +1,4 @@
-"""agree(): one step for all ranks, of any world size, verified where its copies lie (R23, R27)."""
+"""agree_on_step(): one step for all ranks, of any world size, verified where its copies lie (R23, R27)."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_a_notice_that_cannot_spread_is_not_recorded_again_and_again() -> None:
     world.run(4.0)
     for _ in range(10):
         world._handle(DrainsSeen({"h1": world.served.state.wall_s + 60.0 - world.now}))
-    assert sum(type(fact).__name__ == "HostDraining" for fact in world.served.parts.journal.log.undone()) <= 1
+    assert sum(type(fact).__name__ == "HostDraining" for fact in world.served.parts.journal.log.unapplied()) <= 1
 
 
 def test_a_replacement_is_not_drained_by_a_successor_of_the_controller() -> None:
@@ -314,8 +314,8 @@ def test_a_notice_after_a_cancel_that_is_still_under_way_counts() -> None:
         world.call(ranks[0], "drain", host="h1", within_s=within_s)
         world.run(0.1)
     for _ in range(3):
-        world._handle(DrainsSeen({"h1": world.served.parts.journal.log.undone()[0].until_s}))  # type: ignore[union-attr]
-    assert [type(fact).__name__ for fact in world.served.parts.journal.log.undone()] == ["HostDraining"] * 3
+        world._handle(DrainsSeen({"h1": world.served.parts.journal.log.unapplied()[0].until_s}))  # type: ignore[union-attr]
+    assert [type(fact).__name__ for fact in world.served.parts.journal.log.unapplied()] == ["HostDraining"] * 3
     world.has_lease = True
     world.thaw("h3")
     world.run(5.0)
