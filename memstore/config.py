@@ -71,13 +71,9 @@ class Config:
     scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
     replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
-    collective_hold_max_s: float = (
-        60.0  # longest that marked collectives hold a put's copies back; 0: never (Store.watch)
-    )
+    collective_hold_max_s: float = 60.0  # longest that marked collectives hold copies back; 0: never (Store.collective)
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
-    abandoned_arena_ttl_s: float = (
-        86_400.0  # a job without holders for so long, and not asked for, is dropped; 0: never (R5)
-    )
+    abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for so long, unasked for, is dropped; 0: never (R5)
     tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
     tls_key: str | None = None  # the certificate's key, PEM, mode 0600; all three TLS files are given, or none
     tls_ca: str | None = None  # authority that signs the store's certificates, PEM
@@ -86,9 +82,7 @@ class Config:
     replicas: int = 2  # copies of each shard, the owner's own included
     min_copies: int = 1  # copies without which no step is committed (R18)
     keep_steps: int = 1  # newest committed steps kept in RAM
-    put_every: str | int = (
-        "step"  # when should_put() says so: "step", N steps, "30s", "2%" of the time, or "auto" (R33)
-    )
+    put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     overlap_check: str = "whole"  # "sampled" compares only 64 bytes a MiB, and what autograd counts (R11)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)

@@ -58,8 +58,8 @@ class MemstoreCallback(Callback):
         if shard_rank is None and holds_equal_models(trainer.strategy):
             shard_rank, shard_count = 0, 1
         self.store = connect(
-            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config, shard_rank=shard_rank,
-            shard_count=shard_count,
+            self.job, rank=trainer.global_rank, world_size=trainer.world_size, config=self.config,
+            shard_rank=shard_rank, shard_count=shard_count,
         )  # fmt: skip
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         self._state, own = {"app": AppState(model, trainer.optimizers)}, {"trainer": TrainerState(trainer)}

@@ -45,8 +45,8 @@ class Checkpoint:
     """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
 
     `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
-    one restored. Known are the steps that a rank put, skipped, or named in should_put() until a second before its end. A job
-    that puts every 10th step without should_put() may have trained up to 9 more.
+    one restored. Known are the steps that a rank put, skipped, or named in should_put() until a second before its end.
+    A job that puts every 10th step without should_put() may have trained up to 9 more.
     """
 
     step: int
@@ -73,8 +73,8 @@ def open_shard(
     A chunk that is bad here by then is brought again from another copy, and copied again.
 
     Raises:
-        DigestMismatch: Some chunk has no good copy; what was given as `into` or `rank_state_into` and written to is unusable
-            then, and the message says so.
+        DigestMismatch: Some chunk has no good copy; what was given as `into` or `rank_state_into` and written to is
+            unusable then, and the message says so.
     """
     manifest = decode_manifest(bytes(answer["manifest"]))
     source = StagedShard(link, manifest, answer)

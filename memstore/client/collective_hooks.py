@@ -1,8 +1,8 @@
 """Marks a rank's collectives for its host's holder by hooks of torch, so that copies travel between them (D87).
 
 Marks are of the host's clock. A collective of a CPU backend ends when its future does. One on a GPU is only queued by
-then: its future says nothing about the network, so hooks mark nothing for tensors of a device; `Store.collective()` can still
-be used around code that waits for them.
+then: its future says nothing about the network, so hooks mark nothing for tensors of a device; `Store.collective()`
+can still be used around code that waits for them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def watch_module(marks: CollectiveMarks, module: torch.nn.Module) -> None:
     """
     if not isinstance(module, DistributedDataParallel):
         raise ConfigError(
-            f"instrument_ddp() hooks DistributedDataParallel, not {type(module).__name__}: use store.collective() around its "
-            "collectives, or memstore.adapters.torch.watch_collectives(store)"
+            f"instrument_ddp() hooks DistributedDataParallel, not {type(module).__name__}: use store.collective() "
+            "around its collectives, or memstore.adapters.torch.watch_collectives(store)"
         )
     if module not in _WATCHED:
         if module._comm_hooks:
             raise ConfigError(
-                "instrument_ddp() needs DistributedDataParallel's communication hook, and this module has another one: use "
-                "memstore.adapters.torch.watch_collectives(store), which marks what that hook sends"
+                "instrument_ddp() needs DistributedDataParallel's communication hook, and this module has another one: "
+                "use memstore.adapters.torch.watch_collectives(store), which marks what that hook sends"
             )
         _WATCHED[module] = watched = _Watched()
         module.register_comm_hook(watched, _reduced)

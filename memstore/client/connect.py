@@ -198,8 +198,9 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
         return
     if type(shard_rank) is not int or type(shard_count) is not int or not 0 <= shard_rank < shard_count:
         raise ConfigError(
-            f"shard={shard_rank!r} of shards={shard_count!r}: name both, shard from 0 to shards - 1, such as 0 of 1 where every "
-            "rank holds the same", field="shard", value=repr(shard_rank)
+            f"shard_rank={shard_rank!r} of shard_count={shard_count!r}: name both, shard_rank from 0 to "
+            "shard_count - 1, such as 0 of 1 where every rank holds the same", field="shard_rank",
+            value=repr(shard_rank),
         )  # fmt: skip
 
 

@@ -127,7 +127,8 @@ class Overlap:
             return OptimizerMemory(overlap)
         if not self._optimizers:
             raise ConfigError(
-                "put(overlap=True) needs an optimizer that waits for the copy: call store.wait_before_step(optimizer) once before",
+                "put(overlap=True) needs an optimizer that waits for the copy: call "
+                "store.wait_before_step(optimizer) once before",
                 field="overlap",
             )
         return OptimizerMemory(chain.from_iterable(optimizer_tensors(one) for one in self._optimizers))

@@ -87,8 +87,9 @@ class Store(PinVerbs, MarkVerbs):
         """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
 
         Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard. torch.distributed
-        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.reassign_ranks` start it again;
-        then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their ranks.)
+        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.reassign_ranks` start it
+        again; then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their
+        ranks.)
         Called again, or after a get or put, it returns the order that stands and changes nothing.
 
         Args:
@@ -129,9 +130,9 @@ class Store(PinVerbs, MarkVerbs):
         Args:
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
-            state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what this shard's
-                ranks share: it is looked at on its copiers only (R34).
-            own: What is this rank's alone, such as its data loader's position; with shard_rank= only.
+            state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
+                this shard's ranks share: it is looked at on its copiers only (R34).
+            rank_state: What is this rank's alone, such as its data loader's position; with shard_rank= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
@@ -277,7 +278,8 @@ class Store(PinVerbs, MarkVerbs):
                 return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
 
     def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool, timeout_s: float
+        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool,
+        timeout_s: float,
     ) -> Checkpoint | None:  # fmt: skip
         self._into, self._own_into = into, rank_state_into
         try:

@@ -59,9 +59,9 @@ def export_step(
         first = ShardBytes(ranges, info.step, rank or 0)
         if NaturalLayout.decode(first.manifest) is not None:
             raise UnsupportedState(
-                f"step {info.step} was put with connect(shard_rank=, shard_count=), and such a step cannot be exported: read it "
-                f"with memstore.reader({reader.job!r}).get({info.step}, rank=r), whose .state is what the rank's shard "
-                "shares and .own what was its own, and save those"
+                f"step {info.step} was put with connect(shard_rank=, shard_count=), and such a step cannot be "
+                f"exported: read it with memstore.reader({reader.job!r}).get({info.step}, rank=r), whose .state is "
+                "what the rank's shard shares and .rank_state what was its own, and save those"
             )
         is_dcp = SavedLayout.decode(first.manifest.layout) is not None
         note = {

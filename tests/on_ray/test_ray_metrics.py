@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 import memstore  # noqa: E402
 from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
+from memstore.testing.clusters import processes  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 3
+LIMIT_S = 90.0
 SHARD_BYTES = 50_000 * 4  # float32
 Numbers = dict[tuple[str, ...], float]
 
@@ -48,12 +49,16 @@ def scraped(store: str) -> Numbers:
     return found
 
 
-def wait_for(store: str, what: str, look: Callable[[Numbers], Any], limit_s: float = 90.0) -> Numbers:
-    """Return the first numbers of which `look` is true."""
-    deadline_s = time.monotonic() + limit_s
-    while not look(numbers := scraped(store)):
-        assert time.monotonic() < deadline_s, f"waited {limit_s:g} s in vain for {what}: {numbers}"
-        time.sleep(0.2)
+def wait_for(store: str, what: str, is_there: Callable[[Numbers], Any]) -> Numbers:
+    """Return the first numbers of which `is_there` is true."""
+    numbers: Numbers = {}
+
+    def look() -> Any:
+        nonlocal numbers
+        numbers = scraped(store)
+        return is_there(numbers)
+
+    processes.wait_for(look, what, LIMIT_S, seen=lambda: numbers)
     return numbers
 
 

@@ -60,8 +60,9 @@ class DcpWriter(StorageWriter, AsyncStager):
             raise ConfigError(f"wait={wait!r} is no level: use one of {', '.join(LEVELS)}, or None", field="wait")
         if puts.natural is not None:
             raise ConfigError(
-                "a DCP writer is not for connect(shard_rank=, shard_count=): DCP saves what ranks share once by itself; connect "
-                "without shard_rank=, or use put() and get()", field="shard", value=str(puts.natural.shard)
+                "a DCP writer is not for connect(shard_rank=, shard_count=): DCP saves what ranks share once by "
+                "itself; connect without shard_rank=, or use put() and get()", field="shard_rank",
+                value=str(puts.natural.shard),
             )  # fmt: skip
         self.puts: Puts | SaveProcess = puts
         self.step, self.wait, self.wait_s = step, wait, wait_s

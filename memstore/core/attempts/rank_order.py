@@ -74,7 +74,8 @@ class MeshOrders:
             return
         del self.asked[job.name]
         self.out.log(
-            f"job {job.name!r}: assign_ranks() moves {found.moved_bytes:,} bytes instead of {found.moved_bytes_before:,}"
+            f"job {job.name!r}: assign_ranks() moves {found.moved_bytes:,} bytes instead of "
+            f"{found.moved_bytes_before:,}"
         )
         self.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
         renumbered = attempt.written_again(job.name, self.state.wall_s, found.order)

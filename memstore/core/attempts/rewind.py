@@ -100,7 +100,8 @@ class Rewinds:
             return "WorldSizeError", (
                 f"{name} was put by {plural(size, 'rank')}, this attempt has {attempt.world_size}: start "
                 f"{plural(size, 'rank')} to go on from it, read single shards with get(step, rank=r), or, where ranks "
-                "hold equal state (DDP), put with connect(shard_rank=0, shard_count=1), whose steps any number of ranks gets"
+                "hold equal state (DDP), put with connect(shard_rank=0, shard_count=1), whose steps any number of "
+                "ranks gets"
             )
         result = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),

@@ -1,9 +1,9 @@
 """Jobs of a store that was forgotten: when they leave RAM, and what is told to who comes back for them. Pure (R5, R23).
 
-A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of these
-hosts are here again for a while, and nobody has asked for it since. Its removal is a fact with a story: which steps it
-had, when and why it went. Holders keep the story outside their host's folder, so that it outlives the journals, and a
-get that finds nothing fails with it on all ranks, until the job begins afresh or is removed by name.
+A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of
+these hosts are here again for a while, and nobody has asked for it since. Its removal is a fact with a story: which
+steps it had, when and why it went. Holders keep the story outside their host's folder, so that it outlives the
+journals, and a get that finds nothing fails with it on all ranks, until the job begins afresh or is removed by name.
 """
 
 from __future__ import annotations

@@ -264,7 +264,8 @@ def _job_problems(job: Body) -> Iterator[Body]:
         where = ", ".join(pair["names"][:3]) or "bytes of unknown tensors"
         yield _row(
             NOTE, name, f"ranks {first} and {second} name one shard and differ since step {pair['step']} in {where}",
-            pair["since_s"], "a missing all-reduce, state that is a rank's own (put it with rank_state=), or a broken device",
+            pair["since_s"], "a missing all-reduce, state that is a rank's own (put it with rank_state=), or a broken "
+            "device",
         )  # fmt: skip
     is_said = job["committed_step"] is not None and job["copies"] < job["replicas"]  # with its remedy
     for text in () if is_said else (*job["warnings"], *job["unmet"]):

@@ -250,7 +250,8 @@ class Rounds:
                 active, "WorldSizeError",
                 f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}. "
                 f"Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks that "
-                "hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; get(step, rank=r) reads one",
+                "hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; get(step, rank=r) "
+                "reads one",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return

@@ -69,17 +69,17 @@ class Twins:
             return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
         count = next(iter(by_count))
         if type(count) is not int or not 1 <= count <= len(calls):
-            return f"job {name!r}: shards={count!r} where {len(calls)} ranks can hold 1 to {len(calls)}"
+            return f"job {name!r}: shard_count={count!r} where {len(calls)} ranks can hold 1 to {len(calls)}"
         named = [call.body.get("shard") for call in calls]
         wrong = [rank for rank, shard in enumerate(named) if type(shard) is not int or not 0 <= shard < count]
         if wrong:
-            said = ", ".join(f"rank {rank} shard={named[rank]!r}" for rank in wrong[:10])
-            return f"job {name!r}: shards={count} are numbered 0 to {count - 1}, and {said}"
+            said = ", ".join(f"rank {rank} shard_rank={named[rank]!r}" for rank in wrong[:10])
+            return f"job {name!r}: shard_count={count} are numbered 0 to {count - 1}, and {said}"
         missing = sorted(set(range(count)).difference(named))
         if missing:
             return (
-                f"job {name!r}: no rank names shard {listed(missing)} of shards={count}: every shard needs a rank that "
-                "holds it, and what no rank names could not be restored"
+                f"job {name!r}: no rank names shard {listed(missing)} of shard_count={count}: every shard "
+                "needs a rank that holds it, and what no rank names could not be restored"
             )
         return None
 
@@ -193,4 +193,4 @@ class Twins:
 
 
 def _said(count: object) -> str:
-    return "nothing of shards" if count is None else f"shards={count}"
+    return "nothing of shards" if count is None else f"shard_count={count}"

@@ -211,7 +211,7 @@ class Canary:
         load_s = max(r.seconds_by_phase["load"] for r in results)
         report.bytes_compared = sum(r.nbytes for r in results)
         self._done(Step("load", "into new tensors", load_s, report.bytes_compared))
-        right = sum(not r.differences and r.bytes_equal == r.nbytes > 0 for r in results)
+        right = sum(not r.problem for r in results)
         report.is_verified = right == len(results)
         self._done(Step("compared", f"{sum(r.bytes_equal for r in results):,} of {report.bytes_compared:,} bytes equal "
                                     f"on {right} of {len(results)} ranks"))  # fmt: skip

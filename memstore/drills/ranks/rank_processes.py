@@ -7,11 +7,9 @@ Calls and answers are lines of JSON. Run as a module, this file is the process t
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.drills.ranks.ranks import CALL_S, DrillRank, PutRow, Rank, RankPool, Restored, kill_actors
 from memstore.errors import ConfigError, DrillError
-from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, nursery_main
+from memstore.testing.ranks.rank_process import CommandedRank, RankFailed, RankNursery, RankProcess, nursery_main
 
 ANSWER_S = 3 * CALL_S  # above the time-out of every caller of `collect`
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Config, PutRow, Restored)}
@@ -119,22 +117,21 @@ class ProcessPool(RankPool):
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-def serve_drill(channel: socket.socket) -> None:
-    """Answer the calls to one rank until the drill closes the channel."""
-    rank = DrillRank()
-    for line in channel.makefile("rb"):
-        command = json.loads(line)
-        reply: dict[str, Any]
-        try:
-            value = getattr(rank, command["do"])(*from_wire(command["args"]), **command["options"])
-            reply = {"ok": True, "value": to_wire(value)}
-        except Exception as exc:
-            reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+class DrillCommands(CommandedRank):
+    """The rank process's end of the calls."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.rank = DrillRank()
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Make one call."""
+        call = getattr(self.rank, command["do"])
+        return {"value": to_wire(call(*from_wire(command["args"]), **command["options"]))}
 
 
 if __name__ == "__main__":
     logging.getLogger("memstore").setLevel(logging.ERROR)  # faults make a rank's link log warnings
     import memstore.drills.ranks.training  # noqa: F401  (torch, imported before the first fork)
 
-    nursery_main(int(sys.argv[1]), serve_drill)
+    nursery_main(DrillCommands)

@@ -39,6 +39,15 @@ class Restored:
     error: str = ""
     message: str = ""
 
+    @property
+    def problem(self) -> str:
+        """Return why this is not the whole right shard, as text; "" if every byte of it is equal."""
+        if self.error:
+            return self.message or self.error
+        if self.differences or not self.bytes_equal == self.nbytes > 0:
+            return "; ".join(self.differences[:2]) or f"{self.bytes_equal} of {self.nbytes} bytes are equal"
+        return ""
+
 
 @dataclass(frozen=True)
 class PutRow:

@@ -38,7 +38,7 @@ def record_comparison(context: DrillContext, results: Sequence[Restored]) -> Non
     report = context.report
     report.bytes_compared = whole = sum(r.nbytes for r in results)
     equal = sum(r.bytes_equal for r in results)
-    right = sum(not r.error and not r.differences and r.bytes_equal == r.nbytes > 0 for r in results)
+    right = sum(not r.problem for r in results)
     report.is_verified = right == len(results)
     note = "verified" if report.is_verified else "DIFFERENT"
     context.timeline.line("compared", f"{equal:,} of {whole:,} bytes equal in {right} of {len(results)} shards", note)

@@ -57,18 +57,29 @@ def _facts(record: Mapping[str, Any]) -> str:
     return "".join(f'<p class="muted">{escape(line)}</p>' for line in words)
 
 
+#: The columns of a suite's table; a number's begins with ">".
+HEADS = ("DRILL", "OUTCOME", ">DETECT", ">PLAN", "RESTORED", "VERIFIED", ">RPO", ">RTO", ">PLAYED")
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a drill's row of the table."""
+    return (
+        title_of(row), row["outcome"], seconds_text(row["seconds"]["detect"]), seconds_text(row["seconds"]["plan"]),
+        tiers_text(row), "every byte" if row["verified"] else "-", rpo_text(row), seconds_text(row["rto_s"]),
+        seconds_text(row["seconds_played"]),
+    )  # fmt: skip
+
+
 def _summary(record: Mapping[str, Any]) -> str:
-    head = ("drill", "outcome", "detection", "plan", "restored", "verified", "RPO", "RTO", "played in")
-    rows = [
-        f'<tr><td><a href="#d{at}">{escape(title_of(row))}</a></td><td>{_badge(row["outcome"])}</td>'
-        f'<td class="n">{_seconds(row["seconds"]["detect"])}</td><td class="n">{_seconds(row["seconds"]["plan"])}</td>'
-        f"<td>{escape(tiers_text(row))}</td><td>{'every byte' if row['verified'] else '-'}</td>"
-        f'<td class="n">{escape(rpo_text(row))}</td><td class="n">{_seconds(row["rto_s"])}</td>'
-        f'<td class="n">{_seconds(row["seconds_played"])}</td></tr>'
-        for at, row in enumerate(record["drills"])
-    ]
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    classes = ['<td class="n">' if head.startswith(">") else "<td>" for head in HEADS]
+    rows = []
+    for at, row in enumerate(record["drills"]):
+        title, outcome, *others = cells(row)
+        shown = [f'<a href="#d{at}">{escape(title)}</a>', _badge(outcome), *map(escape, others)]
+        rows.append("".join(f"{td}{text}</td>" for td, text in zip(classes, shown, strict=True)))
+    heads = "".join(f"<th>{escape(head.removeprefix('>').lower())}</th>" for head in HEADS)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def title_of(row: Mapping[str, Any]) -> str:
@@ -96,10 +107,6 @@ def seconds_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f} s" if value < 1 else f"{value:.1f} s"
-
-
-def _seconds(value: float | None) -> str:
-    return escape(seconds_text(value))
 
 
 def _drill(row: Mapping[str, Any], at: int) -> str:

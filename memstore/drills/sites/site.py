@@ -19,6 +19,8 @@ from memstore.shell.arena.folder import arena_folder
 from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.faults.arena_files import arena_identity, destroy_arena
+from memstore.testing.faults.processes import Process, kill, wait_gone
 
 POLL_S = 0.05
 ASK_S = 5.0
@@ -151,7 +153,7 @@ class Site:
         for host in hosts:
             self.do(host, "memory_available")
 
-    def controller_process(self) -> tuple[str, faults.Process]:
+    def controller_process(self) -> tuple[str, Process]:
         """Return a host on the controller's machine, and the controller's process."""
         actor = ray.get_actor(controller_name(self.config.store), namespace=NAMESPACE)
         described = ray.get(actor.describe.remote(), timeout=REMOTE_S)
@@ -202,8 +204,8 @@ class EmbeddedSite(Site):
         self.heals_at_once = True  # replace lost hosts after each drill; else only when `heal` is called
         self.lost: dict[str, dict[str, str]] = {}
         self.late: dict[str, dict[str, str]] = {}  # labels of the host that was left out when Ray was started again
-        self.headless: list[faults.Process] = []  # raylets and holders of the other hosts when Ray's head died
-        self.left_behind: list[faults.Process] = []  # all processes of the other hosts at that moment
+        self.headless: list[Process] = []  # raylets and holders of the other hosts when Ray's head died
+        self.left_behind: list[Process] = []  # all processes of the other hosts at that moment
 
     @property
     def head(self) -> str:
@@ -229,11 +231,11 @@ class EmbeddedSite(Site):
         strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
         if strangers:
             raise DrillError(f"ranks {strangers} on {host} are not below its raylet: killing it would not kill them")
-        before = faults.arena_identity(folder)
+        before = arena_identity(folder)
         self.lost[host] = dict(self.cluster.labels[host])
         self.pool.forget(host)
         done = self.cluster.lose_host(host)
-        faults.wait_gone(victims)
+        wait_gone(victims)
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config, secret)
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
@@ -242,10 +244,10 @@ class EmbeddedSite(Site):
         """Wait until Ray's head has declared a node dead; its raylet ends when it learns that."""
         self.wait_for(f"Ray to give node {node[:12]} up", lambda: node not in {n["NodeID"] for n in live_nodes()})
 
-    def replace_raylet(self, host: str, left: list[faults.Process]) -> None:
+    def replace_raylet(self, host: str, left: list[Process]) -> None:
         """Kill what a raylet has left behind, and start Ray again on its host; the new holder adopts the arena."""
-        faults.kill(left)  # workers outlive a killed raylet by a minute or more
-        faults.wait_gone(left)
+        kill(left)  # workers outlive a killed raylet by a minute or more
+        wait_gone(left)
         self.pool.forget(host)
         self.cluster.replace_raylet(host)
         self.wait_hosts_live([host])
@@ -255,7 +257,7 @@ class EmbeddedSite(Site):
         victims = [victim for host in self.cluster.labels for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         self.cluster.kill_everything()
-        faults.wait_gone(victims)
+        wait_gone(victims)
         return len(victims)
 
     def end_head(self) -> int:
@@ -265,15 +267,15 @@ class EmbeddedSite(Site):
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         victims = self.cluster.kill_head()
-        faults.wait_gone(victims)
+        wait_gone(victims)
         return len(victims)
 
     def wait_ray_ended(self, limit_s: float) -> float:
         """Wait until raylets and holders of the other hosts have ended by themselves; return the seconds."""
         started_s = time.monotonic()
-        faults.wait_gone(self.headless, limit_s)
+        wait_gone(self.headless, limit_s)
         took_s = time.monotonic() - started_s
-        faults.kill(self.left_behind)  # Ray's agents outlive their raylet
+        kill(self.left_behind)  # Ray's agents outlive their raylet
         self.cluster.kill_everything()  # no process is left; this clears the cluster's own list of nodes
         return took_s
 
@@ -304,7 +306,7 @@ class EmbeddedSite(Site):
     def heal(self) -> None:
         """Add new machines with the names and labels of the lost ones."""
         for host, labels in list(self.lost.items()):
-            faults.destroy_arena(self.folder(host))
+            destroy_arena(self.folder(host))
             self.cluster.add_node(host, labels)
             del self.lost[host]
         self.wait_hosts_live(list(self.cluster.labels))

@@ -121,6 +121,7 @@ def _sizes(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -
         raise ProtocolError(f"{channel.peer}: a run of {len(sizes)} chunks where up to {count} were due")
     if sum(sizes) != frame.bulk_bytes or max(sizes) > replicas.chunk_bytes:
         raise ProtocolError(
-            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {replicas.chunk_bytes}, it names {sizes[:64]}"
+            f"{channel.peer}: {frame.bulk_bytes} bytes of chunks of at most {replicas.chunk_bytes}, "
+            f"it names {sizes[:64]}"
         )
     return sizes

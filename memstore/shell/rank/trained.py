@@ -1,6 +1,7 @@
 """Which step is being trained, although it is not put: a rank says it now and then, its holder remembers (R33).
 
-rank --at most one message a second, of a step that should_put() or a skipped put names--> holder --heartbeats--> controller
+rank --at most one message a second, of a step that should_put() or a skipped put names--> holder
+holder --heartbeats--> controller
 
 What the rank trained since its last word is known to nobody when it dies, so that every count of it is "at least".
 """

@@ -16,12 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import numpy as np
 
 from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
@@ -30,26 +28,37 @@ from memstore.core.journal.records import entry_from_record
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import Tool, store_root
 from memstore.testing.clusters.namespaces import NamespaceRig
+from memstore.testing.clusters.nursery import ForkedProcess, Nursery
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
-START_S = 30.0
+START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
+StartedProcess = subprocess.Popen[bytes] | ForkedProcess
+shared_nursery: Callable[[], Nursery] | None = None
+"""Returns what forks the processes of all clusters; None: each process is a program that imports everything anew."""
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    """Poll until `condition()` is true and return its value; raise AssertionError with `what` after the limit."""
+def wait_for(
+    condition: Callable[[], Any], what: str, timeout_s: float = START_S, *, seen: Callable[[], object] = str
+) -> Any:
+    """Poll until `condition()` is true and return its value; after the limit raise AssertionError.
+
+    The error names `what` and shows `seen()`. The limit ends a wait that would never end: it may be far longer than
+    what is waited for takes.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what} {seen()}".rstrip())
         time.sleep(POLL_S)
 
 
@@ -84,10 +93,10 @@ class ProcessCluster:
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
-        self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.holders: dict[str, StartedProcess] = {}
         self.started_s: dict[str, float] = {}  # host -> when its newest holder was started
-        self.replaced: list[subprocess.Popen[bytes]] = []  # holders beside which a successor was started
-        self.controller: subprocess.Popen[bytes] | None = None
+        self.replaced: list[StartedProcess] = []  # holders beside which a successor was started
+        self.controller: StartedProcess | None = None
         self.settle_s = 5.0
         self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
@@ -122,17 +131,25 @@ class ProcessCluster:
             proxy.close()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
 
-    def _spawn(self, role: str, on_host: str, **arguments: Any) -> subprocess.Popen[bytes]:
+    def _spawn(self, role: str, on_host: str, **arguments: Any) -> StartedProcess:
         spec = {
             "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
             "config": self.config.start_fields(), **arguments,
         }  # fmt: skip
-        log = (self.folder / f"{role}-{on_host if role == 'holder' else ''}.log").open("ab")
-        with log:
+        path = self.folder / f"{role}-{on_host if role == 'holder' else ''}.log"
+        environ = self.environ.get(on_host if role == "holder" else "", {})
+        if shared_nursery is not None and self.rig is None and not environ:
+            spec |= {"log": str(path), "folder": str(self.working_folders.get(on_host, ""))}
+            nursery = shared_nursery()
+            pid, channel = nursery.fork(os.environ)
+            with channel:
+                channel.sendall(json.dumps(spec).encode())
+            return ForkedProcess(nursery, pid)
+        with path.open("ab") as log:
             process = subprocess.Popen(
                 [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.clusters.process_main"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, **self.environ.get(on_host if role == "holder" else "", {})},
+                env={**os.environ, **environ},
                 cwd=self.working_folders.get(on_host),
             )  # fmt: skip
         if process.stdin is not None:
@@ -215,7 +232,7 @@ class ProcessCluster:
             self.kill_holder(host)
         self.kill_controller()
 
-    def replace_holder(self, host: str) -> subprocess.Popen[bytes]:
+    def replace_holder(self, host: str) -> StartedProcess:
         """Start a successor beside a holder that still runs; return the old process."""
         old = self.holders[host]
         self.start_holder(host)
@@ -246,7 +263,7 @@ class ProcessCluster:
     def inventory(self, host: str) -> dict[str, Any]:
         """Return what a host stores, read from its files: manifests, journal, and slots that hold bytes."""
         folder = self.arena(host)
-        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        table = slot_records(folder)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
         return {
             "manifests": self.manifests(host),
@@ -288,15 +305,8 @@ class ProcessCluster:
 
     def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
         """Ask the controller through any holder that runs."""
-        problems: list[str] = []
-        for host, process in self.holders.items():
-            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
-                try:
-                    with Tool(self.arena(host)) as tool:
-                        return tool.ask(verb, body, timeout_s)
-                except MemstoreError as exc:
-                    problems.append(f"{host}: {exc}")
-        raise MemstoreError(f"no holder answers: {problems}")
+        running = [host for host, process in self.holders.items() if process.poll() is None]
+        return ask_through([self.arena(host) for host in running], verb, body, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
@@ -340,12 +350,27 @@ class ProcessCluster:
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
 
 
+def ask_through(
+    folders: Iterable[Path], verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S
+) -> dict[str, Any]:
+    """Ask the controller through the first holder that answers, of those that own these arena folders."""
+    problems = []
+    for folder in folders:
+        if (folder / "holder.sock").exists():
+            try:
+                with Tool(folder) as tool:
+                    return dict(tool.ask(verb, body, timeout_s))
+            except (MemstoreError, OSError) as exc:
+                problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
+    raise MemstoreError(f"no holder answers: {problems}")
+
+
 def _named(manifests: dict[str, bytes]) -> set[bytes]:
     """Return the digests of all chunks that manifests name."""
     return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: StartedProcess) -> None:
     """Kill and reap a process that this one started."""
     if process.poll() is None:
         process.kill()

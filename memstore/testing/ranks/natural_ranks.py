@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import zlib
 from typing import Any
 
@@ -56,14 +54,10 @@ class NaturalRank(Rank):
         return {
             "step": got.step, "verdict": got.source, "steps_lost": got.steps_lost,
             "digest": digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(got.state["step"])),
-            "own": None if got.rank_state is None else got.rank_state["rank"], "noise": None if noise is None else float(noise[-1]),
+            "own": None if got.rank_state is None else got.rank_state["rank"],
+            "noise": None if noise is None else float(noise[-1]),
         }  # fmt: skip
 
 
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    NaturalRank(channel).run()
-
-
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]), serve_test)
+    nursery_main(NaturalRank)

@@ -147,7 +147,7 @@ def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> No
 def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
     """Another optimizer's parameters may change before the fence; so may everything if nothing is fenced."""
     one, other = Training(), Training()
-    with pytest.raises(ConfigError, match=r"store\.fence\(optimizer\)"):
+    with pytest.raises(ConfigError, match=r"store\.wait_before_step\(optimizer\)"):
         store.put(0, one.state(), overlap=True)
     store.wait_before_step(one.optimizer)
     store.wait_before_step(one.optimizer)  # twice is once
@@ -265,11 +265,13 @@ def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, mo
     training = Training()
     store.wait_before_step(training.optimizer)
     hold(store)
+    expected = training.copy()
     store.put(0, training.state(), overlap=True)
     store.close()
     training.optimizer.step()
     with reader("closes", config=cluster.config) as source:
         wait_for(lambda: source.latest_step() == 0, "the step to be committed", WAIT_S)
+        assert is_same(source.get(0, rank=0).state, expected)
 
 
 def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Store) -> None:

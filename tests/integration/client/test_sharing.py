@@ -85,7 +85,7 @@ def read_from_far(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> N
             store.put(0, state(7)).wait("committed")
     with reader("other", config=config) as there_from_here:
         found = there_from_here.get(0, rank=0)
-        assert found.verdict == "peer"
+        assert found.source == "peer"
         assert np.array_equal(found.state["weights"], state(7)["weights"])
 
 
@@ -101,7 +101,7 @@ def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypa
 def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is always busy: the copy goes after collective_hold_max_s; an event, a problem and a metric say so."""
+    """A rank that is always busy: the copy goes after the longest hold; an event, a problem, a metric say so."""
     with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
         with store.collective():
             store.put(1, state(1)).wait("committed")

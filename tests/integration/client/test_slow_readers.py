@@ -14,7 +14,7 @@ from memstore.errors import DigestMismatch, StepDropped
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
+from memstore.testing.ranks.rank_process import RankNursery, RankProcess, digest, state_digest, together
 
 TWO_RACKS = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}}
 
@@ -65,10 +65,12 @@ def test_commits_go_on_while_a_reader_of_ranges_stands_still(ranks: list[RankPro
 
 
 def test_a_reader_of_a_kept_step_is_not_hurried(ranks: list[RankProcess], here: Reader) -> None:
-    """What is kept, or pinned by name, may be read for as long as it takes."""
+    """What is kept, or pinned by name, may be read for as long as it takes, and is what was put."""
     here.pin(2, "mine")
     body = {"job": "train", "step": 2, "rank": 0, "of_attempt": None}
     with ShardRead(here._tool.link, body, 30.0) as read:
         read.answer()
         together(ranks, "train", first=3, last=8)
-        OpenShard(read, read.manifest()).build(read.manifest().layout, None)
+        state = OpenShard(read, read.manifest()).build(read.manifest().layout, None)
+    found = digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(state["step"]))
+    assert found == state_digest(0, 2)

@@ -92,7 +92,7 @@ def test_a_minority_that_lost_the_membership_commits_nothing(
         old = cluster.controller
         assert first is not None
         assert old is not None
-        first.wait(timeout=20)
+        first.wait(timeout=120)
         cluster.wait_live(*HOSTS)
         fleets = [Fleet(cluster, nursery, job=job, stall_budget_s=BUDGET_S) for job in ("left", "right")]
         (left, last_left), (right, last_right) = begun(fleets[0], "h0", "h1"), begun(fleets[1], "h2", "h3")
@@ -109,7 +109,7 @@ def test_a_minority_that_lost_the_membership_commits_nothing(
         assert old.poll() is None
         way.symlink_to(cluster.folder)
         whole_rig.heal_all()
-        old.wait(timeout=20)
+        old.wait(timeout=120)
         cluster.wait_live(*HOSTS)
         left_step = fleets[0].put_until_committed(left, first=last_left + 8)
         for fleet, ranks, hosts, step in (

@@ -82,7 +82,10 @@ def order(channel: Channel, kind: str, **body: Any) -> None:
 
 
 def heard(channel: Channel, timeout_s: float = WAIT_S) -> dict[str, Any]:
-    return channel.recv(timeout_s=timeout_s).body
+    """The next message but calls: a tool of another test asks every store of this user on the machine."""
+    while (body := channel.recv(timeout_s=timeout_s).body)["k"] == "call":
+        pass
+    return body
 
 
 def obeys(holder: Holder, channel: Channel) -> None:

@@ -46,8 +46,8 @@ class Cluster:
         self.wears_until_s = 0.0  # hosts of a rack go one after another until then
         self.is_job_over = False  # all ranks were ended, and no launch follows before every copy is back
         self.rules = Rules(
-            abandoned_arena_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S, settle_s=3.0,
-            failure_domains=("rack",) if scenario.racks else (),
+            abandoned_arena_ttl_s=ORPHAN_TTL_S, recovery_grace_s=GRACE_S, lease_s=LEASE_S, outlast_s=LEASE_S,
+            settle_s=3.0, failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
             replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0, max_restores=1000,

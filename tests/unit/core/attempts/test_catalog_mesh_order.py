@@ -1,4 +1,4 @@
-"""assign_ranks(): all ranks are renumbered alike, once, and every process restores what its host has (R20, R22, R27)."""
+"""assign_ranks(): all ranks are renumbered alike, once; every process restores what its host has (R20, R22, R27)."""
 
 from __future__ import annotations
 
