@@ -12,13 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from memstore.admin.stores import naming_others, others_here
-from memstore.client.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
+from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
 from memstore.client.pin_verbs import persisted
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_name
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
+from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
@@ -28,6 +29,7 @@ from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch, detect_launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 log = logging.getLogger("memstore")
@@ -186,7 +188,7 @@ def end_former(store: Store) -> None:
         if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
             continue
         if former is not store and former.attempt <= store.attempt:
-            former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+            former.puts.link.take_event(AttemptFenced(attempt=store.attempt, is_removed=False))
             former.close()
     number = id(store)
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
@@ -204,10 +206,10 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
         )  # fmt: skip
 
 
-def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+def fitted_to_store(config: Config, welcome: Welcome) -> Config:
     """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
-    check_store_fields(config, welcome["store"])
-    config = config.with_defaults(welcome["job_defaults"])
+    check_store_fields(config, welcome.store)
+    config = config.with_defaults(welcome.job_defaults)
     check_sigterm(config.persist_on_sigterm_s, config.durable)
     return config
 
@@ -261,7 +263,7 @@ class Reader:
         """
         body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
         with naming_others(self._config, self.job):
-            return read_shard(self._tool.link, body, into, timeout_s)
+            return open_shard(ShardRead(self._tool.link, body, timeout_s), into, timeout_s=timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""

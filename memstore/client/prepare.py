@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
@@ -180,9 +181,9 @@ class PutPreparation:
             self._link.room.notify_all()
         self._thread.join(self._timeout_s)
 
-    def on_room(self, body: dict[str, Any]) -> None:
+    def on_room(self, event: RoomGrown) -> None:
         """This host's arena grows: bytes done, bytes wanted."""
-        self._host = (int(body["done_bytes"]), int(body["wanted_bytes"]))
+        self._host = (event.done_bytes, event.wanted_bytes)
 
     # -- following it -----------------------------------------------------------------------------
 

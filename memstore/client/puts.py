@@ -20,6 +20,7 @@ from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
+from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.shell.codec.interpreter import copying, waiting
@@ -39,7 +40,7 @@ class Puts:
 
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
-        self.chunk_bytes = int(link.welcome["chunk_bytes"])
+        self.chunk_bytes = link.welcome.chunk_bytes
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not handed over yet
@@ -260,15 +261,15 @@ class Puts:
             self.tickets.pop(step, None)
             self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
 
-    def on_level(self, body: dict[str, Any]) -> None:
+    def on_level(self, event: StepLevel) -> None:
         """A ticket rises; older ones that never can are superseded."""
-        step, level = int(body["step"]), str(body["level"])
+        step, level = event.step, event.level
         with self._lock:
             ticket = self.tickets.get(step)
             older = [t for s, t in self.tickets.items() if s < step]
-        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
+        self._resume_step = max(self._resume_step, event.resume)
         if ticket is not None:
-            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+            ticket.rise(level, event.reason, degraded=event.degraded)
         for room in self._open:
             # A child of this process has handed it over, or nobody will any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
@@ -305,7 +306,7 @@ class Puts:
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
         has_room = room.extend(count, 0.0)
         if not has_room:
-            self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
+            self.link.notify(PutWaiting(step=ticket.step))  # room comes with commits, which copies are held for
             has_room = room.extend(count, budget_s) or (self._abandon_open() and room.extend(count, budget_s))
         if self.link.fenced_by:
             raise self.link.fenced_error()
@@ -382,11 +383,11 @@ class Puts:
         """Training goes on from elsewhere: the question is void."""
         self.link.forget_call(answer)
 
-    def on_room(self, body: dict[str, Any]) -> None:
+    def on_room(self, event: RoomGrown) -> None:
         """This host makes room."""
         preparation = self._preparation
         if preparation is not None:
-            preparation.on_room(body)
+            preparation.on_room(event)
 
     def _grown(self, count: int, error: BaseException | None) -> None:
         if error is None:

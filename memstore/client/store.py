@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
@@ -23,12 +23,22 @@ from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    CheckInto,
+    HolderEvent,
+    ReplicasDiffer,
+    RoomGrown,
+    StepLevel,
+)
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
 from memstore.shell.threads.reentrancy import ReentrancyGuard
@@ -219,29 +229,29 @@ class Store(PinVerbs, MarkVerbs):
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
-    def on_event(self, body: dict[str, Any]) -> None:
+    def on_event(self, event: HolderEvent) -> None:
         """Levels for tickets, checks for a get under way, fences."""
-        if body["k"] == "level":
-            self.puts.on_level(body)
-        elif body["k"] == "check":
-            self._on_check(body)
-        elif body["k"] == "room":
-            self.puts.on_room(body)
-        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
-            self.natural.name_differing(self._link, body, self.puts.wait_committed)
-        elif body["k"] == "fenced":
-            self.puts.fail_all(str(self._link.fenced_error()))
+        match event:
+            case StepLevel():
+                self.puts.on_level(event)
+            case CheckInto():
+                self._on_check(event)
+            case RoomGrown():
+                self.puts.on_room(event)
+            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
+                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case AttemptFenced():
+                self.puts.fail_all(str(self._link.fenced_error()))
 
-    def _on_check(self, body: dict[str, Any]) -> None:
-        error: list[str] | None = None
+    def _on_check(self, order: CheckInto) -> None:
+        error: IntoError | None = None
         try:
-            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
         except MemstoreError as exc:
-            error = [type(exc).__name__, str(exc)]
+            error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
-            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
-        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
-        self._link.notify({"k": "checked", **told})
+            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
+        self._link.notify(IntoChecked(job=self.job, round=order.round, rank=self.rank, error=error))
 
     # -- get ----------------------------------------------------------------------------------
 
@@ -271,9 +281,8 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.overlap.wait()  # into= may be what is being copied
             body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
-                return read_shard(
-                    self._link, {**body, "rank": rank, "step": step}, into, timeout_s, rank_state_into=rank_state_into
-                )
+                read = ShardRead(self._link, {**body, "rank": rank, "step": step}, timeout_s)
+                return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
                 return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
 
@@ -296,7 +305,8 @@ class Store(PinVerbs, MarkVerbs):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = open_shard(self._link, answer, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
+        read = ShardRead(self._link, {}, timeout_s, answer=answer)
+        got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
     def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:

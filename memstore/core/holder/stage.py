@@ -20,6 +20,7 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
+    Tell,
     Unexpected,
     Verify,
     WaitFor,
@@ -27,6 +28,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.wire.rank_messages import CheckInto
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -60,6 +62,23 @@ def run(state: HolderState, body: Body) -> Steps[None]:
         yield Unexpected(f"staging {body['shard']}", exc)
         report["why"] = repr(exc)
     state.report("staged", report)
+
+
+def check(state: HolderState, body: Body) -> Steps[None]:
+    """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
+    why = f"what was staged for rank {body['rank']} on host {state.host_id} is gone: call get() again"
+    shelved = state.store.staged((str(body["job"]), int(body["round"]), int(body["rank"])))
+    try:
+        if shelved is not None:
+            manifest = yield LoadManifest(shelved)
+            for link in state.ranks.of_job(str(body["job"])):
+                if link.rank == int(body["rank"]):
+                    yield Tell(link, CheckInto(round=int(body["round"]), manifest=manifest))
+            return
+    except DigestMismatch as exc:
+        why = str(exc)
+    reply = {key: body[key] for key in ("job", "round", "rank")}
+    state.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
 
 
 def _once(state: HolderState, body: Body, shard: ShardId) -> Steps[dict[str, list[int]]]:

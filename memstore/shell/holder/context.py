@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))  # of `state`
 
     @property
     def host_id(self) -> str:
@@ -63,8 +64,8 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
-        in which they were true.
+        Queued under the vault's lock, under which inventories are taken and copies dropped too: the controller hears of
+        them in the order in which they were true.
         """
         self.idle.used()
         with self.replicas.lock:
@@ -73,8 +74,3 @@ class HolderContext:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 body: dict[str, Any] = {"copies": [copy_to_wire(held)]}
                 self.report("sealed", body if put is None else {**body, "put": put})
-
-    def freed(self, order: dict[str, Any]) -> None:
-        """Report that an order to drop copies was carried out."""
-        with self.replicas.lock:
-            self.report("freed", {"shards": order["shards"], "number": order.get("number")})

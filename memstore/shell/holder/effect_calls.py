@@ -103,6 +103,14 @@ class EffectCalls:
         return self.replicas.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
 
     @_call.register
+    def _(self, effect: effects.OnStore) -> Any:
+        return effect.call()
+
+    @_call.register
+    def _(self, effect: effects.ClaimRoom) -> None:
+        self.replicas.claim(effect.job, effect.share, functools.partial(self.connections.room, effect.job))
+
+    @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
         return self.replicas.verify(effect.shelved, self.digesters.map)
 
@@ -155,27 +163,22 @@ class EffectCalls:
         return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
-    def _(self, effect: effects.TellFenced) -> None:
-        self.connections.fence(effect.job, effect.attempt, effect.members)
-
-    @_call.register
     def _(self, effect: effects.AnswerFence) -> None:
         with self.replicas.lock:  # a seal that comes after the inventory is reported after it
             copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.context.host_id, effect.job)]
             self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
 
     @_call.register
-    def _(self, effect: effects.TellLevel) -> None:
-        link = cast(RankConnection, effect.link)
-        self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
+    def _(self, effect: effects.Tell) -> None:
+        cast(RankConnection, effect.link).send(effect.message)
+
+    @_call.register
+    def _(self, effect: effects.CloseLink) -> None:
+        cast(RankConnection, effect.link).channel.abort()
 
     @_call.register
     def _(self, effect: effects.Grant) -> None:
-        self.connections.grant_current(cast(RankConnection, effect.link))
-
-    @_call.register
-    def _(self, effect: effects.TellReplicated) -> None:
-        self.connections.replicated(effect.shard)
+        self.connections.grant(cast(RankConnection, effect.link))
 
     @_call.register
     def _(self, effect: effects.Unexpected) -> None:

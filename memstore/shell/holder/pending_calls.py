@@ -28,12 +28,13 @@ class Call:
 class Calls:
     """The open questions of one holder, by the holder's own numbers; any thread may use it."""
 
-    def __init__(self, relay: Callable[[int, str, dict[str, Any]], None]) -> None:
-        """`relay`: sends the controller a question by its number, verb and body."""
+    def __init__(self, relay: Callable[[int, str, dict[str, Any]], None], first: int | None = None) -> None:
+        """`relay`: sends the controller a question by its number, verb and body; the numbers begin after `first`."""
         self._relay = relay
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
-        self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
+        # A former life's questions may still be answered, so no number comes twice.
+        self._count = secrets.randbits(60) if first is None else first
 
     def ask(self, call: Call) -> None:
         """Send a question. One that is asked again on a new link is the same question: its first answer ends it."""

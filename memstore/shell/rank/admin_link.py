@@ -41,7 +41,7 @@ class Tool:
             raise PeerUnreachable(f"no holder runs at {folder}: {advice}")
         start = process_start_time(os.getpid()) or 0
         nonce = f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}"
-        self.link = HolderLink(folder, nonce=nonce, is_tool=True, connect_s=connect_s)
+        self.link = HolderLink(folder, nonce=nonce, connect_s=connect_s)
 
     def __enter__(self) -> Tool:
         return self

@@ -17,6 +17,7 @@ import torch
 from memstore.client.connect import connect
 from memstore.client.prepare import PutPreparation
 from memstore.client.store import Store
+from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.shell.codec.interpreter import TURN_S
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -90,10 +91,10 @@ def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: p
 
 def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may answer before the thread that asks goes on."""
-    heard: list[dict[str, int]] = []
-    monkeypatch.setattr(PutPreparation, "on_room", lambda _, body: heard.append(body))
+    heard: list[RoomGrown] = []
+    monkeypatch.setattr(PutPreparation, "on_room", lambda _, event: heard.append(event))
     with ranks(cluster, 1) as (store,):
-        link, at_once = store.puts.link, {"done_bytes": 1, "wanted_bytes": 2}
+        link, at_once = store.puts.link, RoomGrown(done_bytes=1, wanted_bytes=2)
         ask = link.call_soon
 
         def asked(verb: str, body: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from memstore.client.connect import Reader, reader
 from memstore.client.restore import OpenShard
 from memstore.config import Config
-from memstore.errors import DigestMismatch, StepDropped
+from memstore.errors import StepDropped
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
@@ -54,14 +54,13 @@ def test_commits_go_on_while_a_reader_of_a_shard_stands_still(ranks: list[RankPr
 def test_commits_go_on_while_a_reader_of_ranges_stands_still(ranks: list[RankProcess], here: Reader) -> None:
     """The same for chunks that were staged for it alone."""
     ranges = here.ranges()
-    known = ranges.open(ranges.ask(None, 0))
-    known.close()
-    nbytes, chunk_bytes = known.manifest.nbytes, known.manifest.chunk_bytes
-    opened = ranges.open(ranges.ask(None, 0, [(0, nbytes)], chunk_bytes))
-    together(ranks, "train", first=3, last=8)
-    with pytest.raises(DigestMismatch, match="changed while it was read"):
-        opened.verify()
-    opened.close()
+    with ranges.ask(None, 0) as known:
+        nbytes, chunk_bytes = known.manifest().nbytes, known.manifest().chunk_bytes
+    with ranges.ask(None, 0, [(0, nbytes)], chunk_bytes) as read:
+        read.answer()
+        together(ranks, "train", first=3, last=8)
+        with pytest.raises(StepDropped, match=r"step 2 .* was dropped while it was read.*pin"):
+            read.bytes_of([(0, nbytes)])
 
 
 def test_a_reader_of_a_kept_step_is_not_hurried(ranks: list[RankProcess], here: Reader) -> None:

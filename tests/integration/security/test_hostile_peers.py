@@ -23,7 +23,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
 from memstore.core.wire.codec import decode_reply
 from memstore.core.wire.error_message import decode_error
-from memstore.core.wire.frame import Kind
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.handshake import ClientProof, Hello, decode_server_proof
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
@@ -357,17 +357,26 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
 
 # -- ranks: the same user, but not always the same sanity ------------------------------------------------
 
-HELLO = {"k": "hello", "nonce": "n", "pid": 1, "start": 1, "job": "other", "rank": 0}
+HELLO = {
+    "k": "rank_hello", "nonce": "n", "life": 1, "pid": 1, "job": "other", "rank": 0, "attempt": 0, "held": [],
+    "arena": "", "parent": None,
+}  # fmt: skip
 HELLOS: list[dict[str, Any]] = [
-    {}, {"k": "hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
-    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}},
+    {}, {"k": "rank_hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
+    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}}, {**HELLO, "extra": 1},
 ]  # fmt: skip
+PUT = {
+    "k": "put_ready", "attempt": 1, "step": 1, "slots": [0], "arena": "", "sample": {"seed": 1, "digests": bytes(8)},
+    "layout": b"", "nbytes": 1, "world_size": 1, "shared_chunks": None, "began_s": 0.0, "stall_s": 0.0,
+}  # fmt: skip
 EVENTS: list[dict[str, Any]] = [
-    {}, {"k": None}, {"k": "call"}, {"k": "call", "id": 1, "verb": "status", "body": 5}, {"k": "unpin", "pin": "x"},
-    {"k": "handover"}, {"k": "handover", "attempt": 1, "step": -1, "slots": [-1], "layout": b"", "nbytes": 1},
-    {"k": "handover", "attempt": 1, "step": 1, "slots": [0, 1], "layout": b"", "nbytes": 2**62, "world_size": 0},
-    {"k": "checked"}, {"k": "bye"}, {"k": "call", "id": 1, "verb": "join", "body": {}},
-    {"k": "call", "id": 1, "verb": "join", "body": {"job": "other", "rank": "zero"}},
+    {}, {"k": None}, {"k": "ask"}, {"k": "ask", "id": 1, "verb": "status", "body": 5}, {"k": "unpin", "pin": "x"},
+    {"k": "put_ready"}, {**PUT, "step": -1}, {**PUT, "slots": [-1]}, {**PUT, "nbytes": 2**62}, {**PUT, "world_size": 0},
+    {**PUT, "stall_s": float("nan")}, {**PUT, "slots": [0, 2**40], "nbytes": 2}, {**PUT, "shared_chunks": 9},
+    {**PUT, "layout": 5}, {**PUT, "sample": {"seed": 1}}, {**PUT, "sample": {"seed": "1", "digests": bytes(8)}},
+    {"k": "into_checked"}, {"k": "bye"}, {"k": "ask", "id": 1, "verb": "join", "body": pack_body({})},
+    {"k": "ask", "id": 1, "verb": "join", "body": pack_body({"job": "other", "rank": "zero"})},
+    {"k": "ask", "id": 1, "verb": "join", "body": b"no body"}, {"k": "lend", "id": 1, "step": 1, "slots": [0, -1]},
 ]  # fmt: skip
 
 

@@ -16,8 +16,22 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.frame import Kind
+from memstore.core.holder import ranks
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.rank_messages import (
+    Ask,
+    AskAnswered,
+    AskRefused,
+    Bye,
+    HolderEvent,
+    RankHello,
+    RankMessage,
+    ToolHello,
+    Welcome,
+    decode_greeting,
+    decode_holder_event,
+)
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -113,8 +127,8 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
     def connect(life: int, nonce: str = "n") -> Channel:
         channel = connect_unix(site.holder.folder / "holder.sock", timeout_s=WAIT_S)
         made.append(channel)
-        send(channel, {"k": "hello", "nonce": nonce, "life": life, "pid": ME, "start": 0, "held": []})
-        assert receive(channel)["k"] == "welcome"
+        channel.send(Kind.EVENT, 0, hello_of(nonce=nonce, life=life), deadline_s=WAIT_S)
+        assert isinstance(decode_greeting(channel.recv(timeout_s=WAIT_S).data), Welcome)
         return channel
 
     yield connect
@@ -122,18 +136,27 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
         channel.close()
 
 
-def send(channel: Channel, body: dict[str, Any]) -> None:
-    channel.send(Kind.EVENT, 0, body, deadline_s=WAIT_S)
+def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
+    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
 
 
-def receive(channel: Channel) -> dict[str, Any]:
-    return channel.recv(timeout_s=WAIT_S).body
+def send(channel: Channel, message: RankMessage) -> None:
+    channel.send(Kind.EVENT, 0, message, deadline_s=WAIT_S)
+
+
+def receive(channel: Channel) -> HolderEvent:
+    return decode_holder_event(channel.recv(timeout_s=WAIT_S).data)
+
+
+def answered(reply: dict[str, Any]) -> AskAnswered:
+    """The answer to the rank's first question."""
+    return AskAnswered(id=1, reply=pack_body(reply))
 
 
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, {"k": "call", "id": 1, "verb": "steps", "body": {}})
+    send(channel, Ask(id=1, verb="steps", body=pack_body({})))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1][0]
 
@@ -149,7 +172,7 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     assert second != first
     site.holder.ranks.answer(first, {"to": "the old store"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_who_connects_is_in_the_inventory_before_it_is_reported(
@@ -160,7 +183,7 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
 
     def report(kind: str, body: dict[str, Any]) -> None:
         if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.connections.owners)
+            known.append(body["nonce"] in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
@@ -177,7 +200,7 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     second = ask(site, newer)
     site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
@@ -185,8 +208,8 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     leaving, staying = hello(life=1), hello(life=1, nonce="other")
     ask(site, leaving)
     kept = ask(site, staying)
-    send(leaving, {"k": "bye"})
-    wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
+    send(leaving, Bye())
+    wait_for(lambda: "n" not in site.holder.state.ranks.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
     assert site.relayed == [(kept, "steps")]
@@ -202,7 +225,7 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     site.holder.ranks.answer(first, {"turn": 1}, None)
     site.holder.ranks.answer(first, {"turn": 2}, None)
     site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
-    assert [receive(newer)["body"]["turn"] for _ in range(2)] == [1, 3]
+    assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------
@@ -224,15 +247,15 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
     shelved, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
-    number, pin = ask(site, channel), replicas.pin
+    number, manifest = ask(site, channel), replicas.manifest
 
-    def pin_after_the_link(*named: Any, **how: Any) -> Any:
+    def read_after_the_link(*named: Any) -> Any:
         channel.close()
-        wait_for(lambda: not site.holder.connections.links, "the link to end")
+        wait_for(lambda: not site.holder.state.ranks.links, "the link to end")
         wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
-        return pin(*named, **how)
+        return manifest(*named)
 
-    monkeypatch.setattr(replicas, "pin", pin_after_the_link)
+    monkeypatch.setattr(replicas, "manifest", read_after_the_link)
     site.holder.ranks.answer(number, answer, None)
     assert not shelved.pins
 
@@ -245,16 +268,18 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, answer, None)
-    assert receive(channel)["error"][0] == "RecoveryError"
+    refused = receive(channel)
+    assert isinstance(refused, AskRefused)
+    assert refused.error == "RecoveryError"
     assert not shelved.pins
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
     """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
-        rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": 0})
-    assert rank_server.owner_of({"nonce": "n", "pid": 77, "is_tool": True}, {"pid": 0}).pid == 0
-    seen = rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": ME})
+        rank_server.owner_of(hello_of(pid=77), 0)
+    assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
+    seen = rank_server.owner_of(hello_of(pid=77), ME)
     assert (seen.pid, seen.start) == (ME, process_start_time(ME))
 
 
@@ -265,7 +290,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert site.leased() == 0
-    HolderLink(site.holder.folder, nonce="tool", is_tool=True).close()
+    HolderLink(site.holder.folder, nonce="tool").close()
 
 
 # -- reaping ----------------------------------------------------------------------------------------
@@ -281,14 +306,14 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             assert rank.stdout.readline() == b"ready\n"
             wait_for(lambda: bool(site.relayed), "the rank's call")
             rank.send_signal(signal.SIGSTOP)  # alive, and silent
-            ranks, connections, calls = site.holder.ranks, site.holder.connections, site.holder.calls
-            connections.links["n"].channel.abort()
-            wait_for(lambda: "n" not in connections.links, "the link's end")
-            ranks.reap()
+            server, links, calls = site.holder.ranks, site.holder.state.ranks.links, site.holder.calls
+            links["n"].channel.abort()
+            wait_for(lambda: "n" not in links, "the link's end")
+            server.reap()
             assert (site.leased(), site.gone, len(calls._waiting)) == (2, [], 1)
         finally:
             rank.kill()
-    ranks.reap()
+    server.reap()
     assert (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0)
 
 
@@ -319,7 +344,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
         assert taken is not None
         for moment in range(2):
             channel = link.channel
-            site.holder.connections.links["n"].channel.abort()
+            site.holder.state.ranks.links["n"].channel.abort()
             site.holder.ranks.reap()
             wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
@@ -341,9 +366,9 @@ def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) ->
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"full\n"
-        first = wait_for(lambda: site.holder.connections.links.get("n"), "the link to be known")
+        first = wait_for(lambda: site.holder.state.ranks.links.get("n"), "the link to be known")
         first.channel.abort()
-        wait_for(lambda: site.holder.connections.links.get("n", first) is not first, "the link to come back")
+        wait_for(lambda: site.holder.state.ranks.links.get("n", first) is not first, "the link to come back")
         process.stdin.close()
 
 
@@ -351,8 +376,8 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.connections.lock:  # the welcome is read before the link is known
-            link.attempt = site.holder.connections.links["n"].attempt = 2
+        with site.holder.context.changed:  # the welcome is read before the link is known
+            link.attempt = site.holder.state.ranks.links["n"].attempt = 2
         order = {"k": "drop", "shards": [], "removed": ["job", 2]}
         site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
@@ -362,7 +387,7 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
         link.fenced_by, link.is_removed = 0, False
-        site.holder.connections.links["n"].channel.abort()
+        site.holder.state.ranks.links["n"].channel.abort()
         wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
     finally:
         link.close()
@@ -386,7 +411,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
         replicas.claim("job", PeerShare(1, {0: 8}, 8))
-        site.holder.connections.grant_job("job")
+        site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4
@@ -406,7 +431,7 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin(4).replicas.ensure_free(4)
-    link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
+    link = HolderLink(site.holder.folder, nonce="n")
     try:
         with link.view(3) as before:
             site.holder.close()
