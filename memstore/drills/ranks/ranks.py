@@ -173,8 +173,12 @@ class Rank:
 
     actor: Any
     host: str
-    pid: int
-    start: int
+    pid: int = 0
+    start: int = 0
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Begin a call of a method of `DrillRank`; return what `collect` takes."""
+        return getattr(self.actor, name).remote(*args, **options)
 
     def end(self) -> None:
         """Kill the process."""
@@ -200,18 +204,18 @@ class RankPool:
         Raises:
             DrillError: a process did not start.
         """
-        found: list[Rank | None] = []
+        found, new = [], []
         for host in hosts:
-            idle = next((r for r in self._idle if r.host == host), None)
-            if idle is not None:
-                self._idle.remove(idle)
-            found.append(idle)
-        missing = [(i, host) for i, (host, r) in enumerate(zip(hosts, found, strict=True)) if r is None]
-        started = {i: self.start(host, nodes) for i, host in missing}
-        whos = collect([actor.who.remote() for actor in started.values()], "start")
-        for (index, actor), (pid, start) in zip(started.items(), whos, strict=True):
-            found[index] = self.kind(actor, hosts[index], pid, start)
-        return [rank for rank in found if rank is not None]
+            rank = next((r for r in self._idle if r.host == host), None)
+            if rank is not None:
+                self._idle.remove(rank)
+            else:
+                rank = self.kind(self.start(host, nodes), host)
+                new.append(rank)
+            found.append(rank)
+        for rank, who in zip(new, collect([r.call("who") for r in new], "start"), strict=True):
+            rank.pid, rank.start = who
+        return found
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
         """Keep ranks that have left their job, for the next drill."""
