@@ -54,8 +54,8 @@ def machine_refusals(
         wanted[machine] = wanted.get(machine, 0) + growth + STATES * nbytes
         names.setdefault(machine, str(row["host"]))
     return [
-        f"the machine of {names[machine]} has {size_text(available[names[machine]])} of memory left, of which the canary "
-        f"would take {size_text(nbytes_wanted)} and may take {size_text(MEMORY_SHARE * available[names[machine]])}"
+        f"the machine of {names[machine]} has {size_text(available[names[machine]])} of memory left, of which the "
+        f"canary would take {size_text(nbytes_wanted)} and may take {size_text(MEMORY_SHARE * available[names[machine]])}"
         for machine, nbytes_wanted in wanted.items()
         if nbytes_wanted > MEMORY_SHARE * available[names[machine]]
     ]

@@ -51,7 +51,8 @@ def _facts(record: Mapping[str, Any]) -> str:
         f"{len(record['skipped'])} not played; {record['seconds']:g} s; seed {record['seed']}; "
         f"{size_text(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
         f"{where['cpus']} processors, {where['system']} {where['kernel']} {where['machine']}, "
-        f"{size_text(where['memory_available_bytes'])} of memory left at the end · Python {where['python']} · {versions}",
+        f"{size_text(where['memory_available_bytes'])} of memory left at the end · Python "
+        f"{where['python']} · {versions}",
         f"commit {record['commit'] or 'unknown'}",
     ]
     return "".join(f'<p class="muted">{escape(line)}</p>' for line in words)

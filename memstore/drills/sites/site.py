@@ -238,7 +238,8 @@ class EmbeddedSite(Site):
         wait_gone(victims)
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config, secret)
-        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({size_text(done['nbytes'])} gone)"
+        gone = size_text(done["nbytes"])
+        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 
     def wait_given_up(self, node: str) -> None:
         """Wait until Ray's head has declared a node dead; its raylet ends when it learns that."""
