@@ -53,9 +53,12 @@ def machine_refusals(
         growth = max(0, int(stats.get("reserved_bytes", 0)) + need - int(stats.get("claimed_bytes", 0)))
         wanted[machine] = wanted.get(machine, 0) + growth + STATES * nbytes
         names.setdefault(machine, str(row["host"]))
-    return [
-        f"the machine of {names[machine]} has {size_text(available[names[machine]])} of memory left, of which the "
-        f"canary would take {size_text(nbytes_wanted)} and may take {size_text(MEMORY_SHARE * available[names[machine]])}"
-        for machine, nbytes_wanted in wanted.items()
-        if nbytes_wanted > MEMORY_SHARE * available[names[machine]]
-    ]
+    found = []
+    for machine, nbytes_wanted in wanted.items():
+        left = available[names[machine]]
+        if nbytes_wanted > MEMORY_SHARE * left:
+            found.append(
+                f"the machine of {names[machine]} has {size_text(left)} of memory left, of which the canary would take "
+                f"{size_text(nbytes_wanted)} and may take {size_text(MEMORY_SHARE * left)}"
+            )
+    return found
