@@ -10,7 +10,6 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-import memstore  # noqa: E402
 from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
@@ -28,8 +27,7 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
         assert ray.get([rank.put.remote(3) for rank in ranks], timeout=60) == ["committed"] * 3
 
         def host(name: str) -> dict[str, Any]:
-            status = memstore.status(config=cluster.config)
-            return next(row for row in status.hosts if row["host"] == name)
+            return next(row for row in cluster.status()["hosts"] if row["host"] == name)
 
         node = RayMembership(cluster.config.store).hosts()["h3"]["node"]
         notice = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address,
@@ -42,5 +40,5 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
         wait_for(lambda: host("h3")["drain_left"] == 0, "the store to do without h3")
         cluster.lose_host("h3")
         wait_for(lambda: host("h3")["status"] == "dead", "its death to be noticed")
-        [job] = memstore.status(config=cluster.config).jobs
+        [job] = cluster.status()["jobs"]
         assert (job["committed_step"], job["copies"]) == (2, 2)
