@@ -33,7 +33,7 @@ RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longe
 
 def on_ray(test: Any) -> Any:
     """Mark a test or class that plays drills on the module's cluster."""
-    for mark in (pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(120)):
+    for mark in (pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600)):
         test = mark(test)
     return test
 

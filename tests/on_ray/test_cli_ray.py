@@ -19,7 +19,7 @@ from memstore.config import Config
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.store_name import scratch_store_name
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_up_and_down_and_what_is_left() -> None:

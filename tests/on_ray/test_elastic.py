@@ -49,11 +49,11 @@ class Run:
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
         try:
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(timeout=30)
-        self.reader.join(timeout=30)
+            self.process.wait(timeout=120)
+        self.reader.join(timeout=120)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

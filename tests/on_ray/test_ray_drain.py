@@ -15,7 +15,7 @@ from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 NOTICE_S = 120
 
 
@@ -24,7 +24,7 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
     hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
     with EmbeddedCluster(hosts, cpus_per_host=3) as cluster:
         ranks = on_hosts(["h1", "h2", "h3"], cluster.config)
-        assert ray.get([rank.put.remote(3) for rank in ranks], timeout=60) == ["committed"] * 3
+        assert ray.get([rank.put.remote(3) for rank in ranks], timeout=120) == ["committed"] * 3
 
         def host(name: str) -> dict[str, Any]:
             return next(row for row in cluster.status()["hosts"] if row["host"] == name)
@@ -33,7 +33,7 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
         notice = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address,
                   "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
                   "--deadline-remaining-seconds", str(NOTICE_S)]  # fmt: skip
-        subprocess.run(notice, check=True, capture_output=True, timeout=60)
+        subprocess.run(notice, check=True, capture_output=True, timeout=120)
 
         due_s = wait_for(lambda: host("h3")["drains_s"], "the notice to reach the store")
         assert 0 < due_s <= NOTICE_S

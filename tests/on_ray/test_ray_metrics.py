@@ -20,7 +20,7 @@ from memstore.testing.clusters import processes  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 3
 LIMIT_S = 90.0
 SHARD_BYTES = 50_000 * 4  # float32

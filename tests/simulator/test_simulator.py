@@ -60,7 +60,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
     for hash_seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-m", "memstore.testing.simulator", "--seed", str(seed)], cwd=ROOT, capture_output=True,
-            text=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
+            text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
         )  # fmt: skip
         here.update(re.findall(r"^fingerprint (\w+),", done.stdout, re.MULTILINE))
     assert len(here) == 1

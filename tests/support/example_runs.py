@@ -42,7 +42,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a launcher and everything below it, then wait until all of it is gone."""
     victims = with_start_times(descendants([process.pid]))
     kill(victims)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     wait_gone(victims, 60)
 
 

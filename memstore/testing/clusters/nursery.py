@@ -24,7 +24,7 @@ from typing import Any
 from memstore.testing.clusters.namespaces import enter
 
 PR_SET_PDEATHSIG = 1
-REPLY_S = 60.0
+REPLY_S = 120.0  # a guard against hangs
 
 
 class Nursery:
@@ -50,6 +50,10 @@ class Nursery:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and with it its children."""
         self._channel.close()
         self._process.kill()
         self._process.wait(timeout=REPLY_S)

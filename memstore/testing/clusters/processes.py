@@ -36,7 +36,7 @@ from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
-START_S = 30.0
+START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
 StartedProcess = subprocess.Popen[bytes] | ForkedProcess
 shared_nursery: Callable[[], Nursery] | None = None

@@ -41,7 +41,7 @@ def test_help_and_version_load_neither_torch_nor_ray(option: str) -> None:
         "import sys; from memstore.cli import main; main([sys.argv[1]], 'memstore', standalone_mode=False); "
         "sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "memstore" in result.stdout.lower()
 
@@ -304,7 +304,7 @@ def test_watch_shows_it_anew_until_interrupted(store: ProcessCluster) -> None:
         assert process.stderr is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=20)
+        code = process.wait(timeout=120)
         assert (code, process.stderr.read()) == (0, "")
     assert [json.loads(line)["store"] for line in lines] == [store.config.store] * 2
 

@@ -173,7 +173,7 @@ def test_a_ray_address_of_nobody_is_refused_at_once(tmp_path: Path, monkeypatch:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
     """Of two holders on this machine the child's Ray node tells the rank's; the rank itself has not joined Ray."""
     name = scratch_store_name()

@@ -304,7 +304,7 @@ def test_an_export_that_is_ended_leaves_no_target(cluster: ProcessCluster, tmp_p
     assert process.stdout is not None
     assert process.stdout.readline() == b"written\n"
     process.send_signal(sig)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     left = [path.name for path in tmp_path.iterdir()]
     assert target.name not in left

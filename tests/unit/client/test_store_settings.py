@@ -135,6 +135,7 @@ def test_what_a_holder_pushes_has_the_class_and_the_pace_of_its_config() -> None
             SHARD, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=slots, attempt=1, follower=fresh
         )  # fmt: skip
         wait_for(lambda: far.replicas.index.find(SHARD), "the push")
+        wait_for(lambda: not near.state.pushes.under_way, "its end: until then its connection is in use")
         with near.peers.peer("b").channel() as channel:
             assert kernel_settings(channel) == (10 << 2, 3 << 20)
 

@@ -92,7 +92,7 @@ def never(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[boo
 def staged(holder: Holder, body: dict[str, Any], reports: Reports) -> dict[str, Any]:
     """Stage and return the report."""
     holder.stager.order(body)
-    holder.stager.workers.submit(lambda: None).result(timeout=10)
+    holder.stager.workers.submit(lambda: None).result(timeout=120)
     holder.stager.workers.shutdown(wait=True)
     return next(body for kind, body in reports if kind == "staged")
 
