@@ -126,30 +126,21 @@ class DrillRank:
         self.store.flush(level, timeout_s)
         return int(self.store.latest_step())
 
-    def restore(self, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """Call get(), and compare every byte with a fresh state made from (seed, rank, step)."""
-        try:
-            got = self.store.get(timeout_s=timeout_s)
-        except MemstoreError as exc:
-            return Restored(self.store.rank, error=type(exc).__name__, message=str(exc))
-        if got is None:
-            return Restored(
-                self.store.rank, error="None",
-                message="get() returned None: the store says that the job has no history",
-            )  # fmt: skip
-        return self._compared(got, self.store.rank, is_altered=is_altered)
+    def restore(self, timeout_s: float, *, is_altered: bool = False, **which: int) -> Restored:
+        """Call get(), and compare every byte with a fresh state made from (seed, rank, step).
 
-    def read(self, step: int, rank: int, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """Read one rank's shard of a step while training goes on (R27), and compare every byte."""
-        try:
-            got = self.store.get(step, rank=rank, timeout_s=timeout_s)
-        except MemstoreError as exc:
-            return Restored(rank, error=type(exc).__name__, message=str(exc))
-        return self._compared(got, rank, is_altered=is_altered)
-
-    def _compared(self, got: Any, rank: int, *, is_altered: bool) -> Restored:
+        `which` is empty for the restore of an attempt, or names the step and the rank to read beside training (R27).
+        """
         from memstore.drills.ranks.training import alter, compare, make_state
 
+        rank = which.get("rank", self.store.rank)
+        try:
+            got = self.store.get(timeout_s=timeout_s, **which)
+        except MemstoreError as exc:
+            return Restored(rank, error=type(exc).__name__, message=str(exc))
+        if got is None:
+            words = "get() returned None: the store says that the job has no history"
+            return Restored(rank, error="None", message=words)
         if is_altered:
             alter(got.state)
         fresh = make_state(self.seed, rank, got.step, self.nbytes)

@@ -127,7 +127,7 @@ class ScratchJob:
         """Let every rank i read and compare the shard of rank i + `shift`, while training goes on (R27)."""
         count = len(self.ranks)
         calls = [
-            r.call("read", step, (i + shift) % count, RESTORE_S, is_altered=is_altered)
+            r.call("restore", RESTORE_S, is_altered=is_altered, step=step, rank=(i + shift) % count)
             for i, r in enumerate(self.ranks)
         ]
         results: list[Restored] = collect(calls, "read", RESTORE_S + CALL_S)
