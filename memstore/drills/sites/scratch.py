@@ -86,9 +86,13 @@ class ScratchJob:
         rows: list[PutRow] = collect(self.all("put_and_wait", step, level, CALL_S), "put")
         return rows
 
+    def leave(self, timeout_s: float = CALL_S) -> None:
+        """Let all ranks leave the job; their processes can join again."""
+        collect(self.all("leave"), "leave", timeout_s)
+
     def rejoin(self) -> None:
         """Let the same processes leave and open the next attempt."""
-        collect(self.all("leave"), "leave")
+        self.leave()
         self.join(fresh=False)
 
     def drop(self, rank: int, host: str) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class ScratchJob:
         """Remove the job, and give its processes back to the pool; skip what does not answer."""
         kill_actors(self.spares)
         try:
-            collect(self.all("leave"), "leave", CALL_S / 4)
+            self.leave(CALL_S / 4)
             self.site.pool.give_back(self.ranks)
         except MemstoreError:
             kill_actors(self.ranks)
