@@ -8,6 +8,7 @@ from memstore.cli.options import Where, address_option, step_or_latest, store_op
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
+from memstore.core.wire.calls import PersistStep, PinStep, UnpinStep
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
@@ -31,7 +32,7 @@ def pin(
     """
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("pin", {"job": job, "step": step, "name": name, "of_attempt": attempt}, CLAIM_S)
+    answer = where.ask(PinStep(job=job, step=step, name=name, of_attempt=attempt), CLAIM_S)
     if as_json:
         print_json(answer)
         return
@@ -47,7 +48,7 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
     """Take the pin NAME of JOB back: retention decides about its step again."""
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("unpin", {"job": job, "name": name})
+    answer = where.ask(UnpinStep(job=job, name=name))
     if as_json:
         print_json(answer)
         return
@@ -72,7 +73,7 @@ def persist(
         raise click.UsageError(f"--within {within_s:g}: the write must have some time, at most {WITHIN_MAX_S:g} s")
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("persist", {"job": job, "step": step, "within_s": within_s}, within_s + CLAIM_S)
+    answer = where.ask(PersistStep(job=job, step=step, within_s=within_s), within_s + CLAIM_S)
     if as_json:
         print_json(answer)
     elif answer["is_durable"]:
@@ -96,11 +97,11 @@ def fork(
 
     No byte is copied; JOB goes on untouched, and either may be removed.
     """
-    from memstore.admin.fork import FORK_S, fork_body
+    from memstore.admin.fork import FORK_S, fork_request
 
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("fork", fork_body(job, step, new_job, attempt), FORK_S)
+    answer = where.ask(fork_request(job, step, new_job, attempt), FORK_S)
     if as_json:
         print_json(answer)
         return

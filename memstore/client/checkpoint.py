@@ -13,6 +13,7 @@ from memstore.client.shared_shard import Read, check_shard, load_natural, reader
 from memstore.core.cluster.text import lost_text, plural
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.wire.calls import ReadStep
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.holder_link import HolderLink
@@ -88,7 +89,7 @@ def open_shard(
 
 @copying()
 def read_shard(
-    link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float, *, rank_state_into: Any = None
+    link: HolderLink, request: ReadStep, into: Any, timeout_s: float, *, rank_state_into: Any = None
 ) -> Checkpoint:
     """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
 
@@ -96,7 +97,7 @@ def read_shard(
         RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
             state given as `into` or `rank_state_into` is unusable then, and the message says so.
     """
-    with ShardRead(link, body, timeout_s) as read:
+    with ShardRead(link, request, timeout_s) as read:
         manifest = read.manifest()
         others = reader_of(link, manifest, timeout_s)
         return _opened(OpenShard(read, manifest), read.answer, others, into, rank_state_into)

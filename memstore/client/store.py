@@ -23,6 +23,16 @@ from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    CheckInto,
+    HolderEvent,
+    ReplicasDiffer,
+    RoomGrown,
+    StepLevel,
+)
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
@@ -104,12 +114,11 @@ class Store(PinVerbs, MarkVerbs):
             ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self._launch.rank, "nonce": self._link.nonce,
-            "together": together,
-        }  # fmt: skip
+        request = AssignRanks(
+            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce, together=together
+        )
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
-        joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
+        joined = ask_with_all(self._link, request, limit_s=limit_s)
         self.rank = self._link.rank = int(joined["rank"])
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return tuple(joined["order"]) or tuple(range(self.world_size))
@@ -219,29 +228,29 @@ class Store(PinVerbs, MarkVerbs):
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
-    def on_event(self, body: dict[str, Any]) -> None:
+    def on_event(self, event: HolderEvent) -> None:
         """Levels for tickets, checks for a get under way, fences."""
-        if body["k"] == "level":
-            self.puts.on_level(body)
-        elif body["k"] == "check":
-            self._on_check(body)
-        elif body["k"] == "room":
-            self.puts.on_room(body)
-        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
-            self.natural.name_differing(self._link, body, self.puts.wait_committed)
-        elif body["k"] == "fenced":
-            self.puts.fail_all(str(self._link.fenced_error()))
+        match event:
+            case StepLevel():
+                self.puts.on_level(event)
+            case CheckInto():
+                self._on_check(event)
+            case RoomGrown():
+                self.puts.on_room(event)
+            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
+                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case AttemptFenced():
+                self.puts.fail_all(str(self._link.fenced_error()))
 
-    def _on_check(self, body: dict[str, Any]) -> None:
-        error: list[str] | None = None
+    def _on_check(self, order: CheckInto) -> None:
+        error: IntoError | None = None
         try:
-            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
         except MemstoreError as exc:
-            error = [type(exc).__name__, str(exc)]
+            error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
-            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
-        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
-        self._link.notify({"k": "checked", **told})
+            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
+        self._link.notify(IntoChecked(job=self.job, round=order.round, rank=self.rank, error=error))
 
     # -- get ----------------------------------------------------------------------------------
 
@@ -269,24 +278,19 @@ class Store(PinVerbs, MarkVerbs):
         self._check_open()
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be what is being copied
-            body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
-                return read_shard(
-                    self._link, {**body, "rank": rank, "step": step}, into, timeout_s, rank_state_into=rank_state_into
-                )
+                request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
+                return read_shard(self._link, request, into, timeout_s, rank_state_into=rank_state_into)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
-                return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
+                return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
-    def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool,
-        timeout_s: float,
-    ) -> Checkpoint | None:  # fmt: skip
+    def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
+        step, timeout_s = request.step, request.timeout_s
         self._into, self._own_into = into, rank_state_into
         try:
-            answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
+            answer = collective(self._link, request, timeout_s)
         except WorldSizeError:
-            body["step"] = step
-            found = self.natural.get_resized(self._link, body, into, timeout_s) if self.natural else None
+            found = self.natural.get_resized(self._link, request, into) if self.natural else None
             if found is None:
                 raise
             return self._restored(step, checkpoint(*found), found[1])
@@ -312,13 +316,11 @@ class Store(PinVerbs, MarkVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        body: dict[str, Any] = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
-        }  # fmt: skip
         with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
-                answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
+                request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
+                answer = collective(self._link, request, left_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))
@@ -366,13 +368,13 @@ class Store(PinVerbs, MarkVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
-            "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
-        }  # fmt: skip
+        request = Rewind(
+            **self.puts.who(), step=step, of_attempt=attempt, nonce=self._link.nonce, key=self._launch.key,
+            world_size=self.world_size,
+        )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
-            self._take_attempt(ask_with_all(self._link, "rewind", body, limit_s=self.config.connect_timeout_s))
+            self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
             self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
@@ -398,7 +400,7 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.close()
             if not self._link.fenced_by:
                 with contextlib.suppress(MemstoreError):
-                    self._link.call("close", self.puts.body(), CALL_SLACK_S)
+                    self._link.call(CloseStore(**self.puts.who()), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:

@@ -20,6 +20,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, GuestLookup
+from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.messages import Body
 
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
@@ -31,8 +32,9 @@ class Reservation:
     """Calls that wait until every host named has claimed the room."""
 
     attempt: int
-    calls: RankCalls = field(default_factory=RankCalls)
-    late: RankCalls = field(default_factory=RankCalls)  # want more than was ordered: a reservation of their own, next
+    calls: RankCalls[ReserveRoom] = field(default_factory=RankCalls)
+    #: Want more than was ordered: a reservation of their own, next.
+    late: RankCalls[ReserveRoom] = field(default_factory=RankCalls)
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
     ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
     waits: set[str] = field(default_factory=set)
@@ -79,9 +81,8 @@ class Reservations:
         self.active: dict[str, Reservation] = {}
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
 
-    def reserve(self, call: Call) -> None:
+    def reserve(self, call: Call[ReserveRoom]) -> None:
         """A rank's preparation or first put, or a put that has outgrown its share."""
-        body = call.body
         found = attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -101,7 +102,7 @@ class Reservations:
         if active is None or active.attempt != attempt.ordinal:
             self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.ordinal)
-        rank, slots = int(body["rank"]), int(body["slots"])
+        rank, slots = call.request.rank, call.request.slots
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):

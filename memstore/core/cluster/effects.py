@@ -7,6 +7,7 @@ emit --> the reactions to what happened, at once (controller/reactions.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from memstore.core.cluster.events import Happened
 from memstore.core.cluster.job import Call
@@ -33,12 +34,12 @@ class Effects:
         """Send an order to a holder."""
         self.actions.append(Tell(host, kind, body))
 
-    def answer(self, call: Call, body: Mapping[str, object]) -> None:
+    def answer(self, call: Call[Any], body: Mapping[str, object]) -> None:
         """Answer a call; facts that were recorded for it are sent first."""
         self.before_answer()
         self.actions.append(Answer(call.host_id, call.call_id, dict(body)))
 
-    def refuse(self, call: Call, error: str, message: str) -> None:
+    def refuse(self, call: Call[Any], error: str, message: str) -> None:
         """Answer a call with an error: the name of a class of `memstore.errors`, and its message."""
         self.actions.append(Answer(call.host_id, call.call_id, {}, (error, message)))
 

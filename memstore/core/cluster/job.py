@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.step_phases import StepPhases
 from memstore.core.schedule.step_pace import Pace
+from memstore.core.wire.codec import Request
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -39,11 +40,6 @@ class Seat:
     def is_alive(self) -> bool:
         """Return whether it is neither gone nor missed: unknown to its host after a restart (`Takeover`)."""
         return not self.is_gone and self.last_active_s > -math.inf
-
-
-def seat_of(rank: int, host: str, nonce: str, join: Mapping[str, Any], now: float) -> Seat:
-    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
-    return Seat(rank, host, nonce, int(join.get("pid", 0)), bool(join.get("is_gone")), last_active_s=now)
 
 
 @dataclass(slots=True)
@@ -121,13 +117,16 @@ class Attempt:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Call:
-    """A RankCall that waits for its answer."""
+Q_co = TypeVar("Q_co", bound=Request[Any], covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Q_co]):
+    """A request that waits for its answer."""
 
     host_id: str
     call_id: int
-    body: dict[str, Any]
+    request: Q_co
     since_s: float
 
 

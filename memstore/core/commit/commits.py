@@ -17,6 +17,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.messages import Body, shard_to_wire
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
@@ -331,13 +332,13 @@ class Steps:
 
     # -- skip ---------------------------------------------------------------------------------
 
-    def skip(self, call: Call) -> None:
+    def skip(self, call: Call[SkipStep]) -> None:
         """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
-        body, found = call.body, attempt_of(self.state, self.out, call)
+        request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
         job, attempt = found
-        step = StepId(attempt.ordinal, int(body["step"]))
+        step = StepId(attempt.ordinal, request.step)
         if attempt.steps.newest_decided > step.step:
             if step.step not in attempt.steps:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
@@ -347,19 +348,17 @@ class Steps:
                 self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
-            gap = 1 if body.get("is_failed") is True else min(attempt.resume_gap, _gap_limit(attempt))
+            gap = 1 if request.is_failed else min(attempt.resume_gap, _gap_limit(attempt))
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
-            if body.get("is_failed") is not True:
+            if not request.is_failed:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
-            why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
-            attempt.skip_reasons[step.step] = attempt.skip_why = (
-                f"rank {int(body['rank'])} gave up step {step.step}: {why}"
-            )
-            attempt.is_skip_for_room = body.get("is_failed") is not True
+            why = request.why[:WHY_CHARS_MAX]
+            attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"
+            attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.out.answer(call, {"resume": attempt.resume_step})

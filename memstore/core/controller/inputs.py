@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from memstore.config import check_name
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Call
 from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
+from memstore.core.wire.calls import (
+    AskPutInterval,
+    AssignRanks,
+    CloseStore,
+    Get,
+    ReserveRoom,
+    Rewind,
+    SkipStep,
+    Withdraw,
+)
+from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
     Body,
     DrainsSeen,
@@ -31,7 +41,6 @@ from memstore.core.wire.messages import (
     copy_from_wire,
     shard_from_wire,
 )
-from memstore.errors import ConfigError
 
 
 class Inputs:
@@ -54,15 +63,15 @@ class Inputs:
             LeaseRenewed: lambda event: p.journal.lease.renew(event.until_s),
         }
         #: Calls that are refused once their job is not known any more; all others go to `Queries`.
-        self._calls: Mapping[str, Callable[[Call], object]] = {
-            "mesh_order": lambda call: p.mesh_orders.ask(state.now, call),
-            "get": lambda call: p.rounds.get(state.now, call),
-            "withdraw": p.rounds.withdraw,
-            "rewind": p.rewinds.ask,
-            "reserve": p.room.reserve,
-            "cadence": p.cadence.ask,
-            "skip": self._skip,
-            "close": p.attempts.close,
+        self._calls: Mapping[type[Request[Any]], Callable[[Any], object]] = {
+            AssignRanks: lambda call: p.mesh_orders.ask(state.now, call),
+            Get: lambda call: p.rounds.get(state.now, call),
+            Withdraw: p.rounds.withdraw,
+            Rewind: p.rewinds.ask,
+            ReserveRoom: p.room.reserve,
+            AskPutInterval: p.cadence.ask,
+            SkipStep: self._skip,
+            CloseStore: p.attempts.close,
         }
         self._reports: Mapping[str, Callable[[str, Body], object]] = {
             "sealed": self._sealed,
@@ -126,30 +135,19 @@ class Inputs:
     # -- calls --------------------------------------------------------------------------------
 
     def _call(self, event: RankCall) -> None:
-        call = Call(event.host_id, event.call_id, event.body, self.state.now)
-        name, verb = str(event.body.get("job", "")), event.verb
+        request = event.request
+        call = Call(event.host_id, event.call_id, request, self.state.now)
+        name, answer = getattr(request, "job", None) or "", self._calls.get(type(request))
         self.parts.orphans.asked(name)
-        if verb == "join":
-            self._join(call)
-        elif verb not in self._calls and verb != "drain":
-            self.queries.ask(verb, call)
-        elif verb == "drain":
-            self.parts.drains.ask(call)
-        elif name not in self.state.jobs:
-            self.out.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
+        if answer is None:
+            self.queries.ask(call)
+        elif name in self.state.jobs:
+            answer(call)
         else:
-            self._calls[verb](call)
+            self.out.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
 
-    def _join(self, call: Call) -> None:
-        try:
-            check_name("job", call.body.get("job"))  # it will be a folder's name
-        except ConfigError as error:
-            self.out.refuse(call, "ConfigError", str(error))
-            return
-        self.parts.attempts.join(self.state.now, call)
-
-    def _skip(self, call: Call) -> None:
-        self.parts.observer.skipped(call.host_id, call.body)
+    def _skip(self, call: Call[SkipStep]) -> None:
+        self.parts.observer.skipped(call.host_id, call.request)
         self.parts.steps.skip(call)
 
     # -- reports ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from memstore.core.cluster.job import Attempt, Call, Job, Seat
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.messages import shard_to_wire
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -27,7 +28,7 @@ class ForkMaking:
         self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Reservations
     ) -> None:
         self.state, self.out, self.journal, self.view, self.room = state, out, journal, view, room
-        self.waiting: dict[str, list[Call]] = {}  # by new job: for it to be whole
+        self.waiting: dict[str, list[Call[ForkJob]]] = {}  # by new job: for it to be whole
         self.ordered_s: dict[str, float] = {}
 
     def apply(self, fact: JobForked, *, is_replay: bool) -> None:
@@ -123,7 +124,7 @@ class ForkMaking:
         if from_step in origin.torn and torn not in self.journal.log.unapplied():
             self.journal.record(torn)
 
-    def _answer(self, job: Job, call: Call) -> None:
+    def _answer(self, job: Job, call: Call[ForkJob]) -> None:
         fact = job.origin
         if fact is None:
             return

@@ -24,6 +24,7 @@ from memstore.core.durable.paths import place_of
 from memstore.core.history.fork_copy import ForkMaking, stand_in
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.messages import Body
 from memstore.errors import ConfigError
 from placement.domains import is_finer
@@ -47,15 +48,14 @@ class Forks:
 
     # -- asked --------------------------------------------------------------------------------
 
-    def ask(self, job: Job, call: Call) -> None:
+    def ask(self, job: Job, call: Call[ForkJob]) -> None:
         """Fork a step of a job under a new name; asked again with the same nonce it is the same fork."""
-        name, nonce = call.body.get("new_job"), str(call.body["nonce"])
+        name, nonce = call.request.new_job, call.request.nonce
         try:
             check_name("job", name)
         except ConfigError as error:
             self.out.refuse(call, "ConfigError", str(error))
             return
-        name = str(name)
         known, pending = self.state.jobs.get(name), self.state.pending_forks.get(name)
         if pending is not None and pending.nonce == nonce:
             pending.calls.append(call)
@@ -77,12 +77,12 @@ class Forks:
         asked, pending.is_listing = pending, True
         self.markers.ask(call.host_id, name, durable, lambda why: self._markers_listed(asked, why))
 
-    def _find(self, job: Job, name: str, call: Call) -> tuple[StepId | None, Refusal | None]:
+    def _find(self, job: Job, name: str, call: Call[ForkJob]) -> tuple[StepId | None, Refusal | None]:
         if name in self.state.jobs or name in self.state.pending_forks:
             return None, self._exists(name)
         step, refusal = named_step(
-            job, None if call.body["step"] is None else int(call.body["step"]), call.body.get("of_attempt"),
-            among={*job.commits, *job.markers}, option="attempt= or --attempt",
+            job, call.request.step, call.request.of_attempt, among={*job.commits, *job.markers},
+            option="attempt= or --attempt",
         )  # fmt: skip
         if step is None:
             return None, refusal

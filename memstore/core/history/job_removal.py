@@ -22,6 +22,7 @@ from memstore.core.history.fork_request import Forks
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
+from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
 
@@ -85,9 +86,9 @@ class JobRemoval:
         is_used = is_read or bool(self.state.holds.in_use(job)) or bool(self.forks.unfinished(job))
         return is_joining or is_used
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[RemoveJob]) -> None:
         """Drop every copy of a job in RAM, and its facts."""
-        name = str(call.body.get("job", ""))
+        name = call.request.job
         is_story = name in self.state.stories.keys() - self.state.jobs.keys()
         job = Job(name) if is_story else job_of(self.state, self.out, call)
         if job is None:
@@ -95,7 +96,7 @@ class JobRemoval:
         attempt = job.newest
         seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
         alive = [s for s in seats if s.is_alive and self.state.hosts.is_live(s.host_id)]
-        if alive and not call.body.get("force"):
+        if alive and not call.request.force:
             seat = alive[0]
             self.out.refuse(
                 call, "JobBusyError",
@@ -111,7 +112,7 @@ class JobRemoval:
                 "or remove that one first",
             )  # fmt: skip
             return
-        if job.pins and not call.body.get("force"):
+        if job.pins and not call.request.force:
             self.out.refuse(
                 call, "JobBusyError",
                 f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
@@ -121,7 +122,7 @@ class JobRemoval:
         pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
         self.remove(job, (call, {"job": job.name, "pins": pins}))
 
-    def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
+    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Body], story: str = "") -> None:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]

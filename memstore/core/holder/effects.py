@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import Level, PutReady, SlotSample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -122,6 +124,13 @@ class Reach(Effect):
     """Give the Peer of a host; PeerUnreachable if the controller's view does not have it."""
 
     host: str
+
+
+@dataclass(frozen=True)
+class BeginConnect(Effect):
+    """Begin to open the streams to a job's targets, which its next put needs; give a function: whether that is over."""
+
+    job: str
 
 
 @dataclass(frozen=True)
@@ -262,6 +271,21 @@ class ListMarkers(Effect):
 
 
 @dataclass(frozen=True)
+class OnStore(Effect):
+    """Call the store where that may digest, wait or unlink files; give what the call returns."""
+
+    call: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ClaimRoom(Effect):
+    """Reserve room for a job, and tell its ranks how far that is; CapacityError, with numbers, if it cannot be."""
+
+    job: str
+    share: PeerShare
+
+
+@dataclass(frozen=True)
 class Verify(Effect):
     """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
 
@@ -336,7 +360,7 @@ class CompareSample(Effect):
 
     slots: Sequence[int]
     nbytes: int
-    seen: Body
+    seen: SlotSample
 
 
 @dataclass(frozen=True)
@@ -362,8 +386,7 @@ class DigestAndStore(Effect):
     """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
-    body: Body  # of the hand-over
-    slots: Sequence[int]
+    ready: PutReady
     fresh: FreshSource
 
 
@@ -422,7 +445,7 @@ class TellLevel(Effect):
     link: Link
     attempt: int
     step: int
-    level: str
+    level: Level
     reason: str
 
 
@@ -431,6 +454,42 @@ class Grant(Effect):
     """Lease a rank what its share allows now that a put of it is over."""
 
     link: Link
+
+
+@dataclass(frozen=True)
+class GrantJob(Effect):
+    """Lease a job's ranks what their shares allow: room may have become free."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class TellAbandoned(Effect):
+    """Tell a job's ranks that a step was abandoned, and from which step all put again."""
+
+    order: Body
+
+
+@dataclass(frozen=True)
+class TellCheck(Effect):
+    """Ask a rank whether it can take what was staged for it; it answers the controller."""
+
+    job: str
+    round: int
+    rank: int
+    manifest: bytes
+
+
+@dataclass(frozen=True)
+class ForgetJob(Effect):
+    """Forget what is known here of the attempts of a removed job, up to one, and tell its processes.
+
+    If `is_refused_fork`, the job was never there: its name is free again, and no process has it.
+    """
+
+    job: str
+    attempt: int
+    is_refused_fork: bool
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ holds anyway, of whatever shard, is referenced, not fetched (R13). The reader di
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
@@ -21,6 +22,7 @@ from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
+TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
 def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
@@ -69,7 +71,7 @@ def _stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
             raise PeerUnreachable("; ".join(problems))
         if draft.missing:
             return bad or {state.host_id: draft.missing}
-        state.excerpts.known[int(body["round"])] = Excerpt(name, draft, data, state.now() + PIN_S)
+        state.excerpts.known[int(body["round"])] = Excerpt(name, draft, data, state.now() + TAKE_S)
         is_kept = True
         return {}
     finally:
@@ -93,10 +95,11 @@ def _elsewhere(state: HolderState, body: Body) -> Body:
 
 
 def take(state: HolderState, number: int) -> Excerpt:
-    """Return what was staged for a read. IntegrityError if it is gone."""
+    """Lend what was staged for a read to its reader. IntegrityError if it is gone."""
     excerpt = state.excerpts.known.get(number)
     if excerpt is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
+    state.excerpts.known[number] = replace(excerpt, deadline_s=state.now() + PIN_S)
     return excerpt
 
 

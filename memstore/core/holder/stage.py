@@ -20,6 +20,7 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
+    TellCheck,
     Unexpected,
     Verify,
     WaitFor,
@@ -60,6 +61,21 @@ def run(state: HolderState, body: Body) -> Steps[None]:
         yield Unexpected(f"staging {body['shard']}", exc)
         report["why"] = repr(exc)
     state.report("staged", report)
+
+
+def check(state: HolderState, body: Body) -> Steps[None]:
+    """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
+    why = f"what was staged for rank {body['rank']} on host {state.host_id} is gone: call get() again"
+    shelved = state.store.staged((str(body["job"]), int(body["round"]), int(body["rank"])))
+    try:
+        if shelved is not None:
+            manifest = yield LoadManifest(shelved)
+            yield TellCheck(str(body["job"]), int(body["round"]), int(body["rank"]), manifest)
+            return
+    except DigestMismatch as exc:
+        why = str(exc)
+    reply = {key: body[key] for key in ("job", "round", "rank")}
+    state.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})
 
 
 def _once(state: HolderState, body: Body, shard: ShardId) -> Steps[dict[str, list[int]]]:

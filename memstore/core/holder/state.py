@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.format.manifest import Manifest
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import PutReady
 from recovery.inventory import ShardId, StepId
 
 
@@ -51,6 +54,27 @@ class Store(Protocol):
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica anew."""
+
+    def staged(self, key: StagedKey) -> StoredReplica | None:
+        """Return what is kept for the reader of a round."""
+
+    def drop_all(self, shards: Iterable[ShardId], removed: tuple[str, int] | None) -> None:
+        """Remove shards, and the room of a removed job up to an attempt."""
+
+    def drop_step(self, job: str, attempt: int, step: int) -> None:
+        """Remove what is stored of a step, and what is on its way in."""
+
+    def prepare_room(self, job: str, share: PeerShare) -> None:
+        """Grow for a share that may be claimed later; CapacityError at the limit."""
+
+    def keep_shares(self, jobs: Collection[str]) -> None:
+        """Give back the room of jobs that are not among these, if nothing of them is here."""
+
+    def renamed(self, shelved: StoredReplica, new: ShardId) -> Manifest:
+        """Verify a pinned replica, and return its manifest under another id; DigestMismatch if it was damaged."""
+
+    def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        """Store a shard under another id as well, with a reference more for each slot; None if it is not here."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +144,18 @@ class HandOver:
     """A put that a rank handed over completely, and the fence of its job at that moment."""
 
     link: Link
-    body: Body
+    ready: PutReady
     fence: int
 
     @property
     def shard(self) -> ShardId:
         """Return the shard that it is to become."""
-        return ShardId(self.link.job, int(self.body["attempt"]), int(self.body["step"]), self.link.rank)
+        return ShardId(self.link.job, self.ready.attempt, self.ready.step, self.link.rank)
 
     @property
     def key(self) -> tuple[str, int, Owner]:
         """Return the key by which a fence and a goodbye wait for it."""
-        return self.link.job, int(self.body["attempt"]), self.link.owner
+        return self.link.job, self.ready.attempt, self.link.owner
 
 
 @dataclass

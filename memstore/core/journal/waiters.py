@@ -9,6 +9,7 @@ Before that a successor may know nothing of the fact, and the caller would have 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
@@ -21,7 +22,7 @@ from memstore.core.wire.messages import Body
 class Waiting:
     """One call, and its answer."""
 
-    call: Call
+    call: Call[Any]
     body: Body
     is_done_by_removal: bool  # the end of its job is as good as the fact
 
@@ -33,7 +34,7 @@ class Waiters:
         self.out = out
         self._waiting: dict[Fact, list[Waiting]] = {}
 
-    def add(self, fact: Fact, call: Call, body: Body, *, is_done_by_removal: bool = False) -> None:
+    def add(self, fact: Fact, call: Call[Any], body: Body, *, is_done_by_removal: bool = False) -> None:
         """Answer a call with a body once a fact that was recorded is true.
 
         Args:

@@ -22,8 +22,8 @@ from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import Pushes
 from memstore.core.report.event_ring import RecentEvents
 from memstore.core.report.redundancy import RedundancyMonitor
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.measured import seconds
-from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, StepId
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
@@ -71,7 +71,7 @@ class EventRecorder:
         self.chronicle = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
-        self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
+        self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
@@ -163,9 +163,9 @@ class EventRecorder:
         )  # fmt: skip
 
     @never_raises
-    def skipped(self, host: str, body: Body) -> None:
+    def skipped(self, host: str, request: SkipStep) -> None:
         """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
-        self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
+        self.skips[request.job, request.attempt, request.step] = host, request
         while len(self.skips) > SKIPS_MAX:
             del self.skips[next(iter(self.skips))]
 
@@ -251,12 +251,15 @@ class EventRecorder:
         for key in [k for k in self.puts if k[0] == fact.job and k[1].attempt == fact.attempt]:
             if fact.step <= key[1].step < max(fact.resume, fact.step + 1):
                 del self.puts[key]
-        found = {} if word is None else {"rank": int(word["rank"]), "host": str(word["host"])}
-        why = "a rank passed over it, or no copy has all of it" if word is None else str(word.get("why") or "no room")
-        stall = {} if word is None or "stall_s" not in word else {"stall_s": rounded(seconds(word["stall_s"]))}
+        found: dict[str, Any] = {}
+        why = "a rank passed over it, or no copy has all of it"
+        if word is not None:
+            host, request = word
+            found, why = {"rank": request.rank, "host": host}, request.why or "no room"
+            found |= {"stall_s": rounded(seconds(request.stall_s))} if request.stall_s is not None else {}
         self.add(
             "skip", job=fact.job, attempt=fact.attempt, step=fact.step, why=why[:300], resume=fact.resume,
-            **found, **stall,
+            **found,
         )  # fmt: skip
 
     # -- restores -------------------------------------------------------------------------------

@@ -87,6 +87,11 @@ def reply_decoder(kind: type[Request[Any]]) -> Decoder[Any]:
     return Decoder(reply)
 
 
+def tag_of(kind: type[Message] | Message) -> str:
+    """Return the name of a type of messages, as it travels."""
+    return str(kind.__struct_config__.tag)
+
+
 def encode(message: Message) -> bytes:
     """Return a message as a body; ProtocolError if it cannot be encoded, or is longer than a body may be."""
     try:

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.config import check_name
+from memstore.core.wire import calls
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 Body = dict[str, Any]
@@ -107,8 +108,7 @@ class RankCall:
 
     host_id: str
     call_id: int
-    verb: str
-    body: Body
+    request: calls.RankCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.calls import DropCopy, RemoveJob
 from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
@@ -98,11 +99,10 @@ class ScratchJob:
     def drop(self, rank: int, host: str) -> dict[str, Any]:
         """Ask the controller to drop one copy of the newest committed step; it refuses to drop the last one."""
         job = self.status()
-        body = {
-            "job": self.name, "attempt": job["committed_attempt"], "step": job["committed_step"], "rank": rank,
-            "host": host,
-        }  # fmt: skip
-        return self.site.ask("drop", body)
+        request = DropCopy(
+            job=self.name, attempt=job["committed_attempt"], step=job["committed_step"], rank=rank, host=host
+        )
+        return self.site.ask(request)
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.
@@ -179,6 +179,6 @@ class ScratchJob:
             kill_actors(self.ranks)
         self.ranks, self.spares = [], []
         with contextlib.suppress(MemstoreError):
-            self.site.ask("rm", {"job": self.name, "force": True}, CALL_S / 4)
+            self.site.ask(RemoveJob(job=self.name, force=True), CALL_S / 4)
         if self.config.durable is not None:
             shutil.rmtree(Path(self.config.durable) / self.name, ignore_errors=True)

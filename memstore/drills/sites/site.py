@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from memstore.admin.cluster import ask, join_ray
 from memstore.cli.output import size_text
 from memstore.config import Config
+from memstore.core.wire.calls import AskStatus, RankCall
 from memstore.drills.breaking import faults
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
@@ -60,13 +61,13 @@ class Site:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = VERB_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = VERB_S) -> dict[str, Any]:
         """Ask the controller, through a host that is not in `unreachable_hosts`."""
-        return ask(verb, body, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
+        return ask(request, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status; raise TransportError while no controller answers."""
-        return self.ask("status", timeout_s=ASK_S)
+        return self.ask(AskStatus(), timeout_s=ASK_S)
 
     def job(self, name: str) -> dict[str, Any]:
         """Return the status of one job; raise DrillError if the store has no such job."""

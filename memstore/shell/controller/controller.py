@@ -22,6 +22,8 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.calls import decode_call
+from memstore.core.wire.codec import tag_of
 from memstore.core.wire.frame import Kind, pack_frame
 from memstore.core.wire.messages import (
     Action,
@@ -257,7 +259,7 @@ class Controller:
             event = event_from_body(host, body, session.asked_s)
             if event is not None:
                 self._handle(event)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, ProtocolError):
             log.exception("host %s sent a message that is not understood: %r", host, str(body)[:500])
 
     def _beats_taken(self) -> tuple[Heard, ...]:
@@ -277,7 +279,8 @@ class Controller:
             log.exception("catalog failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
-                actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
+                error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
+                actions.append(Answer(event.host_id, event.call_id, {}, error))
         frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
         for action in actions:
             self._execute(action, frames)
@@ -384,7 +387,7 @@ def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | 
     if kind == "ack":
         return FactAck(host, int(body["seq"]))
     if kind == "call":
-        return RankCall(host, int(body["id"]), str(body["verb"]), dict(body["body"]))
+        return RankCall(host, int(body["id"]), decode_call(body["call"]))
     if kind == "rank_gone":
         return RankGone(host, str(body["nonce"]))
     if kind == "ended":

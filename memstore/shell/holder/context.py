@@ -13,6 +13,8 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import copy_to_wire
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -56,15 +58,15 @@ class HolderContext:
         except Exception:
             log.exception("host %s: order %s failed", self.host_id, work.__name__)
 
-    def ask(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def ask(self, call_id: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
-        self.report("call", {"id": call_id, "verb": verb, "body": body})
+        self.report("call", {"id": call_id, "call": encode(request)})
 
     def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
-        in which they were true.
+        Queued under the vault's lock, under which inventories are taken and copies dropped too: the controller hears of
+        them in the order in which they were true.
         """
         self.idle.used()
         with self.replicas.lock:
@@ -73,8 +75,3 @@ class HolderContext:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
                 body: dict[str, Any] = {"copies": [copy_to_wire(held)]}
                 self.report("sealed", body if put is None else {**body, "put": put})
-
-    def freed(self, order: dict[str, Any]) -> None:
-        """Report that an order to drop copies was carried out."""
-        with self.replicas.lock:
-            self.report("freed", {"shards": order["shards"], "number": order.get("number")})

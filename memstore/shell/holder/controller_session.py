@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import ORDINAL_LIMIT
 from memstore.errors import PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.journal_file import Journal
-from memstore.shell.holder.journal_writer import JournalWriter
 from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
@@ -81,13 +81,12 @@ class ControllerSession:
         self.outbox.put(None)
 
 
-class ControllerSessions:
-    """The sessions of one holder: the newest of the highest term is obeyed, and its facts are journalled (R16, R17)."""
+class ControllerSessions(Sessions[ControllerSession]):
+    """The sessions of one holder on threads: which of them is obeyed is in core/holder/sessions.py."""
 
     def __init__(self, host_id: str, journal: Journal, term: int) -> None:
-        self.host_id, self.journal, self.term = host_id, journal, term
-        self.facts = JournalWriter(journal, lambda seq: self.report("ack", {"seq": seq}))
-        self.current: ControllerSession | None = None
+        super().__init__(term, journal, lambda seq: self.report("ack", {"seq": seq}))
+        self.host_id, self.journal = host_id, journal
         self._lock = threading.Lock()
 
     def report(self, kind: str, body: dict[str, Any]) -> None:
@@ -118,12 +117,9 @@ class ControllerSessions:
         """
         session = ControllerSession(channel)
         with self._lock:
-            newest = self.term = max(self.term, term)
-            if term == newest:
-                old, self.current = self.current, session
-                self.facts.forget()
-        if term < newest:
-            channel.send(Kind.EVENT, 0, {"k": "stale", "term": newest}, deadline_s=SEND_S)
+            is_obeyed, old = self.begin(session, term)
+        if not is_obeyed:
+            channel.send(Kind.EVENT, 0, {"k": "stale", "term": self.term}, deadline_s=SEND_S)
             return
         if old is not None:
             old.replaced(term)
@@ -140,7 +136,7 @@ class ControllerSessions:
             log.info("host %s: the controller's session ended", self.host_id)
         finally:
             with self._lock:
-                self.current = None if self.current is session else self.current
+                self.end(session)
             session.close()
 
     def _obey(self, session: ControllerSession, body: dict[str, Any], obey: Callable[[dict[str, Any]], None]) -> None:

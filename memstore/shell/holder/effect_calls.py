@@ -103,6 +103,14 @@ class EffectCalls:
         return self.replicas.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
 
     @_call.register
+    def _(self, effect: effects.OnStore) -> Any:
+        return effect.call()
+
+    @_call.register
+    def _(self, effect: effects.ClaimRoom) -> None:
+        self.replicas.claim(effect.job, effect.share, functools.partial(self.connections.room, effect.job))
+
+    @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
         return self.replicas.verify(effect.shelved, self.digesters.map)
 
@@ -172,6 +180,18 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.Grant) -> None:
         self.connections.grant_current(cast(RankConnection, effect.link))
+
+    @_call.register
+    def _(self, effect: effects.GrantJob) -> None:
+        self.connections.grant_job(effect.job)
+
+    @_call.register
+    def _(self, effect: effects.TellAbandoned) -> None:
+        self.connections.resume(effect.order)
+
+    @_call.register
+    def _(self, effect: effects.TellCheck) -> None:
+        self.connections.check(effect.job, effect.round, effect.rank, effect.manifest)
 
     @_call.register
     def _(self, effect: effects.TellReplicated) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.cluster.facts import AttemptOpened, JobRemoved
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.journal.records import entry_from_record
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import HostInfo, copy_to_wire
+from memstore.core.wire.rank_messages import ToolHello
 from memstore.errors import TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
@@ -102,7 +102,8 @@ class Holder:
         )  # fmt: skip
         self.journal = Journal.open(self.folder / "journal")
         self.fences = JobFences()
-        self.sessions = ControllerSessions(identity.host_id, self.journal, self._read_journal())
+        term = read_journal(self.journal.records(), self.fences)
+        self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
         self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
         self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
@@ -148,10 +149,10 @@ class Holder:
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
         self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
-        self.stager = Stager(context, self.connections, self.runner)
+        self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
-            context, self.connections,
+            context, self.runner,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
         )  # fmt: skip
         self.ranks = RankServer(
@@ -163,10 +164,10 @@ class Holder:
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
-            context, workers=self.workers, connections=self.connections, ranks=self.ranks, rooms=self.rooms,
-            twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager, persister=self.persister,
-            scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server, tombstones=self.tombstones,
-            begin_again=self.begin_again,
+            context, self.runner, workers=self.workers, connections=self.connections, ranks=self.ranks,
+            rooms=self.rooms, twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager,
+            persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
+            tombstones=self.tombstones, begin_again=self.begin_again,
         )  # fmt: skip
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
@@ -208,26 +209,12 @@ class Holder:
         """Say whether the lock's live owner has stopped answering on its own socket (R2)."""
         try:
             with contextlib.closing(connect_unix(self.folder / "holder.sock", timeout_s=FROZEN_AFTER_S)) as channel:
-                channel.send(
-                    Kind.EVENT, 0, {"k": "hello", "nonce": "lock-probe", "pid": 0, "start": 0, "is_tool": True},
-                    deadline_s=FROZEN_AFTER_S,
-                )  # fmt: skip
+                hello = ToolHello(nonce="lock-probe", life=0, pid=0)
+                channel.send(Kind.EVENT, 0, hello, deadline_s=FROZEN_AFTER_S)
                 channel.recv(timeout_s=FROZEN_AFTER_S)
             return False
         except TransportError:
             return True
-
-    def _read_journal(self) -> int:
-        """Learn the fences from before, and return the highest term: nothing older is served meanwhile (R17, R21)."""
-        term = 0
-        for record in self.journal.records():
-            entry = entry_from_record(record)
-            term = max(term, entry.term)
-            if isinstance(entry.fact, AttemptOpened):
-                self.fences.open(entry.fact.job, entry.fact.attempt)
-            elif isinstance(entry.fact, JobRemoved):
-                self.fences.remove(entry.fact.job, entry.fact.attempt)
-        return term
 
     # -- connections --------------------------------------------------------------------------
 

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.wire.messages import shard_from_wire
+from memstore.core.holder import drop, effects, fork, stage
+from memstore.core.holder.effects import Steps
 from memstore.errors import MemstoreError
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.fork import forked_body, look, make
 from memstore.shell.holder.persist import Persister
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.room_orders import RoomOrders
+from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.shared_shards import Twins
@@ -34,13 +35,14 @@ class OrderRouter:
     """The orders of one holder's controller, each passed to the part that carries it out."""
 
     def __init__(
-        self, context: HolderContext, *, workers: ThreadPoolExecutor, connections: RankConnections, ranks: RankServer,
-        rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager, persister: Persister,
-        scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer, tombstones: Tombstones,
-        begin_again: Callable[[int], None],
+        self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, connections: RankConnections,
+        ranks: RankServer, rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
+        persister: Persister, scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer,
+        tombstones: Tombstones, begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
-        self.context, self.replicas, self.workers = context, context.replicas, workers
+        self.context, self.workers = context, workers
+        self.runner = runner.extended({effects.ForgetJob: self._forget_job})
         self.connections, self.ranks, self.rooms, self.twins = connections, ranks, rooms, twins
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
@@ -63,19 +65,19 @@ class OrderRouter:
         elif kind == "grow":
             self.rooms.grow(body)
         elif kind == "fork":
-            self._later(self._fork, body)
+            self._begin((fork.look if body["what"] == "look" else fork.make)(self.context.state, body))
         elif kind == "push":
             self.pusher.order(body)
         elif kind == "stage":
             self.stager.order(body)
         elif kind == "check":
-            self.stager.check(body)
+            self.runner.run(stage.check(self.context.state, body))
         elif kind == "level":
             self.connections.level(body)
         elif kind == "abandon":
-            self._later(self._abandon, body)
+            self._begin(drop.abandon(self.context.state, body))
         elif kind == "drop":
-            self._later(self._drop, body)
+            self._begin(drop.drop(self.context.state, body))
         elif kind == "persist":
             self.persister.order(body)
         elif kind == "markers":
@@ -92,50 +94,18 @@ class OrderRouter:
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         self.workers.submit(self.context.logged, work, *args)
 
+    def _begin(self, steps: Steps[None]) -> None:
+        self._later(self.runner.run, steps)
+
+    def _forget_job(self, effect: effects.ForgetJob) -> None:
+        self.twins.forget(effect.job, effect.attempt)
+        if not effect.is_refused_fork:
+            self.trained.forget(effect.job)
+            self.connections.removed(effect.job, effect.attempt)
+
     def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
         self.peer_server.keep_senders(self.context.peers.set_view(rows, gone))
-
-    def _abandon(self, body: dict[str, Any]) -> None:
-        """Forget an uncommitted step and tell its tickets (R12)."""
-        job, attempt, step = str(body["job"]), int(body["attempt"]), int(body["step"])
-        with self.replicas.lock:
-            keys = [*self.replicas.index.shards, *((k[0], k[1]) for k in self.replicas.index.drafts)]
-            shards = {k[0] for k in keys if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)}
-            for key in [k for k in self.replicas.index.drafts if k[0] in shards]:
-                self.replicas.index.abort_draft(key[1], key[0])
-        for shard in shards:
-            self.replicas.drop(shard)
-        self.connections.resume(body)
-        self.connections.grant_job(job)
-
-    def _drop(self, body: dict[str, Any]) -> None:
-        shards = [shard_from_wire(item) for item in body["shards"]]
-        removed = body.get("removed")
-        try:
-            self.replicas.drop_all(shards, removed)
-        finally:  # also where that failed
-            self.context.freed(body)
-        if removed is not None:
-            self._removed(str(removed[0]), int(removed[1]), is_refused_fork=bool(body.get("is_refused_fork")))
-        for job in {shard.job for shard in shards}:
-            self.connections.grant_job(job)
-
-    def _removed(self, job: str, attempt: int, *, is_refused_fork: bool) -> None:
-        """Forget a removed job up to an attempt, and tell its processes; a refused fork's name is free again."""
-        self.twins.forget(job, attempt)
-        if not is_refused_fork:
-            self.trained.forget(job)
-            self.context.fences.remove(job, attempt)
-            self.connections.removed(job, attempt)
-
-    def _fork(self, body: dict[str, Any]) -> None:
-        """Look at what is to be forked, or make manifests of the new job over the same slots (R32)."""
-        if body["what"] == "look":
-            self.context.report("forked", forked_body(body, look(self.replicas, body["shards"])))
-        else:
-            for shelved in make(self.replicas, body["shards"]):
-                self.context.sealed(shelved)
 
     def _ask(self, body: dict[str, Any]) -> None:
         """Answer a question of the command line that needs this host's bytes."""

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    CheckInto,
+    HolderEvent,
+    Level,
+    ReplicasDiffer,
+    RoomGrown,
+    SlotsLeased,
+    StepLevel,
+    Welcome,
+)
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
@@ -28,19 +40,20 @@ class RankConnection:
     channel: Channel
     owner: Owner
     nonce: str = ""
-    job: str = ""
-    rank: int = -1
+    job: str = ""  # "": a tool's
+    rank: int = 0
     attempt: int = 0
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
+    pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
     grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
-    def send(self, body: dict[str, Any]) -> None:
+    def send(self, message: Welcome | HolderEvent) -> None:
         """Send one event; a link that cannot take it is closed and will come back."""
         try:
-            self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+            self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
         except TransportError:
             self.channel.close()
 
@@ -54,14 +67,14 @@ class RankConnections:
         self.links: dict[str, RankConnection] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
         self.parents: dict[str, str] = {}  # nonce of a child among `owners` -> that of the rank's process
-        self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
+        self.committed: dict[str, StepLevel] = {}  # job -> last commit told, for links that come back
 
     # -- links --------------------------------------------------------------------------------
 
     def of_job(self, job: str) -> list[RankConnection]:
         """Return the links of a job's ranks on this host."""
         with self.lock:
-            return [link for link in self.links.values() if link.job == job and link.rank >= 0]
+            return [link for link in self.links.values() if link.job == job]
 
     def current(self, link: RankConnection) -> RankConnection:
         """Return the link on which the same store is connected now."""
@@ -105,12 +118,12 @@ class RankConnections:
             with self.lock:
                 if self.links.get(link.nonce) is not link or link.channel.is_closed:
                     return
-                if not link.job or link.rank < 0 or link.attempt < self.context.fences.first(link.job) or link.parent:
+                if not link.job or link.attempt < self.context.fences.first(link.job) or link.parent:
                     return
                 stand_ins_for = [self.owners[n] for n, parent in self.parents.items() if parent == link.nonce]
                 slots = self.replicas.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
             if slots:
-                link.send({"k": "grant", "slots": slots})
+                link.send(SlotsLeased(slots=tuple(slots)))
 
     def grant_job(self, job: str) -> None:
         """Lease a job's ranks the room that may have become free."""
@@ -119,9 +132,9 @@ class RankConnections:
 
     # -- what a put came to -------------------------------------------------------------------
 
-    def tell_level(self, link: RankConnection, attempt: int, step: int, level: str, reason: str) -> None:
+    def tell_level(self, link: RankConnection, attempt: int, step: int, level: Level, reason: str) -> None:
         """Send a store the level of one of its tickets, on its newest link."""
-        message = {"k": "level", "attempt": attempt, "step": step, "level": level, "reason": reason, "degraded": False}
+        message = StepLevel(attempt=attempt, step=step, level=level, reason=reason)
         with self.lock:
             parent = self.links.get(link.parent)
         for each in (self.current(link), parent):
@@ -136,42 +149,36 @@ class RankConnections:
 
     def level(self, body: dict[str, Any]) -> None:
         """Send a job's ranks the level of a step."""
-        message = {
-            "k": "level", "attempt": body["attempt"], "step": body["step"], "level": body["level"],
-            "reason": body.get("reason", ""), "degraded": bool(body.get("degraded")),
-        }  # fmt: skip
-        if body["level"] in ("committed", "durable"):
+        message = StepLevel(
+            attempt=body["attempt"], step=body["step"], level=body["level"], reason=body.get("reason", ""),
+            degraded=bool(body.get("degraded")),
+        )  # fmt: skip
+        if message.level in ("committed", "durable"):
             self.committed[body["job"]] = message
-        for link in self.of_job(body["job"]):
-            if link.attempt == body["attempt"]:
-                link.send(message)
+        self._tell_attempt(body["job"], message)
 
     def resume(self, body: dict[str, Any]) -> None:
         """Tell a job's ranks that a step was abandoned, and from which step all put again (R12)."""
         told = {key: body[key] for key in ("attempt", "step", "level", "reason", "resume")}
-        for link in self.of_job(body["job"]):
-            if link.attempt == body["attempt"]:
-                link.send({"k": "level", "degraded": False, **told})
+        self._tell_attempt(body["job"], StepLevel(**told))
+
+    def _tell_attempt(self, job: str, message: StepLevel) -> None:
+        for link in self.of_job(job):
+            if link.attempt == message.attempt:
+                link.send(message)
 
     # -- what a rank is asked and told --------------------------------------------------------
 
     def room(self, job: str, done_bytes: int, wanted_bytes: int) -> None:
         """Tell a job's ranks how far the room that they asked for has grown."""
         for link in self.of_job(job):
-            link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
+            link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
-    def check(self, body: dict[str, Any], shelved: StoredReplica) -> None:
+    def check(self, job: str, number: int, rank: int, manifest: bytes) -> None:
         """Let the rank compare `into=` with the manifest before anything is released (R26)."""
-        for link in self.of_job(body["job"]):
-            if link.rank == body["rank"]:
-                link.send(
-                    {
-                        "k": "check",
-                        "job": body["job"],
-                        "round": body["round"],
-                        "manifest": self.replicas.manifest(shelved),
-                    }
-                )
+        for link in self.of_job(job):
+            if link.rank == rank:
+                link.send(CheckInto(round=number, manifest=manifest))
 
     def notifier(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
         """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
@@ -179,7 +186,7 @@ class RankConnections:
             link = self.links.get(str(stream[0])) if stream else None
         return ChunkNotifier(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None
 
-    def tell_twin(self, shard: ShardId, event: dict[str, Any]) -> None:
+    def tell_twin(self, shard: ShardId, event: ReplicasDiffer) -> None:
         """Send an event to the process that put a shard, if it is still connected in that attempt."""
         for link in self.of_job(shard.job):
             if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:
@@ -203,4 +210,4 @@ class RankConnections:
     def send_fenced(self, link: RankConnection) -> None:
         """Tell one process which attempt is the first that this host still serves."""
         fences = self.context.fences
-        link.send({"k": "fenced", "attempt": fences.first(link.job), "is_removed": fences.is_removed(link.job)})
+        link.send(AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job)))

@@ -45,6 +45,11 @@ class Runner:
             finally:
                 self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Let procedures look again at what they wait for: something other than the state has changed."""
+        with self.state():
+            pass
+
     def run(self, steps: Steps[T]) -> T:
         """Run a procedure to its end and return its result; what it raises is raised here."""
         value: Any = None

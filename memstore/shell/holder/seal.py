@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
@@ -45,10 +46,10 @@ class Sealer:
         """Serve a link until None is queued."""
         threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
 
-    def add(self, link: RankConnection, body: dict[str, Any]) -> None:
+    def add(self, link: RankConnection, ready: PutReady) -> None:
         """Queue a hand-over that came completely; a fence that comes now waits for it (R21)."""
         with self.runner.state():
-            put = procedure.add(self.context.state, link, body)
+            put = procedure.add(self.context.state, link, ready)
             if put is not None:
                 link.handovers.put(put)
 
@@ -95,13 +96,13 @@ class Sealer:
         )
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
-        body, shard = effect.body, effect.shard
+        ready, shard = effect.ready, effect.shard
         shelved = self.replicas.seal_local(
-            shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
-            slots=effect.slots, attempt=shard.attempt,
+            shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+            attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,
         )  # fmt: skip
-        self.meter.count(shard.job, body)
+        self.meter.count(shard.job, ready.stall_s, ready.nbytes)
         return shelved
 
     def _note_put(self, effect: effects.NotePut) -> int | None:
@@ -112,5 +113,8 @@ class Sealer:
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
         shard = effect.shard
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.calls.ask(Call(None, "", 0, request))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
@@ -43,7 +44,7 @@ class Twins:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(
-        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
+        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, ReplicasDiffer], None]
     ) -> None:
         """`tell`: sends an event to the process that put a shard here."""
         self.replicas, self.stopping, self.tell = replicas, stopping, tell
@@ -185,10 +186,8 @@ class Twins:
 
     def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
         """Tell the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
-        event = {
-            "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
-            "chunks": unequal[:TOLD_CHUNKS_MAX],
-        }  # fmt: skip
+        told = tuple(unequal[:TOLD_CHUNKS_MAX])
+        event = ReplicasDiffer(attempt=shard.attempt, step=shard.step, twin=twin, count=len(unequal), chunks=told)
         self.tell(shard, event)
 
 

@@ -17,6 +17,9 @@ import numpy as np
 
 from memstore.core.format.layout import pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.wire.calls import ReadRanges
+from memstore.core.wire.orders import ChunkRange
+from memstore.core.wire.rank_messages import Unpin
 from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.rank.holder_link import HolderLink
@@ -91,7 +94,7 @@ class OpenRanges:
     def close(self) -> None:
         """Let go of the slots."""
         self.hold.close()
-        self.link.notify({"k": "unpin", "pin": self.pin})
+        self.link.notify(Unpin(pin=self.pin))
 
 
 class ShardRanges:
@@ -109,11 +112,9 @@ class ShardRanges:
         `attempt` names who put the step, where several lineages have one of that number; None: the one of all reads.
         """
         attempt = self.attempt if attempt is None else attempt
-        body = {
-            "job": self.job, "step": step, "rank": rank, "chunks": chunk_runs(ranges, chunk_bytes),
-            "of_attempt": attempt,
-        }  # fmt: skip
-        return Asked(self.link.call_soon("read", body), step, attempt, rank)
+        runs = tuple(ChunkRange(first, count) for first, count in chunk_runs(ranges, chunk_bytes))
+        request = ReadRanges(job=self.job, step=step, of_attempt=attempt, rank=rank, chunks=runs)
+        return Asked(self.link.call_soon(request), step, attempt, rank)
 
     def open(self, asked: Asked) -> OpenRanges:
         """Wait for what was asked for.
@@ -162,4 +163,4 @@ class ShardRanges:
 
     def _give_back(self, future: Future[dict[str, Any]]) -> None:
         if future.exception() is None:
-            self.link.notify({"k": "unpin", "pin": future.result()["pin"]})
+            self.link.notify(Unpin(pin=future.result()["pin"]))

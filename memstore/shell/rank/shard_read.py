@@ -10,9 +10,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.wire.calls import AskSteps, ReadStep
+from memstore.core.wire.orders import ChunkListener
+from memstore.core.wire.rank_messages import ChunksArrived, Unpin
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold
 from memstore.shell.codec.interpreter import waiting
@@ -77,7 +81,7 @@ class StagedShard:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest.shard
-        rows = self.link.call("steps", {"job": shard.job}, MEND_TIMEOUT_S)["steps"]
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
         kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
@@ -86,7 +90,7 @@ class StagedShard:
     def close(self) -> None:
         """Let go of the slots."""
         self._hold.close()
-        self.link.notify({"k": "unpin", "pin": self._pin})
+        self.link.notify(Unpin(pin=self._pin))
 
 
 class ShardRead:
@@ -99,17 +103,17 @@ class ShardRead:
         RecoveryError: there is no such shard, or some chunk has no good copy.
     """
 
-    def __init__(self, link: HolderLink, body: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, link: HolderLink, request: ReadStep, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
         self._until_s = time.monotonic() + timeout_s
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come, not taken yet
         self._hold: PageHold | None = None  # of those that were taken
         self._staged: StagedShard | None = None
-        self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[ChunksArrived | Future[dict[str, Any]]] = queue.SimpleQueue()
         number = link.hear(self._heard)
         self._number = number
-        self._future = link.call_soon("read", {**body, "stream": [link.nonce, number]})
+        self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, number)))
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:
@@ -129,7 +133,7 @@ class ShardRead:
 
     def _give_back(self, future: Future[dict[str, Any]]) -> None:
         if future.exception() is None:
-            self._link.notify({"k": "unpin", "pin": future.result()["pin"]})
+            self._link.notify(Unpin(pin=future.result()["pin"]))
 
     def manifest(self) -> Manifest:
         """Wait for the manifest."""
@@ -165,9 +169,9 @@ class ShardRead:
         if self._staged is not None:
             self._staged.mend(wanted, use)
 
-    def _named(self, told: Mapping[str, Any]) -> Manifest:
+    def _named(self, data: bytes) -> Manifest:
         """Return the manifest of what is read; a question asked again by a link that broke may be answered anew."""
-        named = decode_manifest(bytes(told["manifest"]))
+        named = decode_manifest(data)
         if self._manifest is None:
             self._manifest = named
         elif self._manifest != named:
@@ -193,8 +197,8 @@ class ShardRead:
             ) from None  # fmt: skip
         if isinstance(heard, Future):
             answer = heard.result()
-            self._staged = StagedShard(self._link, self._named(answer), answer)
+            self._staged = StagedShard(self._link, self._named(bytes(answer["manifest"])), answer)
             return
-        if "manifest" in heard:
-            self._named(heard)
-        self._slots.update({int(index): int(slot) for index, slot in heard["chunks"]})
+        if heard.manifest is not None:
+            self._named(heard.manifest)
+        self._slots.update({chunk.index: chunk.slot for chunk in heard.chunks})

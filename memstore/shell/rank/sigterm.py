@@ -24,6 +24,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from types import FrameType
 from typing import Any
 
+from memstore.core.wire.calls import PersistStep
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -191,8 +192,8 @@ class SigtermWatch:
         asked: list[tuple[HolderLink, float, Future[dict[str, Any]]]] = []
         for link, limit_s in list(self._limits_s.items()):
             if not link.fenced_by and not link.closed.is_set():
-                body = {"job": link.job, "step": None, "within_s": limit_s * ANSWER_PART}
-                asked.append((link, limit_s, link.call_soon("persist", body)))
+                request = PersistStep(job=link.job, step=None, within_s=limit_s * ANSWER_PART)
+                asked.append((link, limit_s, link.call_soon(request)))
         for link, limit_s, answer in asked:
             what = f"memstore {link.job} rank {link.rank}: SIGTERM:"
             try:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from memstore.config import Config
+from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.rank.admin_link import Tool
@@ -61,13 +62,13 @@ class Cluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Ask the controller through any holder that runs."""
-        return ask_through(map(self.arena, self.running()), verb, body, timeout_s)
+        return ask_through(map(self.arena, self.running()), request, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        return self.ask("status")
+        return self.ask(AskStatus())
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""
@@ -76,7 +77,7 @@ class Cluster:
     def host_rows(self) -> list[dict[str, Any]]:
         """Return the hosts in the controller's status; empty while no controller answers."""
         try:
-            found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
+            found: list[dict[str, Any]] = self.ask(AskStatus(), timeout_s=2.0)["hosts"]
         except (MemstoreError, OSError):
             return []
         return found
@@ -91,19 +92,17 @@ class Cluster:
         A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
         suspect at that moment.
         """
-        return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
+        return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
 
 
-def ask_through(
-    folders: Iterable[Path], verb: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_S
-) -> dict[str, Any]:
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
     """Ask the controller through the first holder that answers, of those that own these arena folders."""
     problems = []
     for folder in folders:
         if (folder / "holder.sock").exists():
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(verb, body, timeout_s))
+                    return dict(tool.ask(request, timeout_s))
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
     raise MemstoreError(f"no holder answers: {problems}")

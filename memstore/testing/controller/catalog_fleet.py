@@ -27,6 +27,7 @@ from memstore.core.wire.messages import (
     Tell,
     Tick,
 )
+from memstore.testing.requests import request_of
 
 JOB = "train"
 CHUNK_BYTES = 4 << 20
@@ -63,7 +64,7 @@ class CatalogFleet:
         for host in self.hosts:
             self.handle(Heard(host))
         self._call("join", {
-            "world_size": self.world_size, "key": "launch", "launcher": "launcher", "fresh": False, "takeover": False,
+            "world_size": self.world_size, "key": "launch", "launcher": "launcher",
             "config": self.config,
         })  # fmt: skip
         self._call("reserve", {"attempt": 1, "slots": CHUNKS})
@@ -77,7 +78,7 @@ class CatalogFleet:
         self.answers.clear()
         for rank in range(self.world_size):
             more = {"job": JOB, "rank": rank, "nonce": f"n{rank}", "pid": 1000 + rank}
-            self.handle(RankCall(self.host_of(rank), rank + 1, verb, {**body, **more}))
+            self.handle(RankCall(self.host_of(rank), rank + 1, request_of(verb, more, **body)))
         refused = [answer.error for answer in self.answers if answer.error is not None]
         assert not refused, (verb, refused[:1])
         assert len(self.answers) == self.world_size, (verb, len(self.answers))

@@ -15,6 +15,8 @@ from typing import Any
 import msgpack
 
 from memstore.core.journal.records import journal_after, whole_order
+from memstore.core.wire import calls
+from memstore.core.wire.codec import tag_of
 from memstore.core.wire.messages import (
     Body,
     Event,
@@ -99,7 +101,7 @@ class FakeHolder:
         self.targets: dict[str, list[str]] = {}
         self.copiers: dict[str, dict[int, list[str]]] = {}  # job -> local copier -> targets
         self.ranks: dict[str, FakeRank] = {}  # by nonce
-        self.calls, self.calls_count = dict[int, tuple[str, str, Body]](), 0
+        self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
         self.rooms: dict[str, Body] = {}  # job -> its reservation; without one no copy is taken from a peer
@@ -128,31 +130,32 @@ class FakeHolder:
 
     # -- ranks --------------------------------------------------------------------------------
 
-    def call(self, rank: FakeRank, verb: str, body: Body) -> None:
+    def call(self, rank: FakeRank, request: calls.RankCall) -> None:
         """Send a rank's question to the controller; it is sent again in every session until it is answered."""
         self.calls_count += 1
-        self.calls[self.calls_count] = (rank.nonce, verb, body)
-        self._send(self, RankCall(self.host_id, self.calls_count, verb, dict(body)))
+        self.calls[self.calls_count] = (rank.nonce, request)
+        self._send(self, RankCall(self.host_id, self.calls_count, request))
 
     def resend_calls(self) -> None:
         """Send every unanswered question again in a new session."""
-        for call_id, (_, verb, body) in sorted(self.calls.items()):
-            self._send(self, RankCall(self.host_id, call_id, verb, dict(body)))
+        for call_id, (_, request) in sorted(self.calls.items()):
+            self._send(self, RankCall(self.host_id, call_id, request))
 
     def answer(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
         """Pass an answer of the controller on to its rank."""
-        nonce, verb, _ = self.calls.pop(call_id, ("", "", {}))
+        nonce, request = self.calls.pop(call_id, ("", None))
         rank = self.ranks.get(nonce)
-        if rank is None:
+        if rank is None or request is None:
             return
+        verb = tag_of(request)
         if error is not None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])))
             return
         rank.answers.setdefault(verb, []).append(body)
-        if verb in ("join", "rewind", "mesh_order"):
+        if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
             rank.resume_step = max(rank.resume_step, int(body["resume_step"]))
-        elif verb == "skip":
+        elif isinstance(request, calls.SkipStep):
             rank.resume_step = max(rank.resume_step, int(body["resume"]))
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:

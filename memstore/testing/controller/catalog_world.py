@@ -34,6 +34,7 @@ from memstore.core.wire.messages import (
 )
 from memstore.testing.controller.catalog_durable import Durable
 from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, plain, plain_event
+from memstore.testing.requests import request_of
 from recovery.inventory import ShardId, ShardSpec, StepId
 
 TICK_S = 0.2
@@ -272,9 +273,9 @@ class CatalogWorld:
         self.holders[name].ranks[process.nonce] = process
         body = {
             "job": job, "rank": rank, "world_size": world_size, "nonce": process.nonce, "key": key, "pid": 1000 + rank,
-            "launcher": "launcher", "fresh": False, "takeover": False, "config": self.config, **more,
+            "launcher": "launcher", "config": self.config, **more,
         }  # fmt: skip
-        self.holders[name].call(process, "join", body)
+        self.holders[name].call(process, request_of("join", body))
         return process
 
     def _up_count(self) -> int:
@@ -296,14 +297,14 @@ class CatalogWorld:
             return
         rank.is_dead = True
         holder = self.holders[rank.host_id]
-        for call_id in [c for c, (nonce, _, _) in holder.calls.items() if nonce == rank.nonce]:
+        for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
             del holder.calls[call_id]
         self._send(holder, RankGone(rank.host_id, rank.nonce))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
         """Send a rank's question to the controller."""
         base = {"job": rank.job, "attempt": rank.attempt, "rank": rank.rank}
-        self.holders[rank.host_id].call(rank, verb, {**base, **body})
+        self.holders[rank.host_id].call(rank, request_of(verb, base, **body))
 
     def get(
         self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False

@@ -164,7 +164,6 @@ def _frame_seeds() -> list[bytes]:
         (Kind.HELLO, {"nonce": bytes(32)}),
         (Kind.AUTH2, {"identity": wire.pack_body({"role": "holder"}), "mac": bytes(32)}),
         (Kind.EVENT, {"k": "push", "shard": ["job", 1, 2, 0], "digest": "", "target": "h", "is_repair": True}),
-        (Kind.EVENT, {"k": "handover", "slots": [0, 1], "layout": b"", "nbytes": 4, "sample": {"seed": 5}}),
     ]
     packed = [(kind, wire.pack_body(content)) for kind, content in calls]
     return [b"\xff" + wire.pack_header(kind, 1, content) + content for kind, content in packed]

@@ -16,8 +16,22 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.frame import Kind
+from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.rank_messages import (
+    Ask,
+    AskAnswered,
+    AskRefused,
+    Bye,
+    HolderEvent,
+    RankHello,
+    RankMessage,
+    ToolHello,
+    Welcome,
+    decode_greeting,
+    decode_holder_event,
+)
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -41,10 +55,11 @@ RANK = """
 import signal, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
+from memstore.core.wire.calls import AskSteps
 from memstore.shell.rank.holder_link import HolderLink
 link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 link.wait_free(2, 15.0)
-link.call_soon("steps", {})
+link.call_soon(AskSteps(job="job"))
 link.outbox.put(lambda: print("ready", flush=True))
 signal.pause()
 """
@@ -72,7 +87,7 @@ class Site:
             store=scratch_store_name(), arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
             scrub_bytes_per_s=0,
         )  # fmt: skip
-        self.relayed: list[tuple[int, str]] = []
+        self.relayed: list[int] = []
         self.gone: list[str] = []
         self.holder = self.begin(64)
 
@@ -86,7 +101,7 @@ class Site:
 
     def _note(self, kind: str, body: dict[str, Any]) -> None:
         if kind == "call":
-            self.relayed.append((body["id"], body["verb"]))
+            self.relayed.append(body["id"])
         elif kind == "rank_gone":
             self.gone.append(body["nonce"])
 
@@ -113,8 +128,8 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
     def connect(life: int, nonce: str = "n") -> Channel:
         channel = connect_unix(site.holder.folder / "holder.sock", timeout_s=WAIT_S)
         made.append(channel)
-        send(channel, {"k": "hello", "nonce": nonce, "life": life, "pid": ME, "start": 0, "held": []})
-        assert receive(channel)["k"] == "welcome"
+        channel.send(Kind.EVENT, 0, hello_of(nonce=nonce, life=life), deadline_s=WAIT_S)
+        assert isinstance(decode_greeting(channel.recv(timeout_s=WAIT_S).data), Welcome)
         return channel
 
     yield connect
@@ -122,20 +137,29 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
         channel.close()
 
 
-def send(channel: Channel, body: dict[str, Any]) -> None:
-    channel.send(Kind.EVENT, 0, body, deadline_s=WAIT_S)
+def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
+    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
 
 
-def receive(channel: Channel) -> dict[str, Any]:
-    return channel.recv(timeout_s=WAIT_S).body
+def send(channel: Channel, message: RankMessage) -> None:
+    channel.send(Kind.EVENT, 0, message, deadline_s=WAIT_S)
+
+
+def receive(channel: Channel) -> HolderEvent:
+    return decode_holder_event(channel.recv(timeout_s=WAIT_S).data)
+
+
+def answered(reply: dict[str, Any]) -> AskAnswered:
+    """The answer to the rank's first question."""
+    return AskAnswered(id=1, reply=pack_body(reply))
 
 
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, {"k": "call", "id": 1, "verb": "steps", "body": {}})
+    send(channel, Ask(id=1, call=AskSteps(job="job")))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
-    return site.relayed[-1][0]
+    return site.relayed[-1]
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -149,7 +173,7 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     assert second != first
     site.holder.ranks.answer(first, {"to": "the old store"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_who_connects_is_in_the_inventory_before_it_is_reported(
@@ -177,7 +201,7 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     second = ask(site, newer)
     site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
     site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
@@ -185,11 +209,11 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     leaving, staying = hello(life=1), hello(life=1, nonce="other")
     ask(site, leaving)
     kept = ask(site, staying)
-    send(leaving, {"k": "bye"})
+    send(leaving, Bye())
     wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
-    assert site.relayed == [(kept, "steps")]
+    assert site.relayed == [kept]
 
 
 def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello: Callable[..., Channel]) -> None:
@@ -202,7 +226,7 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     site.holder.ranks.answer(first, {"turn": 1}, None)
     site.holder.ranks.answer(first, {"turn": 2}, None)
     site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
-    assert [receive(newer)["body"]["turn"] for _ in range(2)] == [1, 3]
+    assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------
@@ -245,16 +269,18 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, answer, None)
-    assert receive(channel)["error"][0] == "RecoveryError"
+    refused = receive(channel)
+    assert isinstance(refused, AskRefused)
+    assert refused.error == "RecoveryError"
     assert not shelved.pins
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
     """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
-        rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": 0})
-    assert rank_server.owner_of({"nonce": "n", "pid": 77, "is_tool": True}, {"pid": 0}).pid == 0
-    seen = rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": ME})
+        rank_server.owner_of(hello_of(pid=77), 0)
+    assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
+    seen = rank_server.owner_of(hello_of(pid=77), ME)
     assert (seen.pid, seen.start) == (ME, process_start_time(ME))
 
 
@@ -265,7 +291,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert site.leased() == 0
-    HolderLink(site.holder.folder, nonce="tool", is_tool=True).close()
+    HolderLink(site.holder.folder, nonce="tool").close()
 
 
 # -- reaping ----------------------------------------------------------------------------------------
@@ -406,7 +432,7 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin(4).replicas.ensure_free(4)
-    link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
+    link = HolderLink(site.holder.folder, nonce="n")
     try:
         with link.view(3) as before:
             site.holder.close()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
+from memstore.core.wire.calls import ReadRanges
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -186,11 +187,14 @@ def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypa
     a, b = pair
     shelved, before = seal(a.replicas), used_slots(b)
     stage(b, order(shelved, [[0, 2]], -1))
-    monkeypatch.setattr(partial_read, "PIN_S", -1.0)
-    stage(b, order(shelved, [[4, 2]], -2))
+    monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
+    for number in (-2, -3):
+        stage(b, order(shelved, [[4, 2]], number))
+    b.excerpts.take(-3)
     b.excerpts.expire()
-    assert list(b.state.excerpts.known) == [-1]
-    b.excerpts.release(-1)
+    assert list(b.state.excerpts.known) == [-1, -3]  # not yet due, and taken
+    for number in (-1, -3):
+        b.excerpts.release(number)
     assert used_slots(b) == before
 
 
@@ -226,12 +230,12 @@ class Reader:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
         monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
-        self.link = HolderLink(holder.folder, nonce="reader", job="train", is_tool=True)
+        self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges) -> None:
         self.count += 1
-        bad = stage(self.holder, order(shelved, body["chunks"], -self.count))
+        bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], -self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)

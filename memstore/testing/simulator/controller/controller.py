@@ -13,7 +13,6 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     Note,
-    RankCall,
     Report,
     Tell,
     Tick,
@@ -114,14 +113,7 @@ class SimController:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell) and action.kind == "outdated":
-            holder.info = replace(
-                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
-            )
-            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
-        elif isinstance(action, Tell) and action.kind == "dropped":
-            holder.memory.stories[action.body["job"]] = action.body["story"]
-        elif isinstance(action, Tell):
+        if isinstance(action, Tell):
             holder.obey(action.kind, plain(action.body))
         else:
             holder.answer(action.call_id, plain(action.body), action.error)
@@ -152,8 +144,7 @@ class SimController:
             return
         self.sessions[holder.host_id] = session
         session.report(replace(holder.hello(), asked_s=self.world.now))
-        for call_id, verb, body in holder.open_calls():
-            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+        holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
         """End a session; with `why` the state machine is told, as of a reset connection (R28)."""
@@ -161,8 +152,7 @@ class SimController:
         if session is None:
             return
         session.close()
-        if session.holder.session is session:
-            session.holder.session = None
+        session.holder.sessions.end(session)
         if why is not None:
             self.handle(HostLost(host, why))
 

@@ -41,6 +41,12 @@ class HostContext(TwinHolder, Protocol):
     def ranks(self) -> Mapping[str, Rank]:
         """Its ranks, by nonce."""
 
+    def ranks_of(self, body: Body) -> list[Rank]:
+        """Return the living ranks of the job and the attempt that an order names."""
+
+    def grant_job(self, job: str) -> None:
+        """Lease a job's ranks what their shares allow."""
+
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
 

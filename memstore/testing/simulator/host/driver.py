@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey
-from memstore.core.format.manifest import chunk_digest
+from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.wire.ids import WireShard
@@ -221,6 +221,47 @@ class Driver:
         fresh = cast(StreamingReplica, effect.source)
         yield fresh.is_settled
         return fresh.sealed().spec.digest
+
+    @_perform.register
+    def _(self, effect: effects.OnStore) -> Waits[Any]:
+        yield FILE_S
+        return effect.call()
+
+    @_perform.register
+    def _(self, effect: effects.ClaimRoom) -> Waits[None]:
+        yield from ()
+        self.replicas.claim(effect.job, effect.share)
+
+    @_perform.register
+    def _(self, effect: effects.BeginConnect) -> Waits[Callable[[], bool]]:
+        yield from ()
+        return lambda: True  # time is all that it saves
+
+    @_perform.register
+    def _(self, effect: effects.GrantJob) -> Waits[None]:
+        yield from ()
+        self.holder.grant_job(effect.job)
+
+    @_perform.register
+    def _(self, effect: effects.TellAbandoned) -> Waits[None]:
+        yield from ()
+        for rank in self.holder.ranks_of(effect.order):
+            rank.rise(int(effect.order["step"]), str(effect.order["level"]))
+            rank.resume_step = max(rank.resume_step, int(effect.order["resume"]))
+
+    @_perform.register
+    def _(self, effect: effects.TellCheck) -> Waits[None]:
+        yield from ()
+        for rank in self.holder.ranks.values():
+            if (rank.job, rank.rank) == (effect.job, effect.rank) and not rank.is_dead and not rank.is_frozen:
+                why = rank.check(decode_manifest(effect.manifest))
+                reply = {"job": effect.job, "round": effect.round, "rank": effect.rank, "ok": not why}
+                self.holder.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+
+    @_perform.register
+    def _(self, effect: effects.ForgetJob) -> Waits[None]:
+        yield from ()
+        self.holder.twins.forget(effect.job, effect.attempt)
 
     @_perform.register
     def _(self, effect: effects.TellReplicated) -> Waits[None]:

@@ -5,16 +5,17 @@ It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around t
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.share import share_from_wire
-from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.holder import drop, fork, room, stage
+from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
+from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.journal.records import entry_from_record, whole_order
+from memstore.core.wire import calls
 from memstore.core.wire.messages import (
     Event,
     FactAck,
@@ -26,9 +27,9 @@ from memstore.core.wire.messages import (
     copy_to_wire,
     shard_from_wire,
 )
-from memstore.errors import CapacityError
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.fork import drop_unknown_shares
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
@@ -38,20 +39,25 @@ from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
-from memstore.testing.simulator.host.fork import fork
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.host.twins import SimTwins
-from memstore.testing.simulator.world.memory import MachineClock, Memory, MemoryArena, MemoryManifests
+from memstore.testing.simulator.world.memory import (
+    MachineClock,
+    Memory,
+    MemoryArena,
+    MemoryJournal,
+    MemoryManifests,
+)
 from memstore.testing.simulator.world.processes import Rank, Session
 from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy
 
 Body = dict[str, Any]
 REAP_S = 0.5
 SLOTS_MAX = 400
-LATE_DROPS_SHARE, LATE_DROP_MAX_S = 0.05, 5.0
+LATE_SHARE, LATE_MAX_S = 0.05, 5.0  # of orders that wait for a thread
 
 
 class SimHolder:
@@ -61,20 +67,18 @@ class SimHolder:
         self.world, self.checker = world, checker
         self.info, self.memory, self.host_id = info, memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
-        self.session: Session | None = None
-        self.term, self.pages = 0, list[bytes]()  # pages of a journal order whose end has not come
         self.fences = JobFences()
+        term = read_journal(memory.journal, self.fences)
+        self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.calls: dict[int, tuple[Rank | None, int, str, Body]] = {}  # None: the holder's own question
-        self.call_ids = itertools.count(info.incarnation << 32)  # as in shell/holder/pending_calls.py: of no life twice
+        self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
         memory.is_cut, memory.crash_in = False, None
         self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
         self.replicas.on_hurt = self.sealed
-        self._read_journal()
         self.peer_server = PeerServer(
             self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
@@ -100,25 +104,28 @@ class SimHolder:
         """Run one of its threads."""
         self.world.spawn(work, self)
 
-    def _read_journal(self) -> None:
-        for record in self.memory.journal:
-            entry = entry_from_record(record)
-            self.term = max(self.term, entry.term)
-            if isinstance(entry.fact, AttemptOpened):
-                self.fences.open(entry.fact.job, entry.fact.attempt)
-
     # -- the controller's session ---------------------------------------------------------------
 
     def accept(self, session: Session) -> bool:
-        """Obey the controller of the highest term only (R17)."""
-        if session.controller.term < self.term:
-            return False
-        self.term = session.controller.term
-        old, self.session = self.session, session
-        self.pages.clear()
+        """Use a session from now on; False if this holder obeys a controller of a higher term (R17)."""
+        is_obeyed, old = self.sessions.begin(session, session.controller.term)
         if old is not None:
             old.replaced()
-        return True
+        return is_obeyed
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
+        return self.sessions.current
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+        return self.sessions.term
+
+    def _fact_written(self, seq: int) -> None:
+        self.checker.commits.journalled(self)
+        self.tell(FactAck(self.host_id, seq))
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory, journal, processes (R16)."""
@@ -129,10 +136,6 @@ class SimHolder:
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
         return list(self.replicas.index.copies(self.host_id, job))
-
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Calls that no controller has answered yet."""
-        return [(n, verb, body) for n, (_, _, verb, body) in sorted(self.calls.items())]
 
     def tell(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
@@ -165,33 +168,25 @@ class SimHolder:
         rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
         return stale
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
-        """Relay a question; asked again on a new link it is the same question."""
-        known = next((n for n, (r, c, _, _) in self.calls.items() if r is rank and c == call_id), None)
-        number = known or next(self.call_ids)
-        self.calls[number] = (rank, call_id, verb, body)
-        self.tell(RankCall(self.host_id, number, verb, dict(body)))
+    def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
+        """Relay a question."""
+        self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
         """The controller answered; a get's answer carries the bytes' place, pinned."""
-        rank, call_id, _, _ = self.calls.pop(number, (None, 0, "", {}))
-        if rank is None or rank.is_dead:
+        call = self.calls.take(number)
+        rank = self.ranks.get(call.nonce) if call is not None else None
+        if call is None or rank is None or rank.is_dead:
             return
         if "excerpt" in body and error is None:
             body, error = self.stager.read_part(rank, body)
         elif "shard" in body and error is None:
             body, error = self.stager.read(rank, body)
-        rank.answered(call_id, body, error)
+        rank.answered(call.rank_id, body, error)
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        self.sealer.take_over(rank, step, slots, body)
-
-    def put_failed(self, shard: ShardId, body: Body) -> None:
-        """Ask the controller to have the step given up on all ranks alike (R12)."""
-        number = next(self.call_ids)
-        self.calls[number] = (None, 0, "skip", body)
-        self.tell(RankCall(self.host_id, number, "skip", body))
+        self.sealer.take_over(rank, ready)
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -216,10 +211,11 @@ class SimHolder:
         self.replicas.flush()
         for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
             rank = self.ranks.pop(nonce)
-            self.calls = {n: c for n, c in self.calls.items() if c[0] is not rank or c[1] == 0}
+            self.calls.forget(rank.owner)
             self.tell(RankGone(self.host_id, nonce))
         self.replicas.expire_pins()
         self.peer_server.give_up_idle()
+        self.sessions.facts.retry()
         self.stager.expire_parts()
         for job in {r.job for r in self.ranks.values()}:
             self.grant_job(job)
@@ -236,10 +232,7 @@ class SimHolder:
         getattr(self, f"_on_{kind}")(body)
 
     def _on_journal(self, body: Body) -> None:
-        if (whole := whole_order(self.pages, body)) is not None:
-            self.memory.write_facts(whole)
-            self.checker.commits.journalled(self)
-            self.tell(FactAck(self.host_id, int(whole["seq"])))
+        self.sessions.facts.take(body)
 
     def _on_clock(self, body: Body) -> None:
         self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
@@ -248,7 +241,7 @@ class SimHolder:
         known = set() if body["gone"] is None else self.view.difference(body["gone"])
         self.view = known | {str(row[0]) for row in body["hosts"]}
         self.peer_server.keep_senders(self.view)
-        drop_unknown_shares(self.replicas, body["jobs"])
+        self.replicas.keep_shares(body["jobs"])
 
     def _on_fence(self, body: Body) -> None:
         job, attempt = str(body["job"]), int(body["attempt"])
@@ -258,20 +251,13 @@ class SimHolder:
         self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
 
     def _on_grow(self, body: Body) -> None:
-        """Time is all that it saves."""
+        self.driver.start(room.grow(self.state, body))
 
     def _on_reserve(self, body: Body) -> None:
-        job, share = str(body["job"]), share_from_wire(body)
-        reply = {"job": job, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
-        try:
-            self.replicas.claim(job, share)
-        except CapacityError as exc:
-            reply.update(ok=False, why=str(exc))
-        self.report("reserved", reply)
-        self.grant_job(job)
+        self.driver.start(room.reserve(self.state, body))
 
     def _on_fork(self, body: Body) -> None:
-        self.spawn(fork(self, body))
+        self._later((fork.look if body["what"] == "look" else fork.make)(self.state, body))
 
     def _on_push(self, body: Body) -> None:
         is_repair = bool(body["is_repair"])
@@ -283,19 +269,11 @@ class SimHolder:
         self.stager.order(body)
 
     def _on_check(self, body: Body) -> None:
-        if not self.stager.has_staged(body):
-            error = ["RecoveryError", "what was staged is gone: call get() again"]
-            self.report("checked", {k: body[k] for k in ("job", "round", "rank")} | {"ok": False, "error": error})
-            return
-        for rank in self.ranks.values():
-            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead and not rank.is_frozen:
-                why = rank.check(lambda: self.stager.manifest_of(body))
-                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not why}
-                self.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+        self.driver.start(stage.check(self.state, body))
 
     def _on_level(self, body: Body) -> None:
         step, level = int(body["step"]), str(body["level"])
-        for rank in self._ranks_of(body):
+        for rank in self.ranks_of(body):
             if level in ("committed", "durable"):
                 self.checker.commits.told_committed(rank, step, is_degraded=bool(body["degraded"]))
             rank.rise(step, level)
@@ -304,37 +282,25 @@ class SimHolder:
                 for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
                     rank.tickets[old] = "superseded"
 
-    def _ranks_of(self, body: Body) -> list[Rank]:
+    def ranks_of(self, body: Body) -> list[Rank]:
         mine = (body["job"], body["attempt"])
         return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
 
     def _on_abandon(self, body: Body) -> None:
-        key = (str(body["job"]), int(body["attempt"]), int(body["step"]))
-        replica_index = self.replicas.index
-        names = [*replica_index.shards, *((k[0], k[1]) for k in replica_index.drafts)]
-        for shard in sorted({k[0] for k in names if (k[0].job, k[0].attempt, k[0].step) == key}):
-            for draft in [k for k in replica_index.drafts if k[0] == shard]:
-                replica_index.abort_draft(draft[1], draft[0])
-            self.replicas.drop(shard)
-        self.replicas.flush()
-        for rank in self._ranks_of(body):
-            rank.rise(int(body["step"]), str(body["level"]))
-            rank.resume_step = max(rank.resume_step, int(body["resume"]))
-        self.grant_job(key[0])
+        self._later(drop.abandon(self.state, body))
 
     def _on_drop(self, body: Body) -> None:
-        self.spawn(self._drop(body))
+        self._later(drop.drop(self.state, body))
 
-    def _drop(self, body: Body) -> Thread:
-        if self.world.rng.random() < LATE_DROPS_SHARE:  # the threads that drop are busy: a session may end meanwhile
-            yield self.world.rng.uniform(0.0, LATE_DROP_MAX_S)
-        shards, removed = [shard_from_wire(item) for item in body["shards"]], body.get("removed")
-        self.replicas.drop_all(shards, removed)
-        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
-        if removed:
-            self.twins.forget(str(removed[0]), int(removed[1]))
-        for job in sorted({shard.job for shard in shards}):
-            self.grant_job(job)
+    def _later(self, steps: Steps[None]) -> None:
+        """Run a procedure on a thread that may be busy: a session may end meanwhile."""
+
+        def late() -> Thread:
+            if self.world.rng.random() < LATE_SHARE:
+                yield self.world.rng.uniform(0.0, LATE_MAX_S)
+            yield from self.driver.run(steps)
+
+        self.spawn(late())
 
     def _on_persist(self, body: Body) -> None:
         self.persister.order(body)
@@ -345,5 +311,11 @@ class SimHolder:
     def _on_ask(self, body: Body) -> None:
         self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
 
-    def _on_exit(self, body: Body) -> None:
-        self.world.kill_holder(self.host_id)
+    def _on_dropped(self, body: Body) -> None:
+        self.memory.stories[str(body["job"])] = str(body["story"])
+
+    def _on_outdated(self, body: Body) -> None:
+        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, int(body["above"])))
+        self.view.clear()
+        if self.session is not None:
+            self.session.reset()

@@ -5,8 +5,9 @@ It mirrors the welcome of shell/holder/rank_server.py and the sample of shell/ar
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from memstore.core.wire.rank_messages import SlotSample
 from memstore.testing.simulator.world.processes import Holder, Rank
 
 
@@ -17,6 +18,6 @@ def confirm(holder: Holder, rank: Rank) -> list[int]:
     return stale if is_ours else held
 
 
-def are_seen(holder: Holder, slots: list[int], body: dict[str, Any]) -> bool:
+def are_seen(holder: Holder, slots: Sequence[int], seen: SlotSample) -> bool:
     """Say whether the holder sees in the slots what the rank that hands them over sees there."""
-    return bool([bytes(holder.replicas.arena.view(number)) for number in slots] == body["seen"])
+    return b"".join(bytes(holder.replicas.arena.view(number)) for number in slots) == seen.digests

@@ -6,20 +6,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.rank_messages import PutReady
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.world.processes import Rank
-from recovery.inventory import ShardId
 
 Body = dict[str, Any]
 DIGEST_S = 0.004  # a chunk
@@ -49,8 +53,7 @@ class Digested:
 class SealingHolder(HostContext, Protocol):
     """A holder, as its sealer sees it."""
 
-    def put_failed(self, shard: ShardId, body: Body) -> None:
-        """Ask the controller to have the step given up on all ranks alike."""
+    calls: Calls
 
     def grant(self, rank: Rank) -> None:
         """Lease the rank what its share allows."""
@@ -77,14 +80,12 @@ class Sealer:
             }
         )
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal a hand-over that came completely."""
-        replicas = self.holder.replicas
-        whole = {
-            **body, "step": step, "slots": slots, "nbytes": len(slots) * replicas.chunk_bytes,
-            "arena": replicas.arena_identity, "sample": {"chunks": body["seen"]},
-        }  # fmt: skip
-        put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), whole)
+        ready = msgspec.structs.replace(
+            ready, arena=self.holder.replicas.arena_identity
+        )  # its sample tells another one
+        put = procedure.add(self.state, RankConnection(rank, rank.owner, rank.job, rank.rank), ready)
         if put is not None:
             self.holder.twins.began(put.shard)
             self.driver.start(procedure.run(self.state, put))
@@ -98,7 +99,7 @@ class Sealer:
 
     def _compare_sample(self, effect: effects.CompareSample) -> Waits[list[int]]:
         yield from ()
-        is_seen = mapped_arena.are_seen(self.holder, list(effect.slots), {"seen": effect.seen["chunks"]})
+        is_seen = mapped_arena.are_seen(self.holder, effect.slots, effect.seen)
         return [] if is_seen else [0]
 
     def _open_fresh(self, effect: effects.OpenFresh) -> Waits[StreamingReplica]:
@@ -110,13 +111,13 @@ class Sealer:
         return self.pusher.replicate(effect.shard, effect.digest, cast("StreamingReplica | None", effect.fresh))
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[StoredReplica]:
-        holder, fresh, body = self.holder, cast(StreamingReplica, effect.fresh), effect.body
-        for slot, nbytes in zip(effect.slots, fresh.sizes, strict=True):
+        holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
+        for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
             yield DIGEST_S
             fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
         shelved = holder.replicas.seal_local(
-            effect.shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
-            slots=effect.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
+            effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
+            slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
         holder.checker.puts.sealed_here(holder, effect.shard, shelved.digests)
         return shelved
@@ -134,8 +135,11 @@ class Sealer:
         yield from ()
         shard = effect.shard
         self.holder.twins.ended(shard)
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.holder.put_failed(shard, {**body, "is_failed": effect.is_failed})
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.holder.calls.ask(Call(None, "", 0, request))
 
     def _tell_level(self, effect: effects.TellLevel) -> Waits[None]:
         yield from ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import partial_read
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.state import HolderState
@@ -27,10 +27,6 @@ class Stager:
         """Stage one shard; the end is reported."""
         procedure.begin(self.state, body)
         self.driver.start(procedure.run(self.state, body))
-
-    def has_staged(self, body: Body) -> bool:
-        """Say whether this round's shard of this rank is here."""
-        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.replicas.index.staged
 
     def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
         """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
@@ -70,8 +66,3 @@ class Stager:
     def expire_parts(self) -> None:
         """Let go of chunks that no reader took (R7)."""
         partial_read.expire(self.state)
-
-    def manifest_of(self, body: Body) -> Manifest:
-        """What this round staged for this rank."""
-        shelved, _ = self.holder.replicas.index.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
-        return decode_manifest(self.holder.replicas.manifest(shelved))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder
@@ -114,5 +115,5 @@ class SimTwins(Twins):
         if self.world.scenario.has_twins:
             self.compare(shard)
 
-    def _say(self, shard: ShardId, event: dict[str, Any]) -> None:
-        self.shared_shards.reported(shard, event["twin"], event["chunks"])
+    def _say(self, shard: ShardId, event: ReplicasDiffer) -> None:
+        self.shared_shards.reported(shard, event.twin, list(event.chunks))

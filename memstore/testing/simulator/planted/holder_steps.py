@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from memstore.core.holder import seal
 from memstore.core.holder.effects import TellFenced
+from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.testing.simulator.controller.controller import SimController
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
@@ -66,8 +66,8 @@ def seal_ignores_fence() -> Any:
     """A holder seals what a rank of a fenced attempt hands over."""
     add = seal.add
 
-    def unfenced(state: HolderState, link: Any, body: Any) -> HandOver | None:
-        put = add(state, link, body)
+    def unfenced(state: HolderState, link: Any, ready: Any) -> HandOver | None:
+        put = add(state, link, ready)
         return replace(put, fence=0) if put is not None else None
 
     return patch.multiple(seal, add=unfenced, TellFenced=_told_to_none)
@@ -77,15 +77,12 @@ def seal_ignores_fence() -> Any:
 def lower_term_obeyed() -> Any:
     """A holder obeys the controller that dialed it last, of any term."""
 
-    def accept(self: SimHolder, session: Any) -> bool:
+    def newest(self: Sessions[Any], session: Any, term: int) -> tuple[bool, Any]:
         self.term = 0
-        old: Any = self.session
-        self.session = session
-        if old is not None:
-            old.controller.lose(self.host_id, "another controller came")
-        return True
+        return begin(self, session, term)
 
-    return patch.object(SimHolder, "accept", accept)
+    begin = Sessions.begin
+    return patch.object(Sessions, "begin", newest)
 
 
 @planted("level-before-the-fact", "R15", "R16 I4 R18")
@@ -116,13 +113,8 @@ def incarnation_by_the_clock() -> Iterator[None]:
     def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
         return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
 
-    arrive = SimController._arrive
-
-    def unheard(self: SimController, session: Any, action: Any) -> None:
-        if getattr(action, "kind", "") != "outdated":
-            arrive(self, session, action)
-
-    with patch.object(Cluster, "take_incarnation", by_the_clock), patch.object(SimController, "_arrive", unheard):
+    unheard = patch.object(SimHolder, "_on_outdated", lambda self, body: None)
+    with patch.object(Cluster, "take_incarnation", by_the_clock), unheard:
         yield
 
 

@@ -6,14 +6,18 @@ file of theirs imports another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
+from memstore.core.holder.sessions import Sessions
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.virtual_time import Process
@@ -61,8 +65,16 @@ class Holder(Process, Protocol):
     memory: Memory
     replicas: ReplicaStore
     peer_server: PeerServer
-    term: int  # the highest term of a controller that it has obeyed
-    session: Session | None
+    sessions: Sessions[Session]
+    calls: Calls  # that no controller has answered
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
 
     @property
     def is_serving(self) -> bool:
@@ -76,10 +88,10 @@ class Holder(Process, Protocol):
     def welcome(self, rank: Rank) -> list[int]:
         """Open a link; return the slots that the rank holds and that are not its own."""
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal what a rank has written into its slots."""
 
     def grant(self, rank: Rank) -> None:
@@ -92,9 +104,6 @@ class Holder(Process, Protocol):
 
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
-
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Return the questions of ranks that no controller has answered: id, verb, body."""
 
     def obey(self, kind: str, body: Body) -> None:
         """Carry out an order."""
@@ -138,5 +147,5 @@ class Rank(Process, Protocol):
     def rise(self, step: int, level: str) -> None:
         """Set the level of a ticket, unless the ticket is further already."""
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or ""."""

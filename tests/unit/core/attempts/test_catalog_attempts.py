@@ -11,6 +11,7 @@ from memstore.core.report.problems import problems
 from memstore.core.wire.messages import HostUp, RankCall, Report
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 
 
 def test_ranks_gather_and_get_one_ordinal() -> None:
@@ -133,10 +134,11 @@ def test_a_newer_launch_dismisses_an_incomplete_one() -> None:
 
 def join_again(world: CatalogWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
     """The process connects once more, without having closed."""
-    world.holders[rank.host_id].call(rank, "join", {
+    body = {
         "job": JOB, "rank": rank.rank, "world_size": world_size, "nonce": rank.nonce, "key": key, "pid": 1,
-        "launcher": "launcher", "fresh": False, "takeover": False, "config": world.config,
-    })  # fmt: skip
+        "launcher": "launcher", "config": world.config,
+    }  # fmt: skip
+    world.holders[rank.host_id].call(rank, request_of("join", body))
 
 
 def test_another_key_from_the_same_processes_begins_another_launch() -> None:
@@ -182,7 +184,7 @@ def test_two_launches_at_once_get_two_ordinals() -> None:
             "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
             "fresh": False, "takeover": False, "config": world.config,
         }  # fmt: skip
-        catalog.handle(world.now, RankCall("h0", 100 + number, "join", body))
+        catalog.handle(world.now, RankCall("h0", 100 + number, request_of("join", body)))
     assert [fact.attempt for fact in catalog.parts.journal.log.unapplied()] == [1, 2]  # type: ignore[union-attr]
 
 

@@ -207,6 +207,6 @@ def test_the_ranks_keep_their_numbers_once_they_have_prepared() -> None:
     ranks = world.launch(2)
     world.reserve(ranks)
     for rank in ranks:
-        world.call(rank, "mesh_order", nonce=rank.nonce, together=1)
-    assert world.run_until(lambda: all(rank.answers.get("mesh_order") for rank in ranks), 10.0)
-    assert [rank.answers["mesh_order"][-1]["order"] for rank in ranks] == [[], []]
+        world.call(rank, "assign_ranks", nonce=rank.nonce, together=1)
+    assert world.run_until(lambda: all(rank.answers.get("assign_ranks") for rank in ranks), 10.0)
+    assert [rank.answers["assign_ranks"][-1]["order"] for rank in ranks] == [[], []]

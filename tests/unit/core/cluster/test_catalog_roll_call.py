@@ -20,7 +20,7 @@ def found(world: CatalogWorld, rank: FakeRank, verb: str) -> dict[str, Any] | No
 
 @pytest.mark.parametrize(
     ("verb", "body"),
-    [("get", {"step": None}), ("reserve", {"slots": 4, "nonce": "n"}), ("mesh_order", {"together": 1})],
+    [("get", {"step": None}), ("reserve", {"slots": 4}), ("assign_ranks", {"together": 1, "nonce": "n"})],
 )
 def test_ranks_that_have_not_called_are_named_with_their_hosts(verb: str, body: dict[str, Any]) -> None:
     """One of three ranks calls: the other two are awaited; once all have called, nobody is."""

@@ -321,7 +321,7 @@ def test_a_job_removed_while_its_room_grows_leaves_no_share(
 
     monkeypatch.setattr(replicas.room, "grow_to", slow)
     claiming = threading.Thread(target=replicas.claim, args=(JOB, PeerShare(1, {0: 4}, 0)))
-    removing = threading.Thread(target=replicas.drop_all, args=([], [JOB, 1]))
+    removing = threading.Thread(target=replicas.drop_all, args=([], (JOB, 1)))
     claiming.start()
     assert inside.wait(10.0)
     removing.start()

@@ -13,6 +13,7 @@ from memstore.testing.controller.catalog_durable import list_markers
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_trained import written
 from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
@@ -413,10 +414,10 @@ def test_a_job_that_is_read_does_not_expire_until_the_read_has_ended() -> None:
     world.run(90.0)
     world.work_s = (60.0, 60.0)  # the staging
     holder = world.holders["h0"]
-    holder.call(ranks[0], "read", {"job": "train", "step": 2, "rank": 1})
+    holder.call(ranks[0], request_of("read_step", {"job": "train", "step": 2, "rank": 1}))
     world.run(50.0)
     assert len(world.holders_of(StepId(1, 2), 0)) == 2
     world.run(20.0)
-    assert ranks[0].answers["read"][-1]["step"] == 2
+    assert ranks[0].answers["read_step"][-1]["step"] == 2
     world.run(110.0)
     assert "train" not in world.served.jobs

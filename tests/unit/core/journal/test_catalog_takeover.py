@@ -284,8 +284,8 @@ def test_without_a_lease_nothing_is_decided() -> None:
     assert world.served.parts.journal.log.waiting == []
 
 
-@pytest.mark.parametrize("verb", ["plan", "read"])
-def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
+@pytest.mark.parametrize(("verb", "said"), [("plan", {}), ("read_step", {"step": None})])
+def test_copies_that_no_fact_explains_are_answered_for(verb: str, said: dict[str, Any]) -> None:
     """With every journal lost the copies remain and no attempt is known: a question gets that answer, not none."""
     world = CatalogWorld(2)
     ranks = world.launch(2)
@@ -295,7 +295,7 @@ def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
     for holder in world.holders.values():
         holder.journal.clear()
     world.run(15.0)
-    world.call(ranks[0], verb, lose=[])
+    world.call(ranks[0], verb, **said)
     assert world.run_until(lambda: bool(ranks[0].errors.get(verb)))
     assert "has copies and no attempt" in str(ranks[0].errors[verb])
 

@@ -11,6 +11,7 @@ from memstore.core.wire.messages import HostLost, copy_to_wire
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 STEP = StepId(1, 1)
@@ -20,7 +21,7 @@ def drop(world: CatalogWorld, asking: FakeRank, host: str, **changed: Any) -> An
     """Ask for the drop of rank 0's copy; return the answer, or the refusal's text."""
     refused_count = len(asking.errors.get("drop", ()))
     body = {"job": asking.job, "attempt": 1, "step": 1, "rank": 0, "host": host, **changed}
-    world.holders[asking.host_id].call(asking, "drop", body)
+    world.holders[asking.host_id].call(asking, request_of("drop", body))
     world.run(0.3)
     if len(asking.errors.get("drop", ())) > refused_count:
         return asking.error("drop")

@@ -9,6 +9,7 @@ from memstore.core.journal.records import entry_from_record
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 TORN = "state['w'] was changed before the fence"
@@ -264,7 +265,9 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     assert world.run_until(lambda: JOB in active and active[JOB].phase == "staging", 5.0)
     world.run(moment_s)
     assert active[JOB].phase in ("staging", "checking")
-    alive.call(last, "retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
+    alive.call(
+        last, request_of("retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
+    )
     assert world.run_until(lambda: all(rank.answers.get("get") for rank in new), 30.0)
     assert {rank.answers["get"][-1]["step"] for rank in new} == {2}
 

@@ -7,12 +7,26 @@ they are written. Until then this host counts for no fact, and `problem` says wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from memstore.core.journal.records import kept_records, whole_order
 from memstore.errors import CapacityError, IntegrityError
-from memstore.shell.arena.journal_file import Journal
+
+
+class Journal(Protocol):
+    """A host's journal (shell/arena/journal_file.py). Its writes need room: CapacityError, and it is as before."""
+
+    dropped_nbytes: int  # of a damaged rest that was cut off
+
+    def records(self) -> list[bytes]:
+        """Return every record; a damaged rest is cut off first."""
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Write records behind those that are there."""
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        """Write records in place of all that are there."""
 
 
 class JournalWriter:
@@ -63,7 +77,7 @@ class JournalWriter:
         if "keep" in body:
             dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
             if self.journal.dropped_nbytes > dropped_nbytes:
-                raise IntegrityError(f"journal {self.journal.path} was damaged: it lacks facts that are to be kept")
+                raise IntegrityError("the journal was damaged: it lacks facts that are to be kept")
             self.journal.rewrite(kept_records(records, body["keep"], body["short"]))
         elif body["reset"]:
             self.journal.rewrite(body["records"])
