@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from memstore.core.holder.effects import ForgetJob, GrantJob, OnStore, Steps, TellAbandoned
+from memstore.core.holder import ranks
+from memstore.core.holder.effects import ForgetJob, OnStore, Steps
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import Body, shard_from_wire
 
@@ -19,16 +20,17 @@ def drop(state: HolderState, body: Body) -> Steps[None]:
         state.report("freed", {"shards": body["shards"], "number": body.get("number")})
     if removed is not None:
         is_refused_fork = bool(body.get("is_refused_fork"))
+        yield ForgetJob(*removed, is_refused_fork)
         if not is_refused_fork:
             state.fences.remove(*removed)
-        yield ForgetJob(*removed, is_refused_fork)
+            yield from ranks.tell_fenced(state, removed[0], removed[1] + 1)  # so that none waits for room
     for job in sorted({shard.job for shard in shards}):
-        yield GrantJob(job)
+        yield from ranks.grant_job(state, job)
 
 
 def abandon(state: HolderState, body: Body) -> Steps[None]:
     """Forget a step that was not committed, and tell the ranks that put it."""
     job = str(body["job"])
     yield OnStore(partial(state.store.drop_step, job, int(body["attempt"]), int(body["step"])))
-    yield TellAbandoned(body)
-    yield GrantJob(job)
+    yield from ranks.tell_attempt(state, job, ranks.level_of(body))
+    yield from ranks.grant_job(state, job)

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     Ask,
     AwaitDigest,
@@ -23,7 +24,6 @@ from memstore.core.holder.effects import (
     Sleep,
     Source,
     Steps,
-    TellReplicated,
     Unexpected,
 )
 from memstore.core.holder.state import HolderState, Replication
@@ -97,7 +97,7 @@ def run(state: HolderState, push: Push) -> Steps[None]:
     for replication in waiting:
         replication.left.discard(push.target)
         if not replication.left:
-            yield TellReplicated(replication.shard)
+            yield from ranks.tell_replicated(state, replication.shard)
 
 
 def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:

@@ -9,7 +9,8 @@ import contextlib
 from functools import partial
 
 from memstore.core.arena.share import share_from_wire
-from memstore.core.holder.effects import BeginConnect, ClaimRoom, GrantJob, OnStore, Steps, Unexpected, WaitFor
+from memstore.core.holder import ranks
+from memstore.core.holder.effects import BeginConnect, ClaimRoom, OnStore, Steps, Unexpected, WaitFor
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import Body
 from memstore.errors import CapacityError
@@ -31,7 +32,7 @@ def reserve(state: HolderState, body: Body) -> Steps[None]:
     yield WaitFor(is_connected, CONNECT_S)
     reply = {"job": job, "attempt": body["attempt"], "call": body.get("call", 0), "ok": not why, "why": why}
     state.report("reserved", reply)
-    yield GrantJob(job)
+    yield from ranks.grant_job(state, job)
 
 
 def grow(state: HolderState, body: Body) -> Steps[None]:

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_sizes
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     AnswerFence,
     CompareSample,
@@ -29,15 +29,12 @@ from memstore.core.holder.effects import (
     OpenFresh,
     Replicate,
     Steps,
-    TellFenced,
-    TellLevel,
-    TellReplicated,
     Unexpected,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -74,7 +71,8 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
             yield Unexpected(f"put of {shard} on host {state.host_id}", exc)
             why = f"{type(exc).__name__}: {exc}"
         if why:
-            yield TellLevel(put.link, shard.attempt, shard.step, "failed", why)
+            failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
+            yield from ranks.tell_level(state, put.link, failed)
             yield GiveUpPut(put.link, shard, why, is_failed)
     finally:
         done(state, put)
@@ -93,13 +91,14 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     if known is None:
         return why
     before = yield NotePut(known, shared_count(put.ready))
-    yield TellLevel(put.link, shard.attempt, shard.step, "sealed", "")
+    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
+    yield from ranks.tell_level(state, put.link, sealed)
     measured = _measured(put.ready, state.now()) | ({} if before is None else {"unchanged_since": before})
     state.sealed(known, measured)
     yield CompareShared(shard)
     if not has_targets:
-        yield TellReplicated(shard)
-    yield Grant(put.link)
+        yield from ranks.tell_replicated(state, shard)
+    yield Grant(state.ranks.current(put.link))
     return ""
 
 
@@ -189,19 +188,10 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 
 
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21).
-
-    A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
-    """
+    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
-    yield TellFenced(job, attempt, tuple(members))
+    yield from ranks.tell_fenced(state, job, attempt, members)
     yield AnswerFence(job, attempt)
-
-
-def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]:
-    """Wait until nothing that one process handed over is unfinished; False if it took too long."""
-    pending = state.puts.pending
-    return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
-    TellCheck,
+    Tell,
     Unexpected,
     Verify,
     WaitFor,
@@ -28,6 +28,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.wire.rank_messages import CheckInto
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
@@ -70,7 +71,9 @@ def check(state: HolderState, body: Body) -> Steps[None]:
     try:
         if shelved is not None:
             manifest = yield LoadManifest(shelved)
-            yield TellCheck(str(body["job"]), int(body["round"]), int(body["rank"]), manifest)
+            for link in state.ranks.of_job(str(body["job"])):
+                if link.rank == int(body["rank"]):
+                    yield Tell(link, CheckInto(round=int(body["round"]), manifest=manifest))
             return
     except DigestMismatch as exc:
         why = str(exc)

@@ -22,7 +22,7 @@ import torch
 
 from memstore.core.format.layout import pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, chunk_hasher
-from memstore.errors import DigestMismatch, MemstoreError, StepDropped
+from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, StepDropped
 from memstore.shell.device.side_stream import (
     FLIGHT_BYTES,
     FLIGHTS_MAX,
@@ -72,9 +72,22 @@ class CheckedStream:
         self.has_written = False
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned."""
+        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned.
+
+        IntegrityError if the stream ends before: a slot goes on behind it, with bytes that nothing digests.
+        """
+        if offset + nbytes > self._manifest.nbytes:
+            shard, end = self._manifest.shard, self._manifest.nbytes
+            raise IntegrityError(f"{shard} ends at {end}, wanted {nbytes} bytes from {offset}")
         for chunk, start, done, size in pieces(offset, nbytes, self._manifest.chunk_bytes):
             self._copies.host.setdefault(chunk, []).append((address + done, start, size))
+
+    def read_later(self, offset: int, nbytes: int) -> bytearray:
+        """Plan a copy to memory of its own, likewise, and return that."""
+        data = bytearray(nbytes)
+        if nbytes:
+            self.read(offset, address_of(np.frombuffer(data, np.uint8)), nbytes)
+        return data
 
     def read_to(self, offset: int, target: torch.Tensor) -> bool:
         """Plan a copy to flat uint8 device memory, likewise; False if its device has no streams."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))  # of `state`
 
     @property
     def host_id(self) -> str:

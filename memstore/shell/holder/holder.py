@@ -30,7 +30,7 @@ from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
-from memstore.shell.arena.lock import ArenaLock, LockOwner
+from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
@@ -113,7 +113,7 @@ class Holder:
             identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
             sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
-            fences=self.fences,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start), fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
@@ -145,9 +145,9 @@ class Holder:
         self.traffic = Traffic(self.folder, self.config.collective_hold_max_s)
         self.twins = Twins(self.replicas, context.stopping, self.connections.tell_twin)
         self.effect_calls = EffectCalls(context, self.connections, self.traffic)
-        self.runner = Runner(self.effect_calls)
+        self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
-        self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
+        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
@@ -156,7 +156,7 @@ class Holder:
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
         )  # fmt: skip
         self.ranks = RankServer(
-            context, self.connections, self.calls, self.sealer, self.excerpts, self.traffic, self.trained,
+            context, self.runner, self.calls, self.sealer, self.traffic, self.trained,
             release_room=self.rooms.release,
         )  # fmt: skip
         self.peer_server = PeerServer(
@@ -164,7 +164,7 @@ class Holder:
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
-            context, self.runner, workers=self.workers, connections=self.connections, ranks=self.ranks,
+            context, self.runner, workers=self.workers, rank_server=self.ranks,
             rooms=self.rooms, twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager,
             persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
             tombstones=self.tombstones, begin_again=self.begin_again,
@@ -240,7 +240,7 @@ class Holder:
             "journal": journal,
             "up_s": time.monotonic() - self._began_s, "idle_s": self.idle.idle_s, "dropped": self.tombstones.stories,
             "notes": self.replicas.adoption_notes,
-            "ranks": sorted(self.connections.owners),
+            "ranks": sorted(self.state.ranks.owners),
         }  # fmt: skip
 
     def begin_again(self, above: int) -> None:

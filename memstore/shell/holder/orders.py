@@ -10,14 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.holder import drop, effects, fork, stage
+from memstore.core.holder import drop, effects, fork, ranks, stage
 from memstore.core.holder.effects import Steps
 from memstore.errors import MemstoreError
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.persist import Persister
 from memstore.shell.holder.push import Pusher
-from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.rank_server import RankServer
 from memstore.shell.holder.room_orders import RoomOrders
 from memstore.shell.holder.runner import Runner
@@ -35,15 +34,15 @@ class OrderRouter:
     """The orders of one holder's controller, each passed to the part that carries it out."""
 
     def __init__(
-        self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, connections: RankConnections,
-        ranks: RankServer, rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
+        self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, rank_server: RankServer,
+        rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
         persister: Persister, scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer,
         tombstones: Tombstones, begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
         self.context, self.workers = context, workers
         self.runner = runner.extended({effects.ForgetJob: self._forget_job})
-        self.connections, self.ranks, self.rooms, self.twins = connections, ranks, rooms, twins
+        self.rank_server, self.rooms, self.twins = rank_server, rooms, twins
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
         self.tombstones, self.begin_again = tombstones, begin_again
@@ -73,7 +72,7 @@ class OrderRouter:
         elif kind == "check":
             self.runner.run(stage.check(self.context.state, body))
         elif kind == "level":
-            self.connections.level(body)
+            self.runner.run(ranks.tell_attempt(self.context.state, str(body["job"]), ranks.level_of(body)))
         elif kind == "abandon":
             self._begin(drop.abandon(self.context.state, body))
         elif kind == "drop":
@@ -83,7 +82,7 @@ class OrderRouter:
         elif kind == "markers":
             self.persister.markers(body)
         elif kind == "answer":
-            self.ranks.answer(int(body["id"]), body["body"], body["error"])
+            self.rank_server.answer(int(body["id"]), body["body"], body["error"])
         elif kind == "ask":
             self._later(self._ask, body)
         elif kind == "dropped":
@@ -101,7 +100,6 @@ class OrderRouter:
         self.twins.forget(effect.job, effect.attempt)
         if not effect.is_refused_fork:
             self.trained.forget(effect.job)
-            self.connections.removed(effect.job, effect.attempt)
 
     def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""

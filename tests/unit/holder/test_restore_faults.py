@@ -10,7 +10,7 @@ import pytest
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import fetch, persist, push, stage
+from memstore.core.holder import fetch, fork, persist, push, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
@@ -18,7 +18,6 @@ from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, ReplicaStore
-from memstore.shell.holder import fork
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.peer.client import Peer
@@ -147,16 +146,13 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
     assert [list(body["copies"][0][-1]) for kind, body in from_a if kind == "sealed"] == [[2]]
 
 
-def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder]) -> None:
     """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
     a, _ = pair
     shelved = seal(a.replicas, SHARD)
-    checked: list[StoredReplica] = []
-    monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
     for number in (1, -1):
         assert a.runner.run(stage.stage(a.state, order(shelved, number), SHARD)) == {}
-    a.stager.check({"job": "train", "round": 1, "rank": 0})
-    assert checked == [shelved]
+    assert a.replicas.staged(("train", 1, 0)) is shelved
 
 
 @pytest.mark.parametrize("kind", ["abandon", "drop"])
@@ -267,8 +263,7 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     shelved = seal(a.replicas, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
     damage_manifest(a, shelved)
-    link = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
-    monkeypatch.setattr(a.connections, "of_job", lambda job: [link])
+    a.state.ranks.links["n"] = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     reports = reports_of(a, monkeypatch)
     a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})
     assert [(kind, body["ok"]) for kind, body in reports] == [("checked", False)]
@@ -280,7 +275,10 @@ def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monk
     a, _ = pair
     shelved = seal(a.replicas, SHARD)
     damage_manifest(a, shelved)
-    assert fork.look(a.replicas, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    reports = reports_of(a, monkeypatch)
+    row = [shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]
+    a.runner.run(fork.look(a.state, {"job": "new", "call": 1, "shards": [row]}))
+    assert [(kind, body["shards"]) for kind, body in reports] == [("forked", [[0, "", -1]])]
     assert not shelved.pins
 
 
@@ -289,8 +287,8 @@ def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Hol
     """A chunk rotted in both and was brought again for the origin; or the file of the fork's own manifest rotted."""
     replicas, new = pair[0].replicas, ShardId("new", 1, 2, 0)
     origin = seal(replicas, SHARD)
-    order = [[shard_to_wire(SHARD), origin.spec.digest, shard_to_wire(new)]]
-    [made] = fork.make(replicas, order)
+    made = replicas.fork(SHARD, origin.spec.digest, new)
+    assert made is not None
     if fault == "a chunk":
         rot(replicas, origin, 1)
         assert replicas.verify(origin) == [1]
@@ -304,7 +302,7 @@ def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Hol
         damage_manifest(pair[0], made)
         made.is_nameless = True
     for _ in range(2):
-        assert [again is made for again in fork.make(replicas, order)] == [True]
+        assert replicas.fork(SHARD, origin.spec.digest, new) is made
         assert not made.missing
         assert made.spec.digest == shard_digest(replicas.manifest(made))
     for shard in (SHARD, new, ShardId("other", 1, 1, 0)):

@@ -8,14 +8,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
-from memstore.core.wire.calls import ReadRanges
+from memstore.core.wire.calls import AskSteps, ReadRanges
 from memstore.core.wire.messages import shard_to_wire, spec_to_wire
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -23,7 +22,6 @@ from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
-from memstore.shell.tensors.slot_stream import address_of
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -233,7 +231,10 @@ class Reader:
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges) -> None:
+    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+        if isinstance(request, AskSteps):
+            self.holder.ranks.answer(call_id, {"steps": []}, None)
+            return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], -self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
@@ -253,44 +254,46 @@ def test_ranges_across_chunk_borders_are_read_and_given_back(reader: Reader, fet
     """A read copies exactly the bytes asked for; bytes outside it are not to be had; close gives all slots back."""
     before = used_slots(reader.holder)
     start = 3 * CHUNK_BYTES - 2
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(start, 4), (9, 0)], CHUNK_BYTES))
-    assert found.read(start, 4) == b"\3\3\4\4"
-    target = np.zeros(2, np.uint8)
-    found.copy(start + 1, address_of(target), 2)
-    assert target.tolist() == [3, 4]
-    assert found.read(0, 0) == b""
-    found.verify()
-    with pytest.raises(IntegrityError, match="not among the chunks read"):
-        found.read(5 * CHUNK_BYTES, 1)
-    found.close()
+    with reader.ranges.ask(2, 3, [(start, 4), (9, 0)], CHUNK_BYTES) as found:
+        assert found.bytes_of([(start, 4), (0, 0), (start + 1, 2)]) == [b"\3\3\4\4", b"", b"\3\4"]
+        with pytest.raises(IntegrityError, match="not among the chunks read"):
+            found.bytes_of([(5 * CHUNK_BYTES, 1)])
     assert sorted(fetched) == [2, 3]
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
 
 
 def test_the_manifest_alone_moves_no_chunk(reader: Reader, fetched: list[int]) -> None:
     """Asking for no ranges answers with the manifest."""
-    found = reader.ranges.open(reader.ranges.ask(2, 3))
-    found.close()
-    assert (found.manifest.shard, found.step, found.attempt) == (SHARD, 2, 1)
-    assert (found.views, fetched) == ({}, [])
+    with reader.ranges.ask(2, 3) as found:
+        assert found.manifest().shard == SHARD
+        assert (found.answer()["slots"], fetched) == ([None] * 8, [])
 
 
-def test_bytes_that_change_under_the_copy_are_found(reader: Reader) -> None:
-    """What was copied is digested again afterwards, where it lay (R7)."""
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES))
-    found.verify()
-    excerpt = reader.holder.excerpts.take(-1)
-    reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
-    with pytest.raises(DigestMismatch, match=r"chunk 0 .* read again"):
-        found.verify()
-    found.close()
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_bytes_that_change_under_the_copy_are_found(
+    reader: Reader, pair: tuple[Holder, Holder], is_elsewhere: bool
+) -> None:
+    """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
+    with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
+        found.answer()
+        excerpt = reader.holder.excerpts.take(-1)
+        reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+        if is_elsewhere:
+            assert found.bytes_of([(0, 10)]) == [b"\1" * 10]
+        else:
+            shelved = pair[0].replicas.index.find(SHARD)
+            assert shelved is not None
+            rot(pair[0].replicas, shelved, 0)
+            with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
+                found.bytes_of([(0, 10)])
+    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
 
 
 def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     """The end of the link gives back what its reader still held."""
     before = used_slots(reader.holder)
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES))
-    assert len(found.views) == 5
+    found = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
+    assert sum(slot is not None for slot in found.answer()["slots"]) == 5
     assert used_slots(reader.holder) == before + 5
     reader.link.outbox.put(None)
     reader.link.closed.set()  # no goodbye
@@ -308,14 +311,16 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     assert shelved is not None
     rot(a.replicas, shelved, 1)
     with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
-        reader.ranges.open(reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES))
+        reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES).answer()
 
     late: list[Any] = []
     monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     reader.ranges.timeout_s = 0.01
-    asked = reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES)
-    with pytest.raises(PeerTimeout, match=r"0\.01 s"):
-        reader.ranges.open(asked)
+    with (
+        reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES) as asked,
+        pytest.raises(PeerTimeout, match=r"0\.01 s"),
+    ):
+        asked.answer()
     wait_for(lambda: late, "the call")
     reader.relay(shelved, *late[0])
     wait_for(lambda: not reader.holder.state.excerpts.known, "the late excerpt to go")
@@ -333,8 +338,8 @@ def test_a_read_that_nobody_opens_is_given_back(
     if not is_there:
         monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     asked = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
-    wait_for(lambda: asked.future.done() or bool(late), "the call")
-    reader.ranges.drop(asked)
+    wait_for(lambda: asked._future.done() or bool(late), "the call")
+    asked.close()
     for call in late:
         reader.relay(shelved, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
@@ -348,17 +353,19 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
     slots = a.replicas.take_slots(1)
     shelved = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
     reader = Reader(b, shelved, monkeypatch)
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES))
-    assert len(found.read(0, 100)) == 100
-    with pytest.raises(IntegrityError, match="ends at 100"):
-        found.read(90, 20)
+    with reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES) as found:
+        assert len(found.bytes_of([(0, 100)])[0]) == 100
+        with pytest.raises(IntegrityError, match="ends at 100"):
+            found.bytes_of([(90, 20)])
     reader.link.close()
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
     """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
     for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
-        asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
-        with pytest.raises(IntegrityError, match="read again"):
-            reader.ranges.open(asked)
+        with (
+            reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt) as asked,
+            pytest.raises(IntegrityError, match="read again"),
+        ):
+            asked.answer()
     wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")

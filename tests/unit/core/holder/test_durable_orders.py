@@ -50,6 +50,7 @@ class Host:
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=lambda kind, body: self.reports.append((kind, body)),
             sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
+            is_alive=lambda owner: True,
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:

@@ -45,6 +45,7 @@ class Host:
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda kind, body: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+            is_alive=lambda owner: True,
         )  # fmt: skip
 
     def play(self, steps: Steps[Any]) -> Any:
