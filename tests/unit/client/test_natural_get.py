@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
             made = Staged(0).named
             natural = NaturalLayout.decode(made)
             assert natural is not None
-            layout = replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
+            layout = msgspec.structs.replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
             manifest = replace(made, layout=layout, world_size=4)
             answer = {"attempt": found[0], "step": found[1]}
             yield SimpleNamespace(answer=lambda: answer, manifest=lambda: manifest)

@@ -23,8 +23,8 @@ from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
-DDP: dict[str, Any] = {"has_twins": True, "shards": 1}
-HYBRID: dict[str, Any] = {"has_twins": True, "shards": 2, "world_size": 6}
+DDP: dict[str, Any] = {"shards": 1}
+HYBRID: dict[str, Any] = {"shards": 2, "world_size": 6}
 RESTART = Fault(5.0, "kill-rank")
 
 
