@@ -24,6 +24,7 @@ from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, GuestLookup
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.orders import Grow, RankSlots, Reserve
+from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Reserved
 
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
@@ -328,7 +329,7 @@ class Reservations:
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
             del self.active[fact.job]
-            active.calls.answer_all(self.out, {})
+            active.calls.answer_all(self.out, Noted())
             if active.late:
                 again = self.active[fact.job] = Reservation(fact.attempt, active.late)
                 again.before = {rank: fact.needs[rank] for rank in active.late}

@@ -21,6 +21,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, RaiseLevel
+from memstore.core.wire.replies import Skipped
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -375,7 +376,7 @@ class Steps:
             attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
-        self.out.answer(call, {"resume": attempt.resume_step})
+        self.out.answer(call, Skipped(resume=attempt.resume_step))
 
 
 def _gap_limit(attempt: Attempt) -> int:

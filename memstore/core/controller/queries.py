@@ -18,8 +18,8 @@ from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
-from memstore.core.wire.messages import Body
 from memstore.core.wire.orders import VerifyCopies
+from memstore.core.wire.replies import NoRollCall, RollCalled
 from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
@@ -42,7 +42,7 @@ class Queries:
         self.state, self.out, self.parts = parts.state, parts.out, parts
         self.asks: dict[int, Ask] = {}
         # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
-        self.roll_calls: dict[tuple[str, str], Body] = {}
+        self.roll_calls: dict[tuple[str, str], RollCalled] = {}
         self._count = first_number(parts.term)
         self._handlers: Mapping[type[Request[Any]], Callable[[Any], None]] = {
             calls.Join: lambda call: parts.attempts.join(parts.state.now, call),
@@ -95,7 +95,7 @@ class Queries:
         found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
         if found is not None:
             self.roll_calls[key] = found
-        self.out.answer(call, {"found": found})
+        self.out.answer(call, found or NoRollCall())
 
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)

@@ -16,6 +16,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import ForkedShard, LookAtCopies, MakeFork
+from memstore.core.wire.replies import Forked
 from recovery.inventory import Copy, ShardId, StepId
 
 MAKE_AGAIN_S = 2.0  # an order may have died with a holder, or found no room for a manifest
@@ -133,11 +134,11 @@ class ForkMaking:
         nbytes = sum(next(iter(hosts.values())).spec.nbytes for hosts in copies.values())
         self.out.answer(
             call,
-            {
-                "job": fact.job, "attempt": fact.attempt, "step": fact.step, "from_job": fact.from_job,
-                "from_attempt": fact.from_attempt, "shards": fact.world_size, "nbytes": nbytes,
-                "copies": min((len(hosts) for hosts in copies.values()), default=0),
-            },
+            Forked(
+                job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
+                from_attempt=fact.from_attempt, shards=fact.world_size, nbytes=nbytes,
+                copies=min((len(hosts) for hosts in copies.values()), default=0),
+            ),
         )  # fmt: skip
 
     def order(

@@ -28,6 +28,7 @@ from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, Withdraw
+from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
@@ -396,7 +397,7 @@ class Rounds:
     def withdraw(self, call: Call[Withdraw]) -> None:
         """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
         active = self.state.rounds.get(call.request.job)
-        self.out.answer(call, {})
+        self.out.answer(call, Noted())
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
             return
         attempt = self.state.jobs[active.job].attempts[active.attempt]

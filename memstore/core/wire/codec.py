@@ -92,6 +92,13 @@ def tag_of(kind: type[Message] | Message) -> str:
     return str(kind.__struct_config__.tag)
 
 
+def fields_of(message: Message) -> dict[str, Any]:
+    """Return the fields of a message as plain values: for JSON."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    del fields["k"]
+    return fields
+
+
 def encode(message: Message) -> bytes:
     """Return a message as a body; ProtocolError if it cannot be encoded, or is longer than a body may be."""
     try:

@@ -14,6 +14,7 @@ from typing import Any
 from memstore.config import check_name
 from memstore.core.wire import calls, reports
 from memstore.core.wire.orders import Order
+from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import HostStats
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -130,7 +131,7 @@ class Answer:
 
     host_id: str
     call_id: int
-    body: Body
+    reply: Reply | None
     error: tuple[str, str] | None = None
 
 

@@ -444,7 +444,7 @@ class CallAnswered(Message, frozen=True, tag="answered"):
     """The answer to a call of a rank, or of the holder itself."""
 
     id: Ordinal
-    body: bytes
+    reply: bytes
 
 
 class CallRefused(Message, frozen=True, tag="call_refused"):

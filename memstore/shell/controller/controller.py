@@ -25,7 +25,7 @@ from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.codec import encode_frame, tag_of
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import (
     Action,
     Answer,
@@ -44,6 +44,7 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import CallAnswered, CallRefused
+from memstore.core.wire.replies import pack_reply
 from memstore.core.wire.reports import (
     Called,
     FactsWritten,
@@ -304,7 +305,7 @@ class Controller:
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
                 error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
-                actions.append(Answer(event.host_id, event.call_id, {}, error))
+                actions.append(Answer(event.host_id, event.call_id, None, error))
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
@@ -331,8 +332,8 @@ class Controller:
                 session.outbox.put(
                     encode_frame(Kind.EVENT, CallRefused(id=action.call_id, error=error, message=message))
                 )
-            else:
-                answered = CallAnswered(id=action.call_id, body=pack_body(action.body))
+            elif action.reply is not None:
+                answered = CallAnswered(id=action.call_id, reply=pack_reply(action.reply))
                 session.outbox.put(encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
             session.why = str(exc)

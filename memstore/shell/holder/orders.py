@@ -12,7 +12,6 @@ from typing import Any
 
 from memstore.core.holder import drop, effects, fork, ranks, stage
 from memstore.core.holder.effects import Steps
-from memstore.core.wire.frame import unpack_body
 from memstore.core.wire.orders import (
     AbandonStep,
     AllHosts,
@@ -118,9 +117,9 @@ class OrderRouter:
             case GiveUpFork():
                 self._begin(drop.give_up_fork(state, order))
             case CallAnswered():
-                self.rank_server.answer(order.id, unpack_body(order.body), None)
+                self.rank_server.answer(order.id, order.reply, None)
             case CallRefused():
-                self.rank_server.answer(order.id, {}, [order.error, order.message])
+                self.rank_server.answer(order.id, None, [order.error, order.message])
             case VerifyCopies():
                 self._later(self._verify, order)
             case KeepStory():

@@ -84,6 +84,7 @@ from memstore.core.wire.reports import (
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.catalog_durable import Durable, list_markers, persist
 from memstore.testing.controller.catalog_room import guest_refusal
+from memstore.testing.requests import fields_told
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
@@ -196,16 +197,17 @@ class FakeHolder:
         for call_id, (_, request) in sorted(self.calls.items()):
             self._send(self, RankCall(self.host_id, call_id, request))
 
-    def answer(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass an answer of the controller on to its rank."""
         nonce, request = self.calls.pop(call_id, ("", None))
         rank = self.ranks.get(nonce)
         if rank is None or request is None:
             return
         verb = tag_of(request)
-        if error is not None:
-            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])))
+        if error is not None or data is None:
+            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
+        body = fields_told(request, data)
         rank.answers.setdefault(verb, []).append(body)
         if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])

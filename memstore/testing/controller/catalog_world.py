@@ -34,9 +34,10 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import TakeIncarnation, decode_order
+from memstore.core.wire.replies import pack_reply
 from memstore.core.wire.reports import RankGone
 from memstore.testing.controller.catalog_durable import Durable
-from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain, plain_event
+from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
 from memstore.testing.requests import request_of
 from recovery.inventory import ShardId, ShardSpec, StepId
 
@@ -202,7 +203,7 @@ class CatalogWorld:
             if isinstance(action.order, TakeIncarnation):
                 del self._sessions[host]  # the holder ends it, to begin again
         else:
-            holder.answer(action.call_id, plain(action.body), action.error)
+            holder.answer(action.call_id, None if action.reply is None else pack_reply(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():

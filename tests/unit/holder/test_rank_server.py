@@ -34,6 +34,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
+from memstore.core.wire.replies import pack_reply
 from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
@@ -174,8 +175,8 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     newer = hello(life=2)
     second = ask(site, newer)
     assert second != first
-    site.holder.ranks.answer(first, {"to": "the old store"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    site.holder.ranks.answer(first, pack_reply({"to": "the old store"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
     assert receive(newer) == answered({"to": "the new store"})
 
 
@@ -202,8 +203,8 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     site.begin(64)
     newer = hello(life=2, nonce="m")
     second = ask(site, newer)
-    site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    site.holder.ranks.answer(first, pack_reply({"to": "a rank of the former holder"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
     assert receive(newer) == answered({"to": "the new store"})
 
 
@@ -226,9 +227,9 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     old.abort()
     newer = hello(life=1)
     assert ask(site, newer) == first
-    site.holder.ranks.answer(first, {"turn": 1}, None)
-    site.holder.ranks.answer(first, {"turn": 2}, None)
-    site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
+    site.holder.ranks.answer(first, pack_reply({"turn": 1}), None)
+    site.holder.ranks.answer(first, pack_reply({"turn": 2}), None)
+    site.holder.ranks.answer(ask(site, newer), pack_reply({"turn": 3}), None)
     assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
@@ -260,7 +261,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
         return manifest(*named)
 
     monkeypatch.setattr(replicas, "manifest", read_after_the_link)
-    site.holder.ranks.answer(number, answer, None)
+    site.holder.ranks.answer(number, pack_reply(answer), None)
     assert not shelved.pins
 
 
@@ -271,7 +272,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     number = ask(site, channel)
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    site.holder.ranks.answer(number, answer, None)
+    site.holder.ranks.answer(number, pack_reply(answer), None)
     refused = receive(channel)
     assert isinstance(refused, AskRefused)
     assert refused.error == "RecoveryError"

@@ -18,6 +18,7 @@ from memstore.core.wire.calls import AskSteps, ReadRanges
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
+from memstore.core.wire.replies import pack_reply
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
@@ -247,7 +248,8 @@ class Reader:
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
         answer = {"step": 2, "attempt": 1, "excerpt": self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
-        self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)
+        reply = None if bad else pack_reply({**answer, "shard": shard_to_wire(SHARD)})
+        self.holder.ranks.answer(call_id, reply, error)
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.testing.controller.catalog_holder import plain, plain_event
+from memstore.core.wire.replies import pack_reply
+from memstore.testing.controller.catalog_holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import Holder
@@ -118,7 +119,8 @@ class SimController:
         if isinstance(action, Tell):
             holder.obey(decode_order(encode(action.order)))
         else:
-            holder.answer(action.call_id, plain(action.body), action.error)
+            data = None if action.reply is None else pack_reply(action.reply)
+            holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:
         """Let time pass, and open the sessions that are missing."""

@@ -66,6 +66,7 @@ from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
+from memstore.testing.requests import fields_told
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
@@ -218,12 +219,13 @@ class SimHolder:
         """Relay a question."""
         self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered; with the place of the bytes if it is a read."""
         call = self.calls.take(number)
         link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
         if call is None or link is None or not link.is_open:
             return
+        body = fields_told(call.request, data) if data is not None else {}
         if isinstance(call.request, calls.Join | calls.Rewind | calls.AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         if "shard" in body and error is None:

@@ -26,6 +26,7 @@ from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import Tell
 from memstore.core.wire.orders import Run, StageShard
+from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import SliceWritten
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
 from memstore.testing.simulator.world.scenario import Fault
@@ -202,7 +203,7 @@ def everything_freed() -> Any:
 def skip_not_reported() -> Any:
     """The other ranks are not told of a skipped step, and their copies of it fill the memory."""
     stack = ExitStack()
-    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, {"resume": 0})))
+    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
     stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
     stack.enter_context(patch.object(Steps, "_give_up_if_passed", lambda *a: None))
     return stack

@@ -291,7 +291,7 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     world.run(6.0)
     world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)
-    answer = ranks[0].answers["roll_call"][-1]["found"]
+    answer = ranks[0].answers["roll_call"][-1]
     assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
     [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"

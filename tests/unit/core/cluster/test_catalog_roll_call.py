@@ -15,7 +15,7 @@ def found(world: CatalogWorld, rank: FakeRank, verb: str) -> dict[str, Any] | No
     """Ask who has come to a call."""
     world.call(rank, "roll_call", of=verb)
     world.run(0.5)
-    answer: dict[str, Any] | None = rank.answers["roll_call"][-1]["found"]
+    answer: dict[str, Any] | None = rank.answers["roll_call"][-1] or None
     return answer
 
 
