@@ -19,6 +19,7 @@ from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_name
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
+from memstore.core.wire.calls import AskSteps, Join, PersistStep, PinStep, RankCall, ReadStep, UnpinStep
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
@@ -161,12 +162,12 @@ def connect(
         config = fitted_to_store(config, link.welcome)
         limit_s = max(LEAST_S, deadline_s - time.monotonic())
         joined = ask_with_all(
-            link, "join",
-            {
-                "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
-                "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
-                "fresh": fresh, "takeover": takeover, "shard": shard_rank, "shards": shard_count, "limit_s": limit_s,
-            },
+            link,
+            Join(
+                job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
+                nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
+                shard=shard_rank, shards=shard_count, limit_s=limit_s,
+            ),
             limit_s=limit_s,
         )  # fmt: skip
         if config.durable is None and launch.rank == 0:
@@ -246,7 +247,7 @@ class Reader:
 
     def steps(self) -> list[StepInfo]:
         """Every step the store knows of the job, newest first."""
-        return step_infos(self._ask("steps", {"job": self.job}))
+        return step_infos(self._ask(AskSteps(job=self.job)))
 
     def latest_step(self) -> int | None:
         """The newest committed step of the lineage."""
@@ -261,34 +262,34 @@ class Reader:
         Raises:
             StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
         """
-        body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
+        request = ReadStep(job=self.job, step=step, of_attempt=attempt, rank=rank)
         with naming_others(self._config, self.job):
-            return open_shard(ShardRead(self._tool.link, body, timeout_s), into, timeout_s=timeout_s)
+            return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
-        self._ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
+        self._ask(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
 
     def pins(self) -> list[str]:
         """The names of the job's pins."""
-        return sorted(self._ask("steps", {"job": self.job})["pins"])
+        return sorted(self._ask(AskSteps(job=self.job))["pins"])
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
-        self._ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+        self._ask(UnpinStep(job=self.job, name=check_name("pin", name)))
 
     def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Write a committed step to durable storage now; as `Store.persist`."""
-        body = {"job": self.job, "step": step, "within_s": timeout_s}
-        return persisted(self._ask("persist", body, timeout_s + ASK_S), timeout_s)
+        request = PersistStep(job=self.job, step=step, within_s=timeout_s)
+        return persisted(self._ask(request, timeout_s + ASK_S), timeout_s)
 
     def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
         return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
 
-    def _ask(self, verb: str, body: dict[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
+    def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         with naming_others(self._config, self.job):
-            return self._tool.ask(verb, body, timeout_s)
+            return self._tool.ask(request, timeout_s)
 
     def close(self) -> None:
         """End the reader's link."""

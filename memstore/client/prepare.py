@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
@@ -36,15 +37,15 @@ class PutPreparation:
     """
 
     def __init__(
-        self, link: HolderLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
+        self, link: HolderLink, request: ReserveRoom, chunk_bytes: int, *, versions: int, timeout_s: float
     ) -> None:
-        """It asks for the room that `body` names in `begin`.
+        """It asks for the room that `request` names in `begin`.
 
         Args:
             versions: Of a put's bytes that this rank will be leased, for the progress.
             timeout_s: Longest wait for the hosts, and then for this process's pages.
         """
-        self.slots_count = int(body["slots"])
+        self.slots_count = request.slots
         self.nbytes = self.slots_count * chunk_bytes
         self._link, self._timeout_s = link, timeout_s
         self._pages_bytes = self.nbytes * versions
@@ -57,13 +58,13 @@ class PutPreparation:
         self._cancelled: Future[None] = Answer()
         self._failed: Future[None] = Answer()  # with the error, so that a put that waits hears of it
         self._pid = os.getpid()
-        self._body = body
+        self._request = request
         self._answer: Future[dict[str, Any]] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:
         """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
-        self._answer = self._link.call_soon("reserve", self._body)
+        self._answer = self._link.call_soon(self._request)
         self._thread.start()
         return self
 
@@ -189,7 +190,7 @@ class PutPreparation:
 
     def _follow(self) -> None:
         try:
-            self.wait_claimed(RollCall(self._link, "reserve", self._body, self._timeout_s))
+            self.wait_claimed(RollCall(self._link, self._request, self._timeout_s))
             self._claimed_s = time.monotonic() - self._began_s
             if not self._wait_pages():
                 if self._link.fenced_by:

@@ -20,7 +20,9 @@ from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
+from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
+from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.shell.codec.interpreter import copying, waiting
@@ -63,10 +65,10 @@ class Puts:
         """The rank in the present attempt."""
         return self.link.rank
 
-    def begin_attempt(self, joined: dict[str, Any]) -> None:
+    def begin_attempt(self, joined: Joined) -> None:
         """Take what a join or a rewind answered."""
-        self._resume_step = int(joined["resume_step"])
-        restored = joined.get("restored_step")
+        self._resume_step = joined.resume_step
+        restored = joined.restored_step
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
         self.natural = SharedShard.joined(joined)
@@ -205,13 +207,13 @@ class Puts:
 
         def resume(future: Any) -> None:
             if future.exception() is None:
-                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+                self._resume_step = max(self._resume_step, future.result().resume)
 
-        body = {
-            **self.body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
-            "is_failed": level == "failed",
-        }  # fmt: skip
-        self._skipping = self.link.call_soon("skip", body, resume)
+        request = SkipStep(
+            **self.who(), step=ticket.step, why=why, stall_s=time.monotonic() - ticket.began_s,
+            is_failed=level == "failed",
+        )  # fmt: skip
+        self._skipping = self.link.call_soon(request, resume)
 
     def retire(self, ticket: Ticket, why: str) -> None:
         """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
@@ -220,7 +222,9 @@ class Puts:
             "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
         )
         self.skip(ticket, why, "failed")
-        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why, "is_torn": True})
+        self.link.call_soon(
+            RetireStep(job=self.job, attempt=self.link.attempt, step=ticket.step, reason=why, is_torn=True)
+        )
 
     def give_up(self, step: int, why: str) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
@@ -340,7 +344,7 @@ class Puts:
         count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
         config = self.config
         self._preparation = PutPreparation(
-            self.link, self.body(slots=count), self.chunk_bytes,
+            self.link, ReserveRoom(**self.who(), slots=count), self.chunk_bytes,
             versions=config.keep_steps + 1 + (config.durable is not None),
             timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
         )  # fmt: skip
@@ -368,18 +372,18 @@ class Puts:
                 self.link.wait_free(count, self.config.connect_timeout_s)
             preparation.say_waited(time.monotonic() - began_s)
             return
-        body = self.body(slots=count)
-        grown = self.link.call_soon("reserve", body, lambda answer: self._grown(count, answer.exception()))
+        request = ReserveRoom(**self.who(), slots=count)
+        grown = self.link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
         with waiting():
             if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
-    def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
+    def ask_cadence(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
-        return self.link.call_soon("cadence", {**self.body(step=step), **measured})
+        return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
 
-    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+    def forget_cadence(self, answer: Future[PutInterval]) -> None:
         """Training goes on from elsewhere: the question is void."""
         self.link.forget_call(answer)
 
@@ -395,6 +399,6 @@ class Puts:
         else:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 
-    def body(self, **more: int) -> dict[str, Any]:
-        """Say to the controller who asks."""
-        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}
+    def who(self) -> dict[str, Any]:
+        """Return the fields of a request that say which rank asks."""
+        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank}

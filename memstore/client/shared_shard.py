@@ -14,10 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from memstore.client.restore import OpenShard
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
+from memstore.core.wire.calls import Get, ReadStep, TellDiffering
 from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.core.wire.replies import Joined
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
@@ -46,13 +50,12 @@ class SharedShard:
     roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
 
     @classmethod
-    def joined(cls, answer: dict[str, Any]) -> SharedShard | None:
+    def joined(cls, answer: Joined) -> SharedShard | None:
         """Return what a join or a rewind answered; None if the launch named no shards."""
-        if not answer.get("natural"):
+        place = answer.shared_shard
+        if place is None:
             return None
-        shard, shards, copiers, roster = answer["natural"]
-        by_shard = tuple(tuple(map(int, ranks)) for ranks in roster)
-        return cls(int(shard), int(shards), tuple(map(int, copiers)), int(answer["rank"]), by_shard)
+        return cls(place.shard, place.shards, place.copiers, answer.rank, place.roster)
 
     @property
     def is_copier(self) -> bool:
@@ -87,29 +90,28 @@ class SharedShard:
 
     # -- another world size ---------------------------------------------------------------------
 
-    def get_resized(
-        self, link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float
-    ) -> tuple[OpenShard, dict[str, Any], Any] | None:
+    def get_resized(self, link: HolderLink, request: Get, into: Any) -> tuple[OpenShard, dict[str, Any], Any] | None:
         """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
 
         Args:
-            body: Of the get() that could not give this rank a shard; all ranks call this then.
+            request: The get() that could not give this rank a shard; all ranks call this then.
 
         Returns:
             The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
         """
+        timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
-        found = self._copier_elsewhere(link, ranges, body["step"])
+        found = self._copier_elsewhere(link, ranges, request.step)
         adopted: dict[str, Any] = {}
-        if found is not None and body["step"] is None:
-            adopted = collective(link, "get", {**body, "is_agreement": True}, timeout_s)
+        if found is not None and request.step is None:
+            adopted = collective(link, replace(request, is_agreement=True), timeout_s)
             agreed = (adopted["step"], adopted["attempt"])
             if agreed != found[:2]:  # a late host brought a newer one, of other copiers
                 found = self._copier_elsewhere(link, ranges, *agreed)
         if found is None:
             return None
         step, attempt, copier = found
-        wanted = {"job": link.job, "step": step, "of_attempt": attempt, "rank": copier}
+        wanted = ReadStep(job=link.job, step=step, of_attempt=attempt, rank=copier)
         with copying(), ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
@@ -151,11 +153,11 @@ class SharedShard:
                 where = ", ".join(names) or f"{event.count} chunks"
                 both = f"ranks {self.rank} and {twin}"
                 log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
-            body = {
-                "job": link.job, "attempt": event.attempt, "step": step, "ranks": [self.rank, twin],
-                "chunks": event.count, "names": names,
-            }  # fmt: skip
-            link.call("twins", body, NAMING_S)
+            told = TellDiffering(
+                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, twin), chunks=event.count,
+                names=tuple(names),
+            )  # fmt: skip
+            link.call(told, NAMING_S)
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
 
@@ -230,8 +232,8 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
 def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
     """Return what reads other ranks' shards of the step that a shard is of."""
     shard = manifest.shard
-    body = {"job": shard.job, "step": shard.step, "of_attempt": shard.attempt}
-    return lambda ranks: ShardRead(link, {**body, "rank": _chosen(link, ranks)}, timeout_s)
+    asked = ReadStep(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank)
+    return lambda ranks: ShardRead(link, replace(asked, rank=_chosen(link, ranks)), timeout_s)
 
 
 def _chosen(link: HolderLink, ranks: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
     CheckInto,
@@ -30,6 +31,7 @@ from memstore.core.wire.rank_messages import (
     RoomGrown,
     StepLevel,
 )
+from memstore.core.wire.replies import Joined
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
@@ -54,7 +56,7 @@ log = logging.getLogger("memstore")
 class Store(PinVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
-    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: Joined, *, job: str) -> None:
         self.job, self.world_size = job, launch.world_size
         self.config = config
         self._link = link
@@ -72,8 +74,8 @@ class Store(PinVerbs):
         self._under_way = ReentrancyGuard(job)
         link.on_event = self.on_event
 
-    def _take_attempt(self, joined: dict[str, Any]) -> None:
-        self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
+    def _take_attempt(self, joined: Joined) -> None:
+        self.attempt, self.rank = joined.attempt, joined.rank
         self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
         self._cadence.begin_attempt(joined)
@@ -113,15 +115,14 @@ class Store(PinVerbs):
             ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self._launch.rank, "nonce": self._link.nonce,
-            "together": together,
-        }  # fmt: skip
+        request = AssignRanks(
+            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce, together=together
+        )
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
-        joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
-        self.rank = self._link.rank = int(joined["rank"])
+        joined = ask_with_all(self._link, request, limit_s=limit_s)
+        self.rank = self._link.rank = joined.rank
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
-        return tuple(joined["order"]) or tuple(range(self.world_size))
+        return joined.order or tuple(range(self.world_size))
 
     @property
     def natural(self) -> SharedShard | None:
@@ -278,23 +279,20 @@ class Store(PinVerbs):
         self._check_open()
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be what is being copied
-            body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
-                read = ShardRead(self._link, {**body, "rank": rank, "step": step}, timeout_s)
+                request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
+                read = ShardRead(self._link, request, timeout_s)
                 return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
-                return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
+                return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
-    def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool,
-        timeout_s: float,
-    ) -> Checkpoint | None:  # fmt: skip
+    def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
+        step, timeout_s = request.step, request.timeout_s
         self._into, self._own_into = into, rank_state_into
         try:
-            answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
+            answer = collective(self._link, request, timeout_s)
         except WorldSizeError:
-            body["step"] = step
-            found = self.natural.get_resized(self._link, body, into, timeout_s) if self.natural else None
+            found = self.natural.get_resized(self._link, request, into) if self.natural else None
             if found is None:
                 raise
             return self._restored(step, checkpoint(*found), found[1])
@@ -304,7 +302,7 @@ class Store(PinVerbs):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        read = ShardRead(self._link, {}, timeout_s, answer=answer)
+        read = ShardRead(self._link, None, timeout_s, answer)
         got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
@@ -321,13 +319,11 @@ class Store(PinVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        body: dict[str, Any] = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
-        }  # fmt: skip
         with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
-                answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
+                request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
+                answer = collective(self._link, request, left_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))
@@ -402,13 +398,13 @@ class Store(PinVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
-            "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
-        }  # fmt: skip
+        request = Rewind(
+            **self.puts.who(), step=step, of_attempt=attempt, nonce=self._link.nonce, key=self._launch.key,
+            world_size=self.world_size,
+        )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
-            self._take_attempt(ask_with_all(self._link, "rewind", body, limit_s=self.config.connect_timeout_s))
+            self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
             self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
@@ -434,7 +430,7 @@ class Store(PinVerbs):
             self.puts.close()
             if not self._link.fenced_by:
                 with contextlib.suppress(MemstoreError):
-                    self._link.call("close", self.puts.body(), CALL_SLACK_S)
+                    self._link.call(CloseStore(**self.puts.who()), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:

@@ -22,6 +22,7 @@ from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.config import Config
+from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_files import DcpSource
 from memstore.exchange.dcp_shares import Source, put_share, shares_of
@@ -82,7 +83,7 @@ def import_job(
     except BaseException as error:
         if opened and not isinstance(error, FencedError):  # who was fenced has no job to remove: it is another's now
             with contextlib.suppress(MemstoreError), any_tool(config) as tool:
-                tool.ask("rm", {"job": job, "force": True})
+                tool.ask(RemoveJob(job=job, force=True))
         raise
     return {
         "job": job, "step": step, "format": format, "made_by": "put" if format == "torch" else "dcp",
@@ -111,7 +112,7 @@ def _step_of(folder: Path) -> int:
 
 def _check_new(job: str, config: Config) -> None:
     with any_tool(config) as tool:
-        jobs = tool.ask("status")["jobs"]
+        jobs = tool.ask(AskStatus())["jobs"]
     if any(row["job"] == job and row["attempt"] is not None for row in jobs):
         raise _exists(job, config)
 

@@ -19,6 +19,7 @@ from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import TERMINAL, Ticket
 from memstore.config import Config
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, StepLevel
 from memstore.errors import CommitError, ConfigError, MemstoreError, TransportError
 from memstore.shell.rank.holder_link import HolderLink
@@ -116,13 +117,13 @@ class SaveProcess:
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give the step up on all ranks (R12); if the controller does not hear of it, a later step supersedes it."""
         ticket.rise(level, why)
-        body = {
-            "job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step,
-            "why": why, "is_failed": level == "failed",
-        }  # fmt: skip
+        request = SkipStep(
+            job=self.job, attempt=self.staged.attempt, rank=self.rank, step=ticket.step, why=why,
+            is_failed=level == "failed",
+        )  # fmt: skip
         if self._link is not None:
             with contextlib.suppress(MemstoreError):
-                self._link.call("skip", body, ADOPT_S)
+                self._link.call(request, ADOPT_S)
 
     def close(self) -> None:
         """Give back what was not handed over, and end the link."""

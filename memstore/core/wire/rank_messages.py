@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Ordinal, Positive, Seconds
@@ -60,8 +61,7 @@ class Ask(Message, frozen=True, tag="ask"):
 
     id: Ordinal
     """The rank's own number of it: the answer has it too."""
-    verb: str
-    body: bytes
+    call: RankCall
 
 
 class LendSlots(Message, frozen=True, tag="lend"):

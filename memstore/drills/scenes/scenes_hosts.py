@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from memstore.core.wire.calls import DrainHost
 from memstore.drills.scenes.scene import Scene, host_row
 from memstore.errors import DrillError
 from memstore.testing.faults.processes import Process, wait_gone
@@ -49,7 +50,7 @@ class PreemptHost(KillHost):
     def inject(self) -> str:
         [host], report = self.hosts, self.context.report
         started_s = time.monotonic()
-        self.site.ask("drain", {"host": host, "within_s": NOTICE_S})
+        self.site.ask(DrainHost(host=host, within_s=NOTICE_S))
         step = int(report.step_before or 0)
         self.job.train(step + 1, step + 2, "after the notice")
         report.step_before = step + 2

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from memstore.config import MIB
+from memstore.core.wire.calls import VerifyStore
 from memstore.drills.scenes.scene import Scene, host_row
 from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
 from memstore.errors import DrillError
@@ -197,7 +198,7 @@ class FlipInTransit(NetworkScene):
         found = self.errors_count(self.site.status()) - self.errors_before
         if found != self.flips_count:
             self.broken(f"{self.flips_count} bits flipped and {found} digest errors were counted")
-        damaged = self.site.ask("verify", {"job": self.job.name}, 60.0)["hosts"][VIA]["damaged"]
+        damaged = self.site.ask(VerifyStore(job=self.job.name), 60.0)["hosts"][VIA]["damaged"]
         if damaged:
             self.broken(f"{damaged} damaged chunks were stored on {VIA}")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from memstore.core.wire.calls import VerifyStore
 from memstore.drills.breaking.kept_up import SlowFileSystem
 from memstore.drills.breaking.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.ranks.ranks import PutRow, collect
@@ -76,7 +77,7 @@ class CorruptChunk(CopyScene):
         if self.flips is None:
             return None
         if self.answer is None:
-            self.answer = self.site.ask("verify", {"job": self.job.name}, VERIFY_S)
+            self.answer = self.site.ask(VerifyStore(job=self.job.name), VERIFY_S)
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None

@@ -7,6 +7,7 @@ import threading
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
@@ -87,5 +88,8 @@ class Sealer:
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
         shard = effect.shard
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.calls.ask(Call(None, "", 0, request))

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.calls import RankCall
 from memstore.errors import MemstoreError, PeerUnreachable
 from memstore.shell.arena.folder import commands_for
 from memstore.shell.arena.lock import process_start_time
@@ -51,9 +52,9 @@ class Tool:
     ) -> None:
         self.close()
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller; its error is raised here."""
-        return self.link.call(verb, body or {}, timeout_s)
+        return self.link.call(request, timeout_s)
 
     def close(self) -> None:
         """End the link."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memstore.core.wire.calls import ReadRanges
+from memstore.core.wire.orders import ChunkRange
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 
@@ -42,6 +44,6 @@ class ShardRanges:
         `attempt` names who put the step, where several lineages have one of that number; None: the one of all reads.
         """
         attempt = self.attempt if attempt is None else attempt
-        runs = chunk_runs(ranges, chunk_bytes)
-        body = {"job": self.job, "step": step, "rank": rank, "chunks": runs, "of_attempt": attempt}
-        return ShardRead(self.link, body, self.timeout_s, is_streamed=False)
+        chunks = tuple(ChunkRange(first, count) for first, count in chunk_runs(ranges, chunk_bytes))
+        request = ReadRanges(job=self.job, step=step, of_attempt=attempt, rank=rank, chunks=chunks)
+        return ShardRead(self.link, request, self.timeout_s)

@@ -18,9 +18,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
+from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.rank_messages import ChunksArrived, Unpin
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold, runs
@@ -29,6 +32,7 @@ from memstore.shell.codec.verified_stream import CheckedStream, Views
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
+from recovery.inventory import ShardId
 
 MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
 
@@ -43,17 +47,15 @@ class ShardRead:
     """
 
     def __init__(
-        self, link: HolderLink, body: dict[str, Any], timeout_s: float, *, is_streamed: bool = True,
+        self, link: HolderLink, request: ReadStep | ReadRanges | None, timeout_s: float,
         answer: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Ask, and wait for nothing yet.
+        """Ask, and wait for nothing yet; chunks of a whole shard can be taken while others are still coming.
 
         Args:
-            body: Names the shard, and with "chunks" the runs of it that are wanted.
-            is_streamed: Chunks can be taken while others are still coming.
-            answer: What was answered to a get() that all ranks made: nothing is asked then.
+            answer: What a get() that all ranks made was answered, in place of a request.
         """
-        self.link, self._body, self._timeout_s = link, body, timeout_s
+        self.link, self._request, self._timeout_s = link, request, timeout_s
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
@@ -64,13 +66,13 @@ class ShardRead:
         self._heard: queue.SimpleQueue[ChunksArrived | Future[dict[str, Any]]] = queue.SimpleQueue()
         self._number: int | None = None
         self._future: Future[dict[str, Any]] = Future()
-        if answer is not None:
-            self._future.set_result(answer)
-        elif is_streamed:
+        if request is None:
+            self._future.set_result(answer or {})
+        elif isinstance(request, ReadStep):
             self._number = link.hear(self._heard)
-            self._future = link.call_soon("read", {**body, "stream": [link.nonce, self._number]})
+            self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
         else:
-            self._future = link.call_soon("read", body)
+            self._future = link.call_soon(request)
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:
@@ -140,11 +142,9 @@ class ShardRead:
         """Have the holder digest its copies of these chunks again, and bring from elsewhere what is bad (R27)."""
         self.answer()
         shard = self.manifest().shard
-        body = {
-            "job": shard.job, "step": shard.step, "rank": shard.rank, "of_attempt": shard.attempt,
-            "chunks": [list(run) for run in runs(sorted(wanted))],
-        }  # fmt: skip
-        with ShardRead(self.link, body, MEND_TIMEOUT_S, is_streamed=False) as again:
+        chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
+        request = ReadRanges(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks)
+        with ShardRead(self.link, request, MEND_TIMEOUT_S) as again:
             try:
                 again.answer()
             except RecoveryError:
@@ -157,7 +157,7 @@ class ShardRead:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest().shard
-        rows = self.link.call("steps", {"job": shard.job}, MEND_TIMEOUT_S)["steps"]
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
         kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
@@ -167,7 +167,7 @@ class ShardRead:
         slot = self._slots.get(index)
         if slot is not None:
             return self.link.view(slot, self.manifest().chunks[index].nbytes)
-        if "chunks" in self._body:
+        if isinstance(self._request, ReadRanges):
             raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
         return memoryview(b"")
 
@@ -184,7 +184,7 @@ class ShardRead:
             else:
                 heard = self._heard.get_nowait()
         except queue.Empty:
-            job = self._body.get("job", self.link.job)
+            job = self._request.job if self._request is not None else self.link.job
             raise PeerTimeout(
                 f"read of job {job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
                 f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
@@ -224,16 +224,14 @@ class ShardRead:
 
     def _check_asked(self, manifest: Manifest, answer: dict[str, Any]) -> None:
         """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
-        body, shard = self._body, manifest.shard
-        if not body:
+        asked = self._request
+        if asked is None:
             return
-        step, attempt = body.get("step"), body.get("of_attempt")
-        step, attempt = answer["step"] if step is None else step, answer["attempt"] if attempt is None else attempt
-        if (shard.job, shard.attempt, shard.step, shard.rank) != (body["job"], attempt, step, body["rank"]):
-            raise IntegrityError(
-                f"asked for rank {body['rank']} at step {step}, attempt {attempt} of job {body['job']!r}, and {shard} "
-                "came: read again"
-            )
+        step = answer["step"] if asked.step is None else asked.step
+        attempt = answer["attempt"] if asked.of_attempt is None else asked.of_attempt
+        wanted = ShardId(asked.job, attempt, step, asked.rank)
+        if manifest.shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")
 
     def _add(self, slots: Mapping[int, int]) -> None:
         """Take slots that chunks have come to; their pages stay while this reads (R9)."""

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from memstore.core.wire.calls import RankCall
 from memstore.shell.arena import lock as arena_lock
-from memstore.testing.clusters.processes import ProcessCluster, StartedProcess, ask_through
+from memstore.testing.clusters.cluster import ask_through
+from memstore.testing.clusters.processes import ProcessCluster, StartedProcess
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.faults.processes import Process, kill, send, wait_gone, with_start_times
 from memstore.testing.nemesis.ledger import Harm, Ledger
@@ -52,7 +54,7 @@ class Hosts:
         """Start everything and wait until all hosts are live."""
         for who in [*self, "controller"]:
             self._prepare(who)
-        self.cluster.__enter__()
+        self.cluster.start()
 
     def close(self) -> None:
         """Kill all processes and remove the arenas."""
@@ -81,10 +83,10 @@ class Hosts:
         """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
         """Ask the controller through a holder that runs; MemstoreError if none answers."""
         hosts = [host for host in self if host not in self.stopped and self.holder(host) is not None]
-        return ask_through([self.arena(host) for host in hosts], verb, body, timeout_s)
+        return ask_through([self.arena(host) for host in hosts], request, timeout_s)
 
     def mark_away(self, host: str) -> None:
         """Note that a host's holder does not serve, until the observer sees it live again."""

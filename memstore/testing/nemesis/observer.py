@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
@@ -39,7 +40,7 @@ class Observer:
         while not self._over.wait(PERIOD_S):
             began_s = time.monotonic()
             try:
-                status = self.hosts.ask("status")
+                status = self.hosts.ask(AskStatus())
             except (MemstoreError, OSError) as exc:
                 self._note(f"status: no answer ({type(exc).__name__})")
                 continue

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from memstore.cli import main
 from memstore.cli.options import Where
+from memstore.core.wire.calls import AskStatus
 from memstore.errors import PeerTimeout
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
@@ -341,7 +342,7 @@ def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> No
         assert run_json(cluster, "status")["jobs"] == []
         cluster.kill_controller()
         with pytest.raises(PeerTimeout, match=r"the controller of store .* did not answer"):
-            Where(cluster.config).ask("status", timeout_s=0.3)
+            Where(cluster.config).ask(AskStatus(), timeout_s=0.3)
         cluster.kill_holder("h2")
         assert "no holder of store" in run(cluster, "status").stderr
         body = run_json(cluster, "down", "--leftovers", "--discard")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stalls import put_within
 
+from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.fleet import Fleet
@@ -24,7 +25,7 @@ def freeze(rank: RankProcess) -> None:
 
 def all_sound(cluster: ProcessCluster) -> bool:
     """True if every sealed slot of every live host still has its digest."""
-    return all(answer["damaged"] == 0 and answer["chunks"] for answer in cluster.ask("verify")["hosts"].values())
+    return all(answer["damaged"] == 0 and answer["chunks"] for answer in cluster.ask(VerifyStore())["hosts"].values())
 
 
 def test_a_rank_frozen_in_mid_copy_harms_nothing_when_it_wakes(tmp_path: Path, nursery: RankNursery) -> None:

@@ -13,6 +13,7 @@ import torch
 from memstore.client.checkpoint import open_shard
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
+from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
 from memstore.errors import IntegrityError
 from memstore.shell.codec.encode import copy_into, plan_state
@@ -55,7 +56,7 @@ class Asked:
         self.heard = heard
         return 1
 
-    def call_soon(self, verb: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+    def call_soon(self, request: ReadStep) -> Future[dict[str, Any]]:
         manifest, slots = self.first
         self.heard.put(
             ChunksArrived(read=1, manifest=manifest, chunks=tuple(ArrivedChunk(i, i) for i in range(len(slots))))
@@ -83,5 +84,7 @@ def put(step: int) -> tuple[bytes, list[bytearray]]:
 
 def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:
     """The controller came back while step 10 was read and chose step 11: no bytes of 10 under the name of 11."""
+    link = cast(HolderLink, Asked(put(10), put(11)[0]))
+    read = ShardRead(link, ReadStep(job="job", step=None, rank=0), 60.0)
     with pytest.raises(IntegrityError, match=r"step=11.*was chosen while.*step=10"):
-        open_shard(ShardRead(cast(HolderLink, Asked(put(10), put(11)[0])), {"job": "job", "rank": 0}, 60.0), None)
+        open_shard(read, None)

@@ -28,6 +28,7 @@ from memstore.core.holder import fetch as procedure
 from memstore.core.holder import stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.state import HolderState, Reading
+from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.codec import verified_stream
@@ -146,7 +147,7 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")
-    store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
+    store._link.call(SkipStep(job="job", attempt=1, rank=0, step=2, why="no room", is_failed=False), WAIT_S)
     wait_for(lambda: not site.replicas.index.drafts, "the abandon")
     stop.go.set()
     wait_for(lambda: ticket.is_over, "the end of the abandoned put")

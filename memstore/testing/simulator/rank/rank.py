@@ -15,8 +15,10 @@ import msgspec
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest
+from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased, StepLevel
 from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.processes import Holder
@@ -52,7 +54,7 @@ class SimRank:
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
         self.handovers: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
-        self.calls: dict[int, tuple[str, Body]] = {}
+        self.calls: dict[int, RankCall] = {}
         self.call_ids = itertools.count(1)
         self.replies: dict[int, Body] = {}
         self.tickets: dict[int, str] = {}
@@ -94,8 +96,8 @@ class SimRank:
         """Send again what was not sealed or answered."""
         for _, ready in sorted(self.handovers.items()):
             holder.take_over(self, ready)
-        for call_id, (verb, body) in sorted(self.calls.items()):
-            holder.call(self, call_id, verb, body)
+        for call_id, request in sorted(self.calls.items()):
+            holder.call(self, call_id, request)
 
     def map_arena(self, memory: Memory) -> None:
         """Map the arena that the holder maps (R8)."""
@@ -121,9 +123,10 @@ class SimRank:
     def ask(self, verb: str, **body: Any) -> int:
         """Send a question to the controller; return its id in `replies`."""
         call_id = next(self.call_ids)
-        full = {"job": self.job, "attempt": self.attempt, "rank": self.rank, **body}
-        self.calls[call_id] = (verb, full)
-        self._send(lambda holder: holder.call(self, call_id, verb, full))
+        who = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
+        who = {name: value for name, value in who.items() if name not in body}
+        request = self.calls[call_id] = request_of(verb, who, **body)
+        self._send(lambda holder: holder.call(self, call_id, request))
         return call_id
 
     def _send(self, work: Callable[[Holder], None], holder: Holder | None = None) -> None:
@@ -138,10 +141,10 @@ class SimRank:
 
     def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
         """Take an answer if it is still waited for; that to a skip names the step to go on from (R12)."""
-        verb, _ = self.calls.pop(call_id, ("", {}))
-        if verb == "skip":
+        request = self.calls.pop(call_id, None)
+        if isinstance(request, SkipStep):
             self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
-        elif verb:
+        elif request is not None:
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
     def rise(self, step: int, level: str) -> None:
@@ -162,13 +165,13 @@ class SimRank:
         is_fresh, step = self.checker.observed.starts_over, 0
         answer = yield from self._call(
             "join", JOIN_S, world_size=self.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
-            launcher="launcher", fresh=is_fresh, takeover=False, config=world.config, **self.named(),
+            launcher="launcher", fresh=is_fresh, config=world.config, **self.named(),
         )  # fmt: skip
         if answer is None:
             return
         self.joined(answer)
         if scenario.is_ordered:
-            answer = yield from self._call("mesh_order", JOIN_S, nonce=self.nonce, together=1)
+            answer = yield from self._call("assign_ranks", JOIN_S, nonce=self.nonce, together=1)
             if answer is None:
                 return
             self.rank = int(answer["rank"])
@@ -199,7 +202,7 @@ class SimRank:
         """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""
         other, last = (self.rank + 1) % self.world_size, self.chunks_count - 1
         answer = yield from self._answer(
-            "read", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
+            "read_ranges", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
         )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)

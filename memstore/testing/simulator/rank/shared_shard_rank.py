@@ -54,7 +54,7 @@ class SharedShardRank(SimRank):
     def joined(self, answer: Body) -> None:
         """Take its place, and learn which ranks copy."""
         super().joined(answer)
-        shard, shards, copiers, roster = answer["natural"]
+        shard, shards, copiers, roster = answer["shared_shard"]
         self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
         self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
         self.checker.shared_shards.told(self, answer)
@@ -143,7 +143,7 @@ class SharedShardRank(SimRank):
         return step.step
 
     def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, Body | None]:
-        return (yield from self._call("read", GET_S, rank=rank, step=step, of_attempt=attempt))
+        return (yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt))
 
     def _near(self, ranks: Sequence[int]) -> int:
         """Return the copier that all ranks of this host read from."""

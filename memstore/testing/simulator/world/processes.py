@@ -13,7 +13,9 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
@@ -87,7 +89,7 @@ class Holder(Process, Protocol):
     def join(self, rank: Rank) -> None:
         """Open a link."""
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
@@ -101,10 +103,10 @@ class Holder(Process, Protocol):
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out an order."""
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the answer to a question on to its rank."""
 
 
