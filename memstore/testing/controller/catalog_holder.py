@@ -30,6 +30,7 @@ from memstore.core.wire.messages import (
     shard_to_wire,
     spec_from_wire,
 )
+from memstore.core.wire.replies import unpack_reply
 from memstore.testing.controller.catalog_durable import Durable, list_markers, persist
 from memstore.testing.controller.catalog_room import guest_refusal
 from memstore.testing.requests import fields_told
@@ -53,7 +54,8 @@ class FakeRank:
     is_dead: bool = False
     stall_s: float = 0.0  # how long each of its puts blocks
     has_room: bool = False  # its reservation was granted
-    answers: dict[str, list[Body]] = field(default_factory=dict)
+    answers: dict[str, list[Body]] = field(default_factory=dict)  # their fields
+    last_reply: Any = None
     errors: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     tickets: dict[int, str] = field(default_factory=dict)
     degraded: dict[int, bool] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class FakeHolder:
         if error is not None or data is None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
-        body = fields_told(request, data)
+        rank.last_reply, body = unpack_reply(request, data), fields_told(request, data)
         rank.answers.setdefault(verb, []).append(body)
         if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
