@@ -220,11 +220,12 @@ def _session_leaves_nothing_behind() -> Iterator[None]:
     """The same for the whole run, when fixtures of every scope have ended."""
     before = set().union(*(check() for check in _CHECKS))
     yield
-    if cluster_nursery.cache_info().currsize:
-        cluster_nursery().close()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         pytest.fail("Ray is still initialised at the end of the run: a fixture does not shut it down", pytrace=False)
     left = left_behind(before)
+    if cluster_nursery.cache_info().currsize:
+        cluster_nursery().close()
+        cluster_nursery.cache_clear()
     shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
     if left:
         pytest.fail("the run left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)

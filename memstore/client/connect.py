@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from memstore.admin.stores import naming_others, others_here
-from memstore.client.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
+from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
 from memstore.client.pin_verbs import persisted
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
@@ -30,6 +30,7 @@ from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch, detect_launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 log = logging.getLogger("memstore")
@@ -263,7 +264,7 @@ class Reader:
         """
         request = ReadStep(job=self.job, step=step, of_attempt=attempt, rank=rank)
         with naming_others(self._config, self.job):
-            return read_shard(self._tool.link, request, into, timeout_s)
+            return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""

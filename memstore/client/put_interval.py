@@ -43,7 +43,7 @@ class Cadence:
         self._since: tuple[int, float] | None = None  # step and time from which a step's time is taken
 
     def due(self, step: int) -> bool:
-        """Do what `Store.due` promises."""
+        """Do what `Store.should_put` promises."""
         schedule = self._schedule
         if schedule.is_fixed:
             return schedule.due(step)

@@ -28,7 +28,7 @@ from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.collective import collective
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.range_read import OpenRanges, ShardRanges
+from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 
 log = logging.getLogger("memstore")
@@ -124,14 +124,11 @@ class SharedShard:
         self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
     ) -> tuple[int, int, int] | None:
         """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
-        opened = ranges.open(ranges.ask(step, 0, attempt=attempt))
-        try:
-            natural = NaturalLayout.decode(opened.manifest)
-        finally:
-            opened.close()
+        with ranges.ask(step, 0, attempt=attempt) as read:
+            natural, answer = NaturalLayout.decode(read.manifest()), read.answer()
         if natural is None or natural.shards != self.shards or not natural.roster:
             return None
-        return opened.step, opened.attempt, _chosen(link, natural.roster[self.shard])
+        return int(answer["step"]), int(answer["attempt"]), _chosen(link, natural.roster[self.shard])
 
     # -- twins that differ ------------------------------------------------------------------------
 
@@ -170,37 +167,33 @@ class SharedShard:
         with contextlib.ExitStack() as stack:
             both = []
             for rank in (self.rank, event.twin):
-                there = ranges.open(ranges.ask(event.step, rank, attempt=event.attempt))
-                there.close()
-                size, count = there.manifest.chunk_bytes, len(there.manifest.chunks)
+                with ranges.ask(event.step, rank, attempt=event.attempt) as known:
+                    size, count = known.manifest().chunk_bytes, len(known.manifest().chunks)
                 wanted = [(chunk * size, 1) for chunk in chunks if chunk < count]
-                opened = ranges.open(ranges.ask(event.step, rank, wanted, size, attempt=event.attempt))
-                stack.callback(opened.close)
-                both.append(opened)
-            names = differing_names(both[0], both[1], chunks)
-            for opened in both:
-                opened.verify()
-        return names[:NAMES_MAX]
+                read = ranges.ask(event.step, rank, wanted, size, attempt=event.attempt)
+                both.append(stack.enter_context(read))
+            return differing_names(both[0], both[1], chunks)[:NAMES_MAX]
 
 
-def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> list[str]:
+def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:
     """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    rank_state, other = NaturalLayout.decode(mine.manifest), NaturalLayout.decode(theirs.manifest)
+    rank_state, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
     if rank_state is None or rank_state.shared is None:
         return []
-    size = mine.manifest.chunk_bytes
-    is_alike = other is not None and other.shared is not None and other.shared.layout == rank_state.shared.layout
-    names: list[str] = []
-    for extent in extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size):
-        for chunk in chunks if is_alike else ():
-            start, end = max(extent.offset, chunk * size), min(extent.offset + extent.nbytes, (chunk + 1) * size)
-            if start < end and mine.read(start, end - start) != theirs.read(start, end - start):
-                break
-        else:
-            if is_alike:
-                continue
-        names += extent.names
-    return names
+    size = mine.manifest().chunk_bytes
+    extents = list(extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size))
+    if other is None or other.shared is None or other.shared.layout != rank_state.shared.layout:
+        return [name for extent in extents for name in extent.names]
+    parts = [
+        (number, start, end - start)
+        for number, extent in enumerate(extents)
+        for chunk in chunks
+        if (start := max(extent.offset, chunk * size)) < (end := min(extent.offset + extent.nbytes, (chunk + 1) * size))
+    ]
+    spans = [(start, nbytes) for _, start, nbytes in parts]
+    pairs = zip(parts, mine.bytes_of(spans), theirs.bytes_of(spans), strict=True)
+    unequal = {number for (number, _, _), one, two in pairs if one != two}
+    return [name for number, extent in enumerate(extents) if number in unequal for name in extent.names]
 
 
 # -- getting ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
@@ -40,6 +40,7 @@ from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
 from memstore.shell.threads.reentrancy import ReentrancyGuard
@@ -281,7 +282,8 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.overlap.wait()  # into= may be what is being copied
             if rank is not None:
                 request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
-                return read_shard(self._link, request, into, timeout_s, rank_state_into=rank_state_into)
+                read = ShardRead(self._link, request, timeout_s)
+                return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
                 return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
@@ -301,7 +303,8 @@ class Store(PinVerbs, MarkVerbs):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = open_shard(self._link, answer, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
+        read = ShardRead(self._link, None, timeout_s, answer)
+        got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
     def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:

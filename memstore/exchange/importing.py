@@ -24,10 +24,11 @@ from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
-from memstore.exchange.dcp_shares import put_share, shares_of
+from memstore.exchange.dcp_files import DcpSource
+from memstore.exchange.dcp_shares import Source, put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
-from memstore.exchange.sources import DcpSource, SafetensorsSource, Source
-from memstore.exchange.torch_files import file_name
+from memstore.exchange.put_tree import file_name
+from memstore.exchange.safetensors_files import SafetensorsSource
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.rank.admin_link import any_tool
 

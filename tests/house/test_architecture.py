@@ -86,12 +86,12 @@ PICKLES = {
 WRITES_TORCH_FILES = {
     "memstore/adapters/transformers.py",
     "memstore/exchange/step_view.py",
-    "memstore/exchange/torch_files.py",
+    "memstore/exchange/put_tree.py",
 }
 # What a user asks to import: rank files (weights_only unless told otherwise), DCP's metadata under a list of classes.
 READS_PICKLES = {
     ("memstore/exchange/importing.py", "torch.load"),
-    ("memstore/exchange/dcp_metadata_file.py", "pickle"),
+    ("memstore/exchange/dcp_files.py", "pickle"),
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 

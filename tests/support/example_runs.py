@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from repository import ROOT
 
-import memstore
-from memstore.shell.arena.lock import is_alive, process_start_time
-from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
+from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.faults.processes import descendants, kill, wait_gone, with_start_times
 
 EXAMPLES = ROOT / "examples"
 GUIDE = (ROOT / "docs/guide/frameworks.md").read_text(encoding="utf-8")
@@ -43,18 +40,15 @@ def losses(output: str) -> dict[tuple[int, int], str]:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a launcher and everything below it, then wait until all of it is gone."""
-    victims = [(pid, start) for pid in descendants([process.pid]) if (start := process_start_time(pid)) is not None]
-    for pid, _ in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    victims = with_start_times(descendants([process.pid]))
+    kill(victims)
     process.wait(timeout=120)
-    wait_for(lambda: not any(is_alive(pid, start) for pid, start in victims), "killed ranks to be gone", 60.0)
+    wait_gone(victims, 60)
 
 
 def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
     """The newest committed step, -1 for none."""
-    rows = {row["job"]: row for row in memstore.status(config=cluster.config).jobs}
-    step = rows.get(job, {}).get("committed_step")
+    step = (cluster.job(job) or {}).get("committed_step")
     return -1 if step is None else int(step)
 
 

@@ -23,6 +23,7 @@ from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import CloseStore, Join
+from memstore.core.wire.orders import DurablePlace, Fence
 from memstore.core.wire.replies import Joined, Noted
 from recovery.inventory import StepId
 
@@ -194,7 +195,7 @@ class Attempts:
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
 
     def list_markers(
-        self, now: float, name: str, gathering: Gathering, durable: object, on_listed: Callable[[str], None]
+        self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
     ) -> None:
         """Ask the host of rank 0 for the job's durable markers; `on_listed` is called once, then or at the deadline."""
 
@@ -295,8 +296,7 @@ class Attempts:
         """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
         members = attempt.nonces_by_host()
         for host in hosts:
-            body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
-            self.out.send(host, "fence", body)
+            self.out.send(host, Fence(job=name, attempt=attempt.ordinal, members=tuple(members.get(host, ()))))
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from memstore.core.cluster.events import Happened
 from memstore.core.cluster.job import Call
-from memstore.core.wire.messages import Action, Answer, Body, Note, Tell
+from memstore.core.wire.messages import Action, Answer, Note, Tell
+from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 
 
@@ -31,9 +32,9 @@ class Effects:
         self.before_answer: Callable[[], None] = _nothing  # the journal's: a fact is on its way before its answer
         self.react: Callable[[Happened], None] = _ignore  # the machine's
 
-    def send(self, host: str, kind: str, body: Body) -> None:
+    def send(self, host: str, order: Order) -> None:
         """Send an order to a holder."""
-        self.actions.append(Tell(host, kind, body))
+        self.actions.append(Tell(host, order))
 
     def answer(self, call: Call[Any], reply: Reply) -> None:
         """Answer a call; facts that were recorded for it are sent first."""

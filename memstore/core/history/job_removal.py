@@ -23,6 +23,8 @@ from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
 from memstore.core.wire.calls import RemoveJob
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import DropJob
 from memstore.core.wire.replies import LostPin, Removed
 from recovery.inventory import StepId
 
@@ -157,7 +159,8 @@ class JobRemoval:
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()
-        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        shards = tuple(WireShard(fact.job, s.attempt, s.step, rank) for s, ranks in copies for rank in ranks)
+        order = DropJob(job=fact.job, attempt=fact.attempt, shards=shards)
         for host in state.hosts.live_ids():
-            self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
+            self.out.send(host, order)
         self.waiters.fill(fact, shards=len(shards))

@@ -12,11 +12,10 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_sizes
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     AnswerFence,
     CompareSample,
@@ -29,15 +28,13 @@ from memstore.core.holder.effects import (
     OpenFresh,
     Replicate,
     Steps,
-    TellFenced,
-    TellLevel,
-    TellReplicated,
     Unexpected,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -74,7 +71,8 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
             yield Unexpected(f"put of {shard} on host {state.host_id}", exc)
             why = f"{type(exc).__name__}: {exc}"
         if why:
-            yield TellLevel(put.link, shard.attempt, shard.step, "failed", why)
+            failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
+            yield from ranks.tell_level(state, put.link, failed)
             yield GiveUpPut(put.link, shard, why, is_failed)
     finally:
         done(state, put)
@@ -93,13 +91,13 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     if known is None:
         return why
     before = yield NotePut(known, shared_count(put.ready))
-    yield TellLevel(put.link, shard.attempt, shard.step, "sealed", "")
-    measured = _measured(put.ready, state.now()) | ({} if before is None else {"unchanged_since": before})
-    state.sealed(known, measured)
+    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
+    yield from ranks.tell_level(state, put.link, sealed)
+    state.sealed(known, _measured(put.ready, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
-        yield TellReplicated(shard)
-    yield Grant(put.link)
+        yield from ranks.tell_replicated(state, shard)
+    yield Grant(state.ranks.current(put.link))
     return ""
 
 
@@ -171,13 +169,14 @@ def shared_count(ready: PutReady) -> int | None:
     return ready.shared_chunks
 
 
-def _measured(ready: PutReady, now: float) -> dict[str, Any]:
+def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
     """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """
     is_known = 0.0 < ready.began_s <= now
-    return {"stall_s": ready.stall_s, "age_s": now - ready.began_s if is_known else ready.stall_s}
+    age_s = now - ready.began_s if is_known else ready.stall_s
+    return PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before)
 
 
 # -- fences -------------------------------------------------------------------------------------------
@@ -189,19 +188,10 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 
 
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21).
-
-    A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
-    """
+    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
-    yield TellFenced(job, attempt, tuple(members))
+    yield from ranks.tell_fenced(state, job, attempt, members)
     yield AnswerFence(job, attempt)
-
-
-def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]:
-    """Wait until nothing that one process handed over is unfinished; False if it took too long."""
-    pending = state.puts.pending
-    return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]

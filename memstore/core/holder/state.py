@@ -12,16 +12,16 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
-from memstore.core.wire.messages import Body
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes, Report
 from recovery.inventory import ShardId, StepId
 
 
 class Store(Protocol):
     """The holder's replica store, as far as procedures call it without waiting (shell/arena/replica_store.py)."""
 
-    def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
-        """Pin a replica; None if it is not here, or dropped."""
+    def pin(self, shard: ShardId, digest: str, *, is_reader: bool = False) -> tuple[StoredReplica, int] | None:
+        """Pin a replica; None if it is not here, or dropped. A reader's pin ends soon after a drop."""
 
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
@@ -45,6 +45,18 @@ class Store(Protocol):
 
         Returns the shard too, if it is stored already.
         """
+
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
+        """Lease what the rank's share still allows beside what it and its heirs have."""
+
+    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
+        """Keep those leases of a process that it names; return what it names and has not leased."""
+
+    def reclaim(self, owner: Owner) -> None:
+        """Free what a process leased and did not hand over."""
+
+    def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
+        """Free what processes leased that are neither known nor alive."""
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Free slots that were taken over and hold nothing that is to be stored."""
@@ -167,6 +179,29 @@ class Puts:
 
 
 @dataclass
+class Ranks:
+    """The links of this host's ranks, and their processes."""
+
+    links: dict[str, Link] = field(default_factory=dict)  # by nonce
+    owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
+    parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
+    committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit told, for links that come back
+
+    def of_job(self, job: str) -> list[Link]:
+        """Return the links of a job's ranks."""
+        return [link for link in self.links.values() if link.job == job]
+
+    def is_current(self, link: Link) -> bool:
+        """Say whether a link is the one on which its process is connected."""
+        return self.links.get(link.nonce) is link
+
+    def current(self, link: Link) -> Link:
+        """Return the link on which the same store is connected now."""
+        now = self.links.get(link.nonce, link)
+        return now if now.owner == link.owner else link
+
+
+@dataclass
 class HolderState:
     """The state of one holder, shared by its procedures."""
 
@@ -175,14 +210,14 @@ class HolderState:
     outgoing: Callable[[ShardId, str], Source | None]  # pins a replica for a push; None if it is not here
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
-    report: Callable[[str, Body], None]  # queues a report to the controller
-    sealed: Callable[
-        [StoredReplica, Body | None], None
-    ]  # reports a copy as it is now, with what was measured of its put
+    report: Callable[[Report], None]  # queues a report to the controller
+    sealed: Callable[[StoredReplica, PutTimes | None], None]  # reports a copy as it is now, and its put's times
     is_stopping: Callable[[], bool]
+    is_alive: Callable[[Owner], bool]  # of a process on this host
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
     excerpts: Excerpts = field(default_factory=Excerpts)
     puts: Puts = field(default_factory=Puts)
+    ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
@@ -19,6 +18,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed
 from memstore.core.wire.calls import TellDiffering
 from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import CopierTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
@@ -144,12 +144,12 @@ class Twins:
         known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
         return known
 
-    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[list[Any]]]:
+    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[CopierTargets]]:
         """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
-        table: dict[str, list[list[Any]]] = {}
+        table: dict[str, list[CopierTargets]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
-                row = [rank, guests(rank), [other for other in ranks if other != rank]]
+                row = CopierTargets(rank, tuple(guests(rank)), tuple(other for other in ranks if other != rank))
                 table.setdefault(attempt.seats[rank].host_id, []).append(row)
         return table
 

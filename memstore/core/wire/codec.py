@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 import msgpack
 import msgspec
 
-from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
+from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX, Kind, pack_header
 from memstore.errors import ProtocolError
 
 ERROR_CHARS_MAX = 300
@@ -110,6 +110,12 @@ def encode(message: Message) -> bytes:
             f"{type(message).__name__} of {len(data):,} bytes exceeds the limit of {BODY_BYTES_MAX:,}; send it in pages"
         )
     return data
+
+
+def encode_frame(kind: Kind, message: Message) -> bytes:
+    """Return a whole frame without bulk, for one message that goes to many."""
+    data = encode(message)
+    return pack_header(kind, 0, data) + data
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -181,6 +181,26 @@ class ReplicaStore:
             self.flush()
             return numbers
 
+    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
+        """Keep those leases of a process that it names; return what it names and has not leased (R8)."""
+        with self.lock:
+            _, stale = self.table.confirm(owner, held)
+            self.flush()
+            return stale
+
+    def reclaim(self, owner: Owner) -> None:
+        """Free what a process leased and did not hand over."""
+        with self.lock:
+            self.table.reclaim(owner)
+            self.flush()
+
+    def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
+        """Free what processes leased that are neither known nor alive, as those of a life of this holder before."""
+        with self.lock:
+            for owner in [o for o in self.table.leases if o not in known and not is_alive(o)]:
+                self.table.reclaim(owner)
+            self.flush()
+
     # -- a put (R7, R14) ----------------------------------------------------------------------
 
     def seal_local(

@@ -14,7 +14,8 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.reports import Fenced
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
@@ -140,7 +141,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
-        return self.connections.notifier(effect.stream, effect.manifest, effect.draft)
+        return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:
@@ -163,39 +164,22 @@ class EffectCalls:
         return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
-    def _(self, effect: effects.TellFenced) -> None:
-        self.connections.fence(effect.job, effect.attempt, effect.members)
-
-    @_call.register
     def _(self, effect: effects.AnswerFence) -> None:
         with self.replicas.lock:  # a seal that comes after the inventory is reported after it
-            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.context.host_id, effect.job)]
-            self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.context.host_id, effect.job)))
+            self.context.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
 
     @_call.register
-    def _(self, effect: effects.TellLevel) -> None:
-        link = cast(RankConnection, effect.link)
-        self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
+    def _(self, effect: effects.Tell) -> None:
+        cast(RankConnection, effect.link).send(effect.message)
+
+    @_call.register
+    def _(self, effect: effects.CloseLink) -> None:
+        cast(RankConnection, effect.link).channel.abort()
 
     @_call.register
     def _(self, effect: effects.Grant) -> None:
-        self.connections.grant_current(cast(RankConnection, effect.link))
-
-    @_call.register
-    def _(self, effect: effects.GrantJob) -> None:
-        self.connections.grant_job(effect.job)
-
-    @_call.register
-    def _(self, effect: effects.TellAbandoned) -> None:
-        self.connections.resume(effect.order)
-
-    @_call.register
-    def _(self, effect: effects.TellCheck) -> None:
-        self.connections.check(effect.job, effect.round, effect.rank, effect.manifest)
-
-    @_call.register
-    def _(self, effect: effects.TellReplicated) -> None:
-        self.connections.replicated(effect.shard)
+        self.connections.grant(cast(RankConnection, effect.link))
 
     @_call.register
     def _(self, effect: effects.Unexpected) -> None:

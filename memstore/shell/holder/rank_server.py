@@ -6,17 +6,16 @@ said: core/wire/rank_messages.py.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.holder import effects, ranks, reads
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import shard_from_wire
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -41,12 +40,12 @@ from memstore.core.wire.rank_messages import (
 from memstore.core.wire.replies import Joined, pack_reply, unpack_reply
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
-from memstore.shell.arena.lock import is_alive, process_start_time
+from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.lease_transfer import LeaseTransfers, check_child
-from memstore.shell.holder.partial_read import Excerpts
 from memstore.shell.holder.pending_calls import Call, Calls
-from memstore.shell.holder.rank_connections import SEND_S, RankConnection, RankConnections
+from memstore.shell.holder.rank_connections import SEND_S, RankConnection
+from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.holder.trained_steps import TrainedSteps
@@ -59,13 +58,14 @@ class RankServer:
     """The server of one holder's ranks: each link is read by a thread of its own."""
 
     def __init__(
-        self, context: HolderContext, connections: RankConnections, calls: Calls, sealer: Sealer, excerpts: Excerpts,
-        traffic: Traffic, trained: TrainedSteps, release_room: Callable[[], None],
+        self, context: HolderContext, runner: Runner, calls: Calls, sealer: Sealer, traffic: Traffic,
+        trained: TrainedSteps, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
-        self.context, self.replicas, self.connections = context, context.replicas, connections
-        self.calls, self.sealer, self.excerpts = calls, sealer, excerpts
+        self.context, self.state, self.replicas = context, context.state, context.replicas
+        self.calls, self.sealer = calls, sealer
         self.traffic, self.trained, self.release_room = traffic, trained, release_room
+        self.runner = runner.extended({effects.TellWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
         self.lendings = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
@@ -85,57 +85,38 @@ class RankServer:
         except PeerUnreachable:
             return
         finally:
-            with self.connections.lock:
+            with self.runner.state():
                 link.handovers.put(None)
-                if self.connections.forget(link):
-                    self.traffic.forget(link.nonce, link.job, link.rank)
-            for release in list(link.pins.values()):
-                release()
+                is_over = ranks.end(self.state, link)
+            if is_over:
+                self.traffic.forget(link.nonce, link.job, link.rank)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
-        """Take the link; confirm which of the rank's slots are still its own (R8)."""
-        link, held, is_ours = RankConnection(channel, owner, hello.nonce), tuple[int, ...](), True
+        """Take the link."""
+        link = RankConnection(channel, owner, hello.nonce)
         if isinstance(hello, RankHello):
             link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
-            # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-            held, is_ours = hello.held, hello.arena == self.replicas.arena.identity
-        with self.connections.lock:
             if link.parent:
-                lender = self.connections.owners.get(link.parent)
-                if lender is None:
-                    raise ConfigError(f"no process has joined as {link.parent!r}: connect the training process first")
-                check_child(owner.pid, lender.pid, link.parent)
-            # In one step: no grant may go to the old link after this, nor overtake the welcome on the new one.
-            old = self.connections.links.get(link.nonce)
-            if old is not None and old.owner == owner:
-                self.sealer.retire(old)
-                old.channel.abort()
-            with self.replicas.lock:
-                _, stale = self.replicas.table.confirm(owner, held if is_ours else ())
-                self.replicas.flush()
-            link.send(
-                Welcome(
-                    stale=tuple(stale) if is_ours else held, arena=self.replicas.arena.identity,
-                    chunk_bytes=self.replicas.chunk_bytes, store=self.context.config.store_fields(),
-                    job_defaults=self.context.config.job_defaults(),
-                )
-            )  # fmt: skip
-            self.connections.links[link.nonce] = link
-            if isinstance(hello, RankHello):
-                is_new, self.connections.owners[link.nonce] = link.nonce not in self.connections.owners, owner
-                if is_new:  # said after it is in the inventory: of two sessions, one has it
-                    self.context.report("rank_here", {"nonce": link.nonce})
-                if link.parent:
-                    self.connections.parents[link.nonce] = link.parent
-                self.context.idle.used()
-            committed = self.connections.committed.get(link.job)
-        fenced = self.context.fences.first(link.job)
-        if link.attempt and link.attempt < fenced:
-            self.connections.send_fenced(link)
-        elif committed is not None and committed.attempt == link.attempt:
-            link.send(committed)
-        self.connections.grant(link)
+                self._check_parent(link)
+            self.context.idle.used()
+        self.runner.run(ranks.join(self.state, link, hello))
         return link
+
+    def _check_parent(self, link: RankConnection) -> None:
+        with self.runner.state():
+            lender = self.state.ranks.owners.get(link.parent)
+        if lender is None:
+            raise ConfigError(f"no process has joined as {link.parent!r}: connect the training process first")
+        check_child(link.owner.pid, lender.pid, link.parent)
+
+    def _welcome(self, effect: effects.TellWelcome) -> None:
+        config = self.context.config
+        cast(RankConnection, effect.link).send(
+            Welcome(
+                stale=tuple(effect.stale), arena=self.replicas.arena.identity, chunk_bytes=self.replicas.chunk_bytes,
+                store=config.store_fields(), job_defaults=config.job_defaults(),
+            )
+        )  # fmt: skip
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
@@ -146,26 +127,25 @@ class RankServer:
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
-                link.pins.pop(pin, lambda: None)()
+                with self.runner.state():
+                    reads.give_back(link, pin)
             case StepTrained(step=step):
                 self.trained.hear(link.job, link.attempt, step)
             case MarksMade(file=file):
                 self.traffic.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.traffic.release(link.job, link.rank, (link.attempt, step))
-            case IntoChecked(error=error):
-                told = {"job": message.job, "round": message.round, "rank": message.rank, "ok": error is None}
-                why = None if error is None else [error.error, error.message]
-                self.context.report("checked", {**told, "error": why})
+            case IntoChecked():
+                self.context.report(message)
             case Bye():
-                self._bye(link)
+                self.runner.run(ranks.leave(self.state, link))
 
     def _transfer(self, link: RankConnection, question: LendSlots | AdoptSlots | UnlendSlots) -> None:
         """Lend, adopt or give back slots, and answer before any other word on the link's leases."""
         answer: SlotsMoved | AskRefused
         with link.grants:
             try:
-                with self.connections.lock:
+                with self.runner.state():
                     answer = SlotsMoved(id=question.id, slots=tuple(self._moved(link, question)))
             except (LookupError, IntegrityError) as exc:
                 answer = AskRefused(id=question.id, error="CommitError", message=str(exc))
@@ -182,97 +162,45 @@ class RankServer:
             case UnlendSlots(step=step, slots=slots):
                 return self.lendings.unlend(link.owner, step, slots)
             case AdoptSlots(step=step):
-                return self.lendings.adopt(self.connections.owners.get(link.parent), link.owner, step)
+                return self.lendings.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
 
     def answer(self, call_id: int, data: bytes | None, error: list[str] | None) -> None:
         """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
         call = self.calls.take(call_id)
-        with self.connections.lock:
-            link = self.connections.links.get(call.nonce) if call is not None else None
+        with self.runner.state():
+            link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
         reply = unpack_reply(call.request, data) if data is not None else None
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank
-        elif isinstance(reply, dict) and "shard" in reply:
-            reply, error = self._with_place(link, reply)
-        if error is not None:
-            link.send(AskRefused(id=call.rank_id, error=error[0], message=error[1]))
-        elif reply is not None:
-            link.send(AskAnswered(id=call.rank_id, reply=pack_reply(reply)))
+        answer: AskAnswered | AskRefused
+        if error is not None or reply is None:
+            name, message = error or ("InternalError", "the controller answered nothing")
+            answer = AskRefused(id=call.rank_id, error=name, message=message)
+        else:
+            try:
+                if isinstance(reply, dict) and "shard" in reply:
+                    reply |= self._place(link, reply)
+                answer = AskAnswered(id=call.rank_id, reply=pack_reply(reply))
+            except IntegrityError as exc:
+                answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
+        cast(RankConnection, link).send(answer)
 
-    def _with_place(self, link: RankConnection, body: dict[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
-        try:
-            manifest, slots, release = self._part(int(body["excerpt"])) if "excerpt" in body else self._shard(body)
-        except IntegrityError as exc:
-            return {}, ["RecoveryError", str(exc)]
-        return {**body, "manifest": manifest, "slots": list(slots), "pin": self._hold(link, release)}, None
-
-    def _part(self, number: int) -> tuple[bytes, Sequence[int | None], Callable[[], None]]:
-        """Take the chunks that were brought for a read: their manifest, slots, and what lets go of them."""
-        excerpt = self.excerpts.take(number)
-        return excerpt.manifest, excerpt.draft.slots, functools.partial(self.excerpts.release, number)
-
-    def _shard(self, body: dict[str, Any]) -> tuple[bytes, Sequence[int | None], Callable[[], None]]:
-        """Pin the shard that was brought for a read, and return the same of it."""
-        pinned = self.replicas.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
-        if pinned is None:
-            raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
-        release = functools.partial(self.replicas.unpin, *pinned)
-        try:
-            return self.replicas.manifest(pinned[0]), pinned[0].slots, release
-        except BaseException:
-            release()
-            raise
-
-    def _hold(self, link: RankConnection, release: Callable[[], None]) -> int:
-        """Keep a pin until its reader lets go or the link ends; not one of a link that has just ended (R7)."""
-        number = next(link.pin_numbers)
-        with self.connections.lock:
-            if self.connections.links.get(link.nonce) is link:
-                link.pins[number] = release
-                return number
-        release()
-        return number
+    def _place(self, link: effects.Link, body: dict[str, Any]) -> dict[str, Any]:
+        lent = self.runner.run(reads.lend(self.state, link, body))
+        return {"manifest": lent.manifest, "slots": list(lent.slots), "pin": lent.pin}
 
     # -- processes that are gone ----------------------------------------------------------------
 
-    def _bye(self, link: RankConnection) -> None:
-        """Free what a rank that closed its store had leased and not handed over."""
-        self.sealer.drain_owner(link.owner, SEND_S)
-        self.calls.forget(link.owner)
-        self.connections.left(link)
-        self._reclaim(link.owner)
-        if link.parent:
-            self.connections.grant_job(link.job)
-
     def reap(self) -> None:
-        """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
-        for nonce, owner in self.connections.take_dead(lambda owner: is_alive(owner.pid, owner.start)).items():
-            self._reclaim(owner)
-            self.calls.forget(owner)
-            with self.connections.lock:
-                link = self.connections.links.get(nonce)
-            if link is not None:
-                link.channel.close()
-            self.context.report("rank_gone", {"nonce": nonce})
-        with self.connections.lock:
-            known = set(self.connections.owners.values())
-            jobs = {link.job for link in self.connections.links.values() if link.job}
-        with self.replicas.lock:
-            leased = self.replicas.table.leases
-            for owner in [o for o in leased if o not in known and not is_alive(o.pid, o.start)]:
-                self.replicas.table.reclaim(owner)
-            self.replicas.flush()
-        for job in jobs:
-            self.connections.grant_job(job)
+        """Reclaim what processes leased that are proved dead."""
+        self.runner.run(ranks.reap(self.state))
 
-    def _reclaim(self, owner: Owner) -> None:
-        """Take back what a process leased and did not hand over."""
-        with self.connections.lock, self.replicas.lock:
-            self.lendings.forget(owner)
-            self.replicas.table.reclaim(owner)
-            self.replicas.flush()
+    def _forget_process(self, effect: effects.ForgetProcess) -> None:
+        with self.runner.state():
+            self.lendings.forget(effect.owner)
+        self.calls.forget(effect.owner)
         self.release_room()
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.wire.calls import SkipStep
@@ -15,7 +13,7 @@ from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
-from memstore.shell.holder.rank_connections import RankConnection, RankConnections
+from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.shared_shards import Twins
 from memstore.shell.net.pacing import lower_thread_priority
@@ -25,11 +23,8 @@ from memstore.shell.peer.outgoing_shard import StreamingReplica
 class Sealer:
     """The hand-overs of all links of one holder, and its fences."""
 
-    def __init__(
-        self, context: HolderContext, runner: Runner, connections: RankConnections, calls: Calls, pusher: Pusher,
-        twins: Twins,
-    ) -> None:  # fmt: skip
-        self.context, self.replicas, self.connections = context, context.replicas, connections
+    def __init__(self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, twins: Twins) -> None:
+        self.context, self.replicas = context, context.replicas
         self.calls, self.pusher, self.twins = calls, pusher, twins
         self.meter = PutMeter()
         self.runner = runner.extended(
@@ -53,22 +48,6 @@ class Sealer:
             if put is not None:
                 link.handovers.put(put)
 
-    def retire(self, link: RankConnection) -> None:
-        """Forget the queued hand-overs of a link whose rank came back on another one and sends them again.
-
-        The caller holds the connections' lock.
-        """
-        with self.runner.state():
-            link.is_retired = True
-            while True:
-                try:
-                    put = link.handovers.get_nowait()
-                except queue.Empty:
-                    break
-                if put is not None:
-                    procedure.done(self.context.state, put)
-        link.handovers.put(None)
-
     def open_fence(self, job: str, attempt: int) -> None:
         """Refuse older attempts from now on."""
         with self.runner.state():
@@ -77,10 +56,6 @@ class Sealer:
     def fence(self, job: str, attempt: int, members: list[str]) -> None:
         """Finish what older attempts handed over, and answer the controller's fence (R21)."""
         self.runner.run(procedure.fence(self.context.state, job, attempt, members))
-
-    def drain_owner(self, owner: Owner, limit_s: float) -> bool:
-        """Wait until nothing that one process handed over is unfinished."""
-        return self.runner.run(procedure.await_owner(self.context.state, owner, limit_s))
 
     def _run(self, link: RankConnection) -> None:
         lower_thread_priority()

@@ -63,7 +63,7 @@ class Observer:
         for row in status["hosts"]:
             host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
             is_here = row["status"] == "live" and float(row["heard_s"]) < HEARD_S
-            is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.pid(host) is None
+            is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.holder(host) is None
             if not is_here or is_held or (harm is not None and asked_s < harm.at_s + SETTLED_S):
                 continue
             found.add(host)

@@ -149,6 +149,7 @@ class RankNursery(Nursery):
         """Start the process, which runs `module`; that must call `nursery_main`."""
         super().__init__(module)
         self._ranks: list[RankProcess] = []
+        self.env: dict[str, str] = {}  # of every rank, beside what `start` gets
 
     def __enter__(self) -> RankNursery:
         return self
@@ -161,7 +162,7 @@ class RankNursery(Nursery):
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
-        pid, channel = self.fork(env, namespace=namespace)
+        pid, channel = self.fork({**self.env, **env}, namespace=namespace)
         process = RankProcess(pid, channel, rank)
         self._ranks.append(process)
         return process
@@ -177,29 +178,53 @@ class RankNursery(Nursery):
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-class Rank:
-    """A rank that carries out the commands of one test."""
+class CommandedRank:
+    """A rank that carries out commands; `do_connect` carries out the command "connect"."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.lines = channel.makefile("rb")
         self.channel = channel
         self.store: Any = None
-        self.seed, self.kib = 1, 256
         self.tickets: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Answer commands until the test hangs up."""
+        """Answer commands until the other end hangs up."""
         for line in self.lines:
-            command = json.loads(line)
             try:
-                reply = {"ok": True, **getattr(self, "do_" + command.pop("do"))(**command)}
+                reply = {"ok": True, **self.answer(json.loads(line))}
             except Exception as exc:
                 reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
             self.say(reply)
 
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command and return its reply."""
+        reply: dict[str, Any] = getattr(self, "do_" + command.pop("do"))(**command)
+        return reply
+
     def say(self, reply: dict[str, Any]) -> None:
-        """Send one line to the test."""
+        """Send one line to the other end."""
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
+
+    def do_close(self) -> dict[str, Any]:
+        """Leave the job."""
+        self.store.close()
+        return {}
+
+
+def config_from(carried: Mapping[str, Any]) -> Any:
+    """Return the Config of which JSON has carried the fields; its lists were tuples."""
+    from memstore.config import Config
+
+    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in carried.items()}
+    return Config(**fields)
+
+
+class Rank(CommandedRank):
+    """A rank that carries out the commands of one test."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.seed, self.kib = 1, 256
 
     def do_connect(
         self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256,
@@ -207,11 +232,9 @@ class Rank:
     ) -> dict[str, Any]:  # fmt: skip
         """Join a job."""
         from memstore.client.connect import connect
-        from memstore.config import Config
 
         self.seed, self.kib = seed, kib
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-        self.store = connect(job, rank=rank, world_size=world_size, config=Config(**fields), **options)
+        self.store = connect(job, rank=rank, world_size=world_size, config=config_from(config), **options)
         return {"attempt": self.store.attempt}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -333,23 +356,13 @@ class Rank:
         self.store.unpin(name)
         return {}
 
-    def do_close(self) -> dict[str, Any]:
-        """Leave the job."""
-        self.store.close()
-        return {}
 
-
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    Rank(channel).run()
-
-
-def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
+def nursery_main(serve: Callable[[socket.socket], CommandedRank]) -> None:
     """Import what every rank needs, then fork a rank for every request."""
     import memstore.client.connect  # noqa: F401
 
-    fork_children(fd, serve)
+    fork_children(int(sys.argv[1]), lambda channel: serve(channel).run())
 
 
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]))
+    nursery_main(Rank)

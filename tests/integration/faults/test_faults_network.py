@@ -132,7 +132,7 @@ def dead_in(cluster: ProcessCluster, *hosts: str) -> bool:
     return all(cluster.host_status().get(host) == "dead" for host in hosts)
 
 
-@pytest.mark.parametrize("deaf", ["h0", *later("h1")])
+@pytest.mark.parametrize("unreachable", ["h0", *later("h1")])
 def test_peers_of_which_one_is_deaf_commit_after_it_is_healed(
     whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter, unreachable: str
 ) -> None:

@@ -177,7 +177,7 @@ def test_launcher_names_tell_runs_apart_and_survive_restarts() -> None:
     )
     assert launcher_name({"TORCHELASTIC_RUN_ID": "r1"}) != launcher_name({"TORCHELASTIC_RUN_ID": "r2"})
     assert launcher_name({"TORCHELASTIC_RUN_ID": "none"}) == launcher_name({})
-    assert f":{os.getppid()}:" in launcher_name({})
+    assert os.getppid() == 1 or f":{os.getppid()}:" in launcher_name({})  # of pid 1, see the next test
     assert launcher_name({"SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0"}) == "slurm:11.0"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, tell
 
+from memstore.core.holder import ranks
 from memstore.core.wire.rank_messages import LendSlots, PutReady, SlotSample, StepLevel
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.testing.clusters.processes import wait_for
@@ -28,8 +29,8 @@ def replace_arena(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin()
-    wait_for(lambda: "n" in site.holder.connections.links, "the rank's link")
-    site.holder.connections.grant_job("job")
+    wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
+    site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
     wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
 
 

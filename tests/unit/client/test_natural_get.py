@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -132,17 +133,17 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
 
         def __init__(self, *_: Any) -> None: ...
 
-        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> tuple[int, int]:
+        @contextlib.contextmanager
+        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> Iterator[SimpleNamespace]:
             asked.append((attempt, step))
-            return (1, 5) if attempt is None or step is None else (attempt, step)
-
-        def open(self, found: tuple[int, int]) -> SimpleNamespace:
+            found = (1, 5) if attempt is None or step is None else (attempt, step)
             made = Staged(0).named
             natural = NaturalLayout.decode(made)
             assert natural is not None
-            layout = replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
+            layout = msgspec.structs.replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
             manifest = replace(made, layout=layout, world_size=4)
-            return SimpleNamespace(attempt=found[0], step=found[1], manifest=manifest, close=lambda: None)
+            answer = {"attempt": found[0], "step": found[1]}
+            yield SimpleNamespace(answer=lambda: answer, manifest=lambda: manifest)
 
     @contextlib.contextmanager
     def read(_: Any, request: ReadStep, timeout_s: float) -> Iterator[Staged]:

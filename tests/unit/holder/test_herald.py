@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from memstore.client.checkpoint import read_shard
+from memstore.client.checkpoint import open_shard
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
 from memstore.core.wire.calls import ReadStep
@@ -19,6 +19,7 @@ from memstore.errors import IntegrityError
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
 
 
@@ -83,5 +84,7 @@ def put(step: int) -> tuple[bytes, list[bytearray]]:
 
 def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:
     """The controller came back while step 10 was read and chose step 11: no bytes of 10 under the name of 11."""
+    link = cast(HolderLink, Asked(put(10), put(11)[0]))
+    read = ShardRead(link, ReadStep(job="job", step=None, rank=0), 60.0)
     with pytest.raises(IntegrityError, match=r"step=11.*was chosen while.*step=10"):
-        read_shard(cast(HolderLink, Asked(put(10), put(11)[0])), ReadStep(job="job", step=None, rank=0), None, 60.0)
+        open_shard(read, None)

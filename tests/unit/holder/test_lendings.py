@@ -130,7 +130,7 @@ def restart(site: Site) -> None:
     """The holder is replaced; the links come back by themselves."""
     site.holder.close()
     site.begin()
-    wait_for(lambda: "n" in site.holder.connections.links, "the rank's link")
+    wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
 
 
 def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:
@@ -155,7 +155,7 @@ def test_a_holder_that_restarts_after_the_adoption_seals_for_the_child(site: Sit
     child.do("connect")
     child.do("adopt")
     restart(site)
-    wait_for(lambda: "n/child" in site.holder.connections.links, "the child's link")
+    wait_for(lambda: "n/child" in site.holder.state.ranks.links, "the child's link")
     child.do("hand over")
     tell(site, "sealed")
     room.abandon()
@@ -210,7 +210,7 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
     wait_for(lambda: heir.channel is not old, "the link")
     with site.holder.replicas.lock:
         owners = {site.holder.replicas.table.slots[n].owner for n in adopted}
-    assert owners == {site.holder.connections.owners["n/0/5"]}
+    assert owners == {site.holder.state.ranks.owners["n/0/5"]}
     heir.close()
     room.abandon()
     wait_for(site.is_whole, "the whole share")

@@ -205,13 +205,13 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     assert stop.at.wait(WAIT_S)
     owner = next(iter(site.replicas.table.leases))
     store.close()
-    connections = site.holders["a"].connections
+    holder = site.holders["a"]
     again = memstore.client.connect.HolderLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
     try:
-        with connections.lock:
-            link = connections.links[again.nonce]
+        with holder.context.changed:  # the welcome is read before the link is known
+            link: Any = wait_for(lambda: holder.state.ranks.links.get(again.nonce), "the link to be known")
         link.attempt = 1
-        connections.grant(link)
+        holder.connections.grant(link)
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
@@ -241,7 +241,7 @@ def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     assert stop.at.wait(WAIT_S)
     break_link(store)
     store.steps()  # the holder has read what was sent again before this call
-    link = site.holders["a"].connections.links[store._link.nonce]
+    link = site.holders["a"].state.ranks.links[store._link.nonce]
     wait_for(link.handovers.empty, "the second hand-over to be taken up")
     stop.go.set()
     assert ticket.wait("committed", WAIT_S).level == "committed"

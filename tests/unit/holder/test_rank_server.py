@@ -16,9 +16,11 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.orders import DropJob, GiveUpFork
 from memstore.core.wire.rank_messages import (
     Ask,
     AskAnswered,
@@ -33,6 +35,7 @@ from memstore.core.wire.rank_messages import (
     decode_holder_event,
 )
 from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -96,15 +99,15 @@ class Site:
         """Start a holder that reaps only when told, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
-        holder.state.report = self._note
+        holder.state.report = holder.sessions.report = self._note  # type: ignore[method-assign]
         self.holder = holder
         return holder
 
-    def _note(self, kind: str, body: dict[str, Any]) -> None:
-        if kind == "call":
-            self.relayed.append(body["id"])
-        elif kind == "rank_gone":
-            self.gone.append(body["nonce"])
+    def _note(self, report: HolderMessage) -> None:
+        if isinstance(report, Called):
+            self.relayed.append(report.id)
+        elif isinstance(report, RankGone):
+            self.gone.append(report.nonce)
 
     def leased(self) -> int:
         """Slots leased to anybody."""
@@ -183,9 +186,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
     known: list[bool] = []
 
-    def report(kind: str, body: dict[str, Any]) -> None:
-        if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.connections.owners)
+    def report(told: HolderMessage) -> None:
+        if isinstance(told, RankArrived):
+            known.append(told.nonce in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
@@ -211,7 +214,7 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     ask(site, leaving)
     kept = ask(site, staying)
     send(leaving, Bye())
-    wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
+    wait_for(lambda: "n" not in site.holder.state.ranks.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
     assert site.relayed == [kept]
@@ -249,15 +252,15 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
     shelved, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
-    number, pin = ask(site, channel), replicas.pin
+    number, manifest = ask(site, channel), replicas.manifest
 
-    def pin_after_the_link(*named: Any, **how: Any) -> Any:
+    def read_after_the_link(*named: Any) -> Any:
         channel.close()
-        wait_for(lambda: not site.holder.connections.links, "the link to end")
+        wait_for(lambda: not site.holder.state.ranks.links, "the link to end")
         wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
-        return pin(*named, **how)
+        return manifest(*named)
 
-    monkeypatch.setattr(replicas, "pin", pin_after_the_link)
+    monkeypatch.setattr(replicas, "manifest", read_after_the_link)
     site.holder.ranks.answer(number, pack_reply(answer), None)
     assert not shelved.pins
 
@@ -308,14 +311,14 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             assert rank.stdout.readline() == b"ready\n"
             wait_for(lambda: bool(site.relayed), "the rank's call")
             rank.send_signal(signal.SIGSTOP)  # alive, and silent
-            ranks, connections, calls = site.holder.ranks, site.holder.connections, site.holder.calls
-            connections.links["n"].channel.abort()
-            wait_for(lambda: "n" not in connections.links, "the link's end")
-            ranks.reap()
+            server, links, calls = site.holder.ranks, site.holder.state.ranks.links, site.holder.calls
+            links["n"].channel.abort()
+            wait_for(lambda: "n" not in links, "the link's end")
+            server.reap()
             assert (site.leased(), site.gone, len(calls._waiting)) == (2, [], 1)
         finally:
             rank.kill()
-    ranks.reap()
+    server.reap()
     assert (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0)
 
 
@@ -346,7 +349,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
         assert taken is not None
         for moment in range(2):
             channel = link.channel
-            site.holder.connections.links["n"].channel.abort()
+            site.holder.state.ranks.links["n"].channel.abort()
             site.holder.ranks.reap()
             wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
@@ -368,9 +371,9 @@ def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) ->
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"full\n"
-        first = wait_for(lambda: site.holder.connections.links.get("n"), "the link to be known")
+        first = wait_for(lambda: site.holder.state.ranks.links.get("n"), "the link to be known")
         first.channel.abort()
-        wait_for(lambda: site.holder.connections.links.get("n", first) is not first, "the link to come back")
+        wait_for(lambda: site.holder.state.ranks.links.get("n", first) is not first, "the link to come back")
         process.stdin.close()
 
 
@@ -378,18 +381,17 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.connections.lock:  # the welcome is read before the link is known
-            link.attempt = site.holder.connections.links["n"].attempt = 2
-        order = {"k": "drop", "shards": [], "removed": ["job", 2]}
-        site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
+        with site.holder.context.changed:  # the welcome is read before the link is known
+            link.attempt = site.holder.state.ranks.links["n"].attempt = 2
+        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
-        site.holder.orders.obey(order)
+        site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
         link.fenced_by, link.is_removed = 0, False
-        site.holder.connections.links["n"].channel.abort()
+        site.holder.state.ranks.links["n"].channel.abort()
         wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
     finally:
         link.close()
@@ -413,7 +415,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
         replicas.claim("job", PeerShare(1, {0: 8}, 8))
-        site.holder.connections.grant_job("job")
+        site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4

@@ -1,46 +1,78 @@
 """A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
 
-It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around them: sessions, orders, ranks' links.
+It begins them when an order, a message of a rank or the time demands it, as shell/holder does on threads.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import drop, fork, room, stage
+from memstore.core.holder import drop, fork, partial_read, ranks, room, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire import calls
+from memstore.core.wire import calls, reports
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
     Event,
     FactAck,
     HostInfo,
     HostUp,
     RankCall,
-    RankGone,
     Report,
-    copy_to_wire,
-    shard_from_wire,
+)
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    DropJob,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    GiveUpFork,
+    Grow,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    LookAtCopies,
+    MakeFork,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    Reserve,
+    StageShard,
+    TakeIncarnation,
+    TellClock,
+    VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import CopiesVerified, PutTimes, Sealed
+from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.requests import fields_told
 from memstore.testing.simulator.checks.checker import Checker
-from memstore.testing.simulator.host import mapped_arena
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.push import Pusher
+from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.host.twins import SimTwins
@@ -72,7 +104,6 @@ class SimHolder:
         term = read_journal(memory.journal, self.fences)
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
-        self.ranks: dict[str, Rank] = {}
         self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
         memory.is_cut, memory.crash_in = False, None
         self.replicas = ReplicaStore(
@@ -88,7 +119,8 @@ class SimHolder:
         self.state = HolderState(
             self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
-            sealed=self.sealed, is_stopping=lambda: not self.is_up, fences=self.fences,
+            sealed=self.sealed, is_stopping=lambda: not self.is_up,
+            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
@@ -130,9 +162,9 @@ class SimHolder:
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory, journal, processes (R16)."""
-        ranks = tuple(sorted(n for n, r in self.ranks.items() if not r.is_dead))
+        nonces = tuple(sorted(self.state.ranks.owners))
         seen = {"idle_s": self.memory.idle_s, "dropped": dict(self.memory.stories)}
-        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), ranks, **seen)  # type: ignore[arg-type]
+        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), nonces, **seen)  # type: ignore[arg-type]
 
     def copies(self, job: str | None = None) -> list[Copy]:
         """The inventory."""
@@ -143,17 +175,16 @@ class SimHolder:
         if self.session is not None and self.is_up:
             self.session.report(event)
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: reports.Report) -> None:
         """Report something done."""
-        self.tell(Report(self.host_id, kind, body))
+        self.tell(Report(self.host_id, report))
 
-    def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            body: Body = {"copies": [copy_to_wire(held)]}
-            self.report("sealed", body if put is None else {**body, "put": put})
+            self.report(Sealed(copy=WireCopy.of(held), put=put))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
@@ -161,66 +192,64 @@ class SimHolder:
 
     # -- ranks --------------------------------------------------------------------------------
 
-    def welcome(self, rank: Rank) -> list[int]:
-        """Take a link; return the slots the rank holds that are not its own (R8)."""
-        stale = mapped_arena.confirm(self, rank)
-        self.replicas.flush()
-        self.ranks[rank.nonce], self.memory.idle_s = rank, 0.0
-        rank.is_fenced |= 0 < rank.attempt < self.fences.first(rank.job)
-        return stale
+    @property
+    def links(self) -> list[RankLink]:
+        """Return the links of its ranks."""
+        return [cast(RankLink, link) for link in self.state.ranks.links.values()]
+
+    def join(self, rank: Rank) -> None:
+        """Take a link, on which the process sends again what was not sealed or answered."""
+        link, is_ours = open_link(rank), rank.mapping is self.memory.slots
+        hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
+        self.memory.idle_s = 0.0
+
+        def serve() -> Thread:
+            yield from self.driver.run(ranks.join(self.state, link, hello))
+            if link.is_open:
+                rank.connected(self)
+
+        self.spawn(serve())
+
+    def leave(self, rank: Rank) -> None:
+        """Take a goodbye."""
+        if isinstance(rank.link, RankLink):
+            self.driver.start(ranks.leave(self.state, rank.link))
 
     def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
         self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
-        """The controller answered; a get's answer carries the bytes' place, pinned."""
+        """Pass on what the controller answered; with the place of the bytes if it is a read."""
         call = self.calls.take(number)
-        rank = self.ranks.get(call.nonce) if call is not None else None
-        if call is None or rank is None or rank.is_dead:
+        link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
+        if call is None or link is None or not link.is_open:
             return
         body = fields_told(call.request, data) if data is not None else {}
-        if "excerpt" in body and error is None:
-            body, error = self.stager.read_part(rank, body)
-        elif "shard" in body and error is None:
-            body, error = self.stager.read(rank, body)
-        rank.answered(call.rank_id, body, error)
+        if isinstance(call.request, calls.Join | calls.Rewind | calls.AssignRanks) and error is None:
+            link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
+        if "shard" in body and error is None:
+            self.world.spawn(self.stager.read(link, call.rank_id, body), link.process)
+        else:
+            link.process.answered(call.rank_id, body, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A hand-over came completely: seal it under the fence that holds now (R21)."""
-        self.sealer.take_over(rank, ready)
-
-    def grant(self, rank: Rank) -> None:
-        """Lease the rank what its share allows."""
-        is_here = self.ranks.get(rank.nonce) is rank and rank.holder is self and not rank.is_dead
-        if is_here and rank.attempt >= self.fences.first(rank.job):
-            slots = self.replicas.lease(rank.owner, rank.job, rank.rank, rank.attempt)
-            if slots:
-                rank.granted(slots)
-
-    def grant_job(self, job: str) -> None:
-        """Room may have become free."""
-        for _, rank in sorted(self.ranks.items()):
-            if rank.job == job:
-                self.grant(rank)
+        if isinstance(rank.link, RankLink):
+            self.sealer.take_over(rank.link, ready)
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead; let go of expired pins (R7, R8)."""
+        """Reclaim what processes leased that are proved dead; let go of what was kept too long (R7, R8)."""
         if not self.is_serving:
             return
-        for owner in [o for o in self.replicas.table.leases if not self.world.is_alive(o.pid, o.start)]:
-            self.replicas.table.reclaim(owner)
-        self.replicas.flush()
-        for nonce in [n for n, r in self.ranks.items() if r.is_dead]:
-            rank = self.ranks.pop(nonce)
-            self.calls.forget(rank.owner)
-            self.tell(RankGone(self.host_id, nonce))
+        for link in self.links:
+            if not link.is_open:
+                ranks.end(self.state, link)
+        self.driver.start(ranks.reap(self.state))
         self.replicas.expire_pins()
+        partial_read.expire(self.state)
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
-        self.stager.expire_parts()
-        for job in {r.job for r in self.ranks.values()}:
-            self.grant_job(job)
 
     def scrub(self) -> None:
         """Make one round of the real scrub (R30)."""
@@ -229,70 +258,67 @@ class SimHolder:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out one order."""
-        getattr(self, f"_on_{kind}")(body)
+        state = self.state
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                self.sessions.facts.take(order)
+            case TellClock():
+                self.session.clock_s = order.clock_s  # type: ignore[union-attr]
+            case AllHosts() | HostNews():
+                known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
+                self.view = known | {row.host for row in order.hosts}
+                self.peer_server.keep_senders(self.view)
+                self.replicas.keep_shares(order.jobs)
+            case Fence():
+                self.sealer.fence(order.job, order.attempt, order.members)
+            case PushTargets():
+                self.twins.declare(order)
+            case Reserve():
+                self.driver.start(room.reserve(state, order))
+            case Grow():
+                self.driver.start(room.grow(state, order))
+            case LookAtCopies():
+                self._later(fork.look(state, order))
+            case MakeFork():
+                self._later(fork.make(state, order))
+            case PushCopy():
+                self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
+            case StageShard() | ReadShard() | ReadChunks():
+                self.stager.order(order)
+            case OrderCheck():
+                self.driver.start(stage.check(state, order))
+            case RaiseLevel():
+                self.driver.start(ranks.tell_attempt(state, order.job, ranks.raised(order)))
+            case AbandonStep():
+                self._later(drop.abandon(state, order))
+            case FreeCopies():
+                self._later(drop.free(state, order))
+            case DropJob():
+                self._later(drop.drop_job(state, order))
+            case GiveUpFork():
+                self._later(drop.give_up_fork(state, order))
+            case VerifyCopies():
+                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+                self.report(CopiesVerified(call=order.call, found=found, problem=""))
+            case KeepStory():
+                self.memory.stories[order.job] = order.story
+            case ForgetStory():
+                self.memory.stories.pop(order.job, None)
+            case TakeIncarnation():
+                self.begin_again(order.above)
+            case CallAnswered() | CallRefused():
+                raise InternalError(f"{type(order).__name__} is the session's")
+            case _:
+                self.persister.order(order)
 
-    def _on_journal(self, body: Body) -> None:
-        self.sessions.facts.take(body)
-
-    def _on_clock(self, body: Body) -> None:
-        self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
-
-    def _on_view(self, body: Body) -> None:
-        known = set() if body["gone"] is None else self.view.difference(body["gone"])
-        self.view = known | {str(row[0]) for row in body["hosts"]}
-        self.peer_server.keep_senders(self.view)
-        self.replicas.keep_shares(body["jobs"])
-
-    def _on_fence(self, body: Body) -> None:
-        job, attempt = str(body["job"]), int(body["attempt"])
-        self.sealer.fence(job, attempt, body["members"])
-
-    def _on_targets(self, body: Body) -> None:
-        self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
-
-    def _on_grow(self, body: Body) -> None:
-        self.driver.start(room.grow(self.state, body))
-
-    def _on_reserve(self, body: Body) -> None:
-        self.driver.start(room.reserve(self.state, body))
-
-    def _on_fork(self, body: Body) -> None:
-        self._later((fork.look if body["what"] == "look" else fork.make)(self.state, body))
-
-    def _on_push(self, body: Body) -> None:
-        is_repair = bool(body["is_repair"])
-        self.pusher.submit(
-            Push(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=is_repair)
-        )
-
-    def _on_stage(self, body: Body) -> None:
-        self.stager.order(body)
-
-    def _on_check(self, body: Body) -> None:
-        self.driver.start(stage.check(self.state, body))
-
-    def _on_level(self, body: Body) -> None:
-        step, level = int(body["step"]), str(body["level"])
-        for rank in self.ranks_of(body):
-            if level in ("committed", "durable"):
-                self.checker.commits.told_committed(rank, step, is_degraded=bool(body["degraded"]))
-            rank.rise(step, level)
-            rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
-            if level == "committed":
-                for old in [s for s in rank.tickets if s < step and rank.tickets[s] in LEVELS[:3]]:
-                    rank.tickets[old] = "superseded"
-
-    def ranks_of(self, body: Body) -> list[Rank]:
-        mine = (body["job"], body["attempt"])
-        return [r for _, r in sorted(self.ranks.items()) if (r.job, r.attempt) == mine and not r.is_dead]
-
-    def _on_abandon(self, body: Body) -> None:
-        self._later(drop.abandon(self.state, body))
-
-    def _on_drop(self, body: Body) -> None:
-        self._later(drop.drop(self.state, body))
+    def begin_again(self, above: int) -> None:
+        """Take an incarnation above one, and begin a new session (R3)."""
+        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, above))
+        self.view.clear()
+        if self.session is not None:
+            self.session.reset()
 
     def _later(self, steps: Steps[None]) -> None:
         """Run a procedure on a thread that may be busy: a session may end meanwhile."""
@@ -303,21 +329,3 @@ class SimHolder:
             yield from self.driver.run(steps)
 
         self.spawn(late())
-
-    def _on_persist(self, body: Body) -> None:
-        self.persister.order(body)
-
-    def _on_markers(self, body: Body) -> None:
-        self.persister.markers(body)
-
-    def _on_ask(self, body: Body) -> None:
-        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
-
-    def _on_dropped(self, body: Body) -> None:
-        self.memory.stories[str(body["job"])] = str(body["story"])
-
-    def _on_outdated(self, body: Body) -> None:
-        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, int(body["above"])))
-        self.view.clear()
-        if self.session is not None:
-            self.session.reset()

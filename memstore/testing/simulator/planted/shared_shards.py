@@ -24,8 +24,8 @@ from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
-DDP: dict[str, Any] = {"has_twins": True, "shards": 1}
-HYBRID: dict[str, Any] = {"has_twins": True, "shards": 2, "world_size": 6}
+DDP: dict[str, Any] = {"shards": 1}
+HYBRID: dict[str, Any] = {"shards": 2, "world_size": 6}
 RESTART = Fault(5.0, "kill-rank")
 
 
@@ -97,7 +97,7 @@ def another_shard_restored() -> Any:
     return patch.object(
         Staging,
         "checked",
-        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
+        lambda self, now, active, report: checked(self, now, active, replace(report, error=None)),
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest
 from memstore.core.wire.calls import RankCall, SkipStep
-from memstore.core.wire.rank_messages import PutReady, SlotSample
+from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased, StepLevel
 from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
@@ -49,6 +49,7 @@ class SimRank:
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
         self.holder: Holder | None = None
+        self.link: object = None  # to which it listens
         self.mapping: list[bytearray] = []  # the arena's file: another list if that is another file
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
@@ -75,23 +76,28 @@ class SimRank:
         return sorted({*self.pool, *self.in_copy, *waiting})
 
     def connect(self, holder: Holder) -> None:
-        """Open a link to the host's holder: confirm the slots, send again what was not sealed or answered (R8)."""
+        """Open a link to the host's holder, and say which slots it holds (R8)."""
+        holder.join(self)
+
+    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+        """Give up slots that are not its own; a put in such slots is sent again for its level only."""
         self.holder = holder
-        stale = set(holder.welcome(self))
         self.map_arena(holder.memory)
-        self.in_copy -= stale
+        self.in_copy.difference_update(stale)
         anew: set[int] = set()
         for key, ready in self.handovers.items():
-            if stale.intersection(ready.slots):
+            if not set(ready.slots).isdisjoint(stale):
                 anew.update(ready.slots)
                 self.handovers[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
         taken = {n for ready in self.handovers.values() for n in ready.slots}
-        self.pool = sorted({*self.pool, *anew} - stale - self.in_copy - taken)
+        self.pool = sorted({*self.pool, *anew}.difference(stale) - self.in_copy - taken)
+
+    def connected(self, holder: Holder) -> None:
+        """Send again what was not sealed or answered."""
         for _, ready in sorted(self.handovers.items()):
             holder.take_over(self, ready)
         for call_id, request in sorted(self.calls.items()):
             holder.call(self, call_id, request)
-        holder.grant(self)
 
     def map_arena(self, memory: Memory) -> None:
         """Map the arena that the holder maps (R8)."""
@@ -101,9 +107,18 @@ class SimRank:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
         return [b"" if number is None else bytes(self.mapping[number]) for number in slots]
 
-    def granted(self, slots: list[int]) -> None:
-        """Add slots that the holder leased to it."""
-        self.pool.extend(slots)
+    def hear(self, message: HolderEvent) -> None:
+        """Take what the holder says."""
+        match message:
+            case SlotsLeased(slots=slots):
+                self.pool.extend(slots)
+            case AttemptFenced():
+                self.is_fenced = True
+            case StepLevel(step=step, level=level) if message.attempt == self.attempt:
+                self.rise(step, level)
+                self.resume_step = max(self.resume_step, message.resume)
+                for old in [s for s, at in self.tickets.items() if s < step and at in LEVELS[:3]]:
+                    self.tickets[old] = "superseded" if level == "committed" else self.tickets[old]
 
     def ask(self, verb: str, **body: Any) -> int:
         """Send a question to the controller; return its id in `replies`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memstore.core.wire.orders import ListMarkers
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
 
@@ -47,7 +48,7 @@ def test_a_get_whose_ranks_are_all_there_names_the_hosts_that_work() -> None:
     world = CatalogWorld(2, durable="/durable")
     ranks = world.launch(2)
     for holder in world.holders.values():
-        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+        holder.instead[ListMarkers] = lambda order: None
     for rank in ranks:
         world.call(rank, "get", step=None)
     world.run(1.0)
