@@ -275,7 +275,7 @@ def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config)
 
 def ask(
     request: RankCall, *, config: Config | None = None, timeout_s: float = ASK_S, avoid: Collection[str] = ()
-) -> dict[str, Any]:
+) -> Any:
     """Ask the controller through a holder on this machine, else through Ray if this process is connected to it.
 
     `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
@@ -288,7 +288,7 @@ def ask(
         actor = _controller(config) if ray.is_initialized() else None
         if actor is None:
             raise
-    return dict(ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + ASK_S))
+    return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + ASK_S)
 
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
@@ -345,7 +345,7 @@ def refuse_last_copies(config: Config) -> None:
 
     What is durable is looked for on the storage, now.
     """
-    found = ask(AskLastCopies(job=None), config=config, timeout_s=CHECK_DEADLINE_S + ASK_S)["lost"]
+    found = ask(AskLastCopies(job=None), config=config, timeout_s=CHECK_DEADLINE_S + ASK_S).lost
     lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items()]
     if lost:
         more = f"; and {len(lost) - 10} more jobs" if len(lost) > 10 else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memstore.config import Config, check_name
 from memstore.core.wire.calls import ForkJob
+from memstore.core.wire.codec import fields_of
 from memstore.shell.rank.admin_link import any_tool
 
 FORK_S = 120.0  # hosts claim room and digest again what was verified too long ago
@@ -56,9 +57,9 @@ def fork(
         from memstore.admin.cluster import ask, join_ray
 
         join_ray(address, config=config)
-        return Fork(**ask(request, config=config, timeout_s=timeout_s))
+        return Fork(**fields_of(ask(request, config=config, timeout_s=timeout_s)))
     with any_tool(config or Config()) as tool:
-        return Fork(**tool.ask(request, timeout_s))
+        return Fork(**fields_of(tool.ask(request, timeout_s)))
 
 
 def fork_request(job: str, step: int | None, new_job: str, attempt: int | None) -> ForkJob:

@@ -9,6 +9,7 @@ from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import PersistStep, PinStep, UnpinStep
+from memstore.core.wire.codec import fields_of
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
@@ -34,9 +35,9 @@ def pin(
     where.status(job)
     answer = where.ask(PinStep(job=job, step=step, name=name, of_attempt=attempt), CLAIM_S)
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
-    say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is pinned as {name}")
+    say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is pinned as {name}")
 
 
 @click.command(short_help="Take a pin back.")
@@ -50,9 +51,9 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
     where.status(job)
     answer = where.ask(UnpinStep(job=job, name=name))
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
-    say(f"step {answer['step']:,} of {job} is not pinned as {name} any more")
+    say(f"step {answer.step:,} of {job} is not pinned as {name} any more")
 
 
 @click.command(short_help="Write a committed step to durable storage now.")
@@ -75,12 +76,12 @@ def persist(
     where.status(job)
     answer = where.ask(PersistStep(job=job, step=step, within_s=within_s), within_s + CLAIM_S)
     if as_json:
-        print_json(answer)
-    elif answer["is_durable"]:
-        say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is durable")
+        print_json(fields_of(answer))
+    elif answer.is_durable:
+        say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is durable")
     else:
-        say(f"step {answer['step']:,} of {job} is not durable after {within_s:g} s: {answer['problem']}")
-    ctx.exit(ExitCode.FINE if answer["is_durable"] else ExitCode.DEGRADED)
+        say(f"step {answer.step:,} of {job} is not durable after {within_s:g} s: {answer.problem}")
+    ctx.exit(ExitCode.FINE if answer.is_durable else ExitCode.DEGRADED)
 
 
 @click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
@@ -103,9 +104,9 @@ def fork(
     where.status(job)
     answer = where.ask(fork_request(job, step, new_job, attempt), FORK_S)
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
     say(
-        f"{new_job} begins with step {answer['step']:,} of {job}: {plural(answer['shards'], 'shard')} in "
-        f"{plural(answer['copies'], 'copy')}, {size_text(answer['nbytes'])} shared, none copied"
+        f"{new_job} begins with step {answer.step:,} of {job}: {plural(answer.shards, 'shard')} in "
+        f"{plural(answer.copies, 'copy')}, {size_text(answer.nbytes)} shared, none copied"
     )

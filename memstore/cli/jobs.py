@@ -9,6 +9,7 @@ from memstore.cli.output import plural, print_json, say
 from memstore.config import Config
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.wire.calls import AskLastCopies, RemoveJob
+from memstore.core.wire.codec import fields_of
 from memstore.errors import CapacityError
 
 
@@ -27,7 +28,7 @@ def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as
     where = Where(config, address)
     status = where.status(job)
     row = next(row for row in status["jobs"] if row["job"] == job)
-    lost = [] if yes else where.ask(AskLastCopies(job=job), CHECK_DEADLINE_S + ASK_S)["lost"].get(job)
+    lost = [] if yes else where.ask(AskLastCopies(job=job), CHECK_DEADLINE_S + ASK_S).lost.get(job)
     if lost:
         needs_force = force or row["pins"] or row.get("ranks_alive")
         command = f"`memstore rm {job} --yes --force`" if needs_force else f"`memstore rm {job} --yes`"
@@ -37,8 +38,8 @@ def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as
     answer = where.ask(RemoveJob(job=job, force=force))
     durable = row.get("durable")
     if as_json:
-        print_json({**answer, "durable": durable})
+        print_json({**fields_of(answer), "durable": durable})
         return
     kept = f"; its durable steps stay in {durable}" if durable else ""
-    kept += "".join(f"; pin {name} of step {step:,} is gone" for name, _, step in answer["pins"])
-    say(f"dropped job {job}: {plural(answer['shards'], 'shard')} in RAM{kept}")
+    kept += "".join(f"; pin {pin.name} of step {pin.step:,} is gone" for pin in answer.pins)
+    say(f"dropped job {job}: {plural(answer.shards, 'shard')} in RAM{kept}")

@@ -30,7 +30,7 @@ class Where:
     config: Config
     address: str | None = None
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller.
 
         Raises:
@@ -71,7 +71,7 @@ class Where:
         Raises:
             ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.
         """
-        body = self.ask(AskStatus())
+        body: dict[str, Any] = self.ask(AskStatus())
         known = [row["job"] for row in body["jobs"]]
         if job is not None and job not in known:
             raise _unknown("job", job, known, "`memstore ls` lists its jobs", self._elsewhere(job))

@@ -65,7 +65,8 @@ def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> 
         asked = pool.submit(where.ask, VerifyStore(job=job), VERIFY_S)
         while True:
             try:
-                return asked.result(timeout=1.0)
+                found: dict[str, Any] = asked.result(timeout=1.0)
+                return found
             except FutureTimeout:
                 if asked.done():
                     raise  # the answer itself is a timeout

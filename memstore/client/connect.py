@@ -287,7 +287,7 @@ class Reader:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
         return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
 
-    def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         with naming_others(self._config, self.job):
             return self._tool.ask(request, timeout_s)
 

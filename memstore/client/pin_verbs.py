@@ -7,6 +7,7 @@ from typing import Any
 from memstore.client.checkpoint import StepInfo, step_infos
 from memstore.config import check_name
 from memstore.core.wire.calls import AskSteps, PersistStep, PinStep, UnpinStep
+from memstore.core.wire.replies import Persisted
 from memstore.errors import PeerTimeout
 from memstore.shell.rank.collective import CALL_SLACK_S
 from memstore.shell.rank.holder_link import HolderLink
@@ -69,11 +70,11 @@ class PinVerbs:
         self._link.call(request, self.config.connect_timeout_s + CALL_SLACK_S)
 
 
-def persisted(answer: dict[str, Any], timeout_s: float) -> int:
+def persisted(answer: Persisted, timeout_s: float) -> int:
     """Return the step that was made durable; PeerTimeout if it was not in time."""
-    if not answer["is_durable"]:
+    if not answer.is_durable:
         raise PeerTimeout(
-            f"step {answer['step']} of job {answer['job']!r} is not durable after {timeout_s:g} s: {answer['problem']}",
+            f"step {answer.step} of job {answer.job!r} is not durable after {timeout_s:g} s: {answer.problem}",
             operation="persist", waited_s=timeout_s, limit_s=timeout_s,
         )  # fmt: skip
-    return int(answer["step"])
+    return answer.step

@@ -22,6 +22,7 @@ from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
+from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.shell.codec.interpreter import copying, waiting
@@ -64,10 +65,10 @@ class Puts:
         """The rank in the present attempt."""
         return self.link.rank
 
-    def begin_attempt(self, joined: dict[str, Any]) -> None:
+    def begin_attempt(self, joined: Joined) -> None:
         """Take what a join or a rewind answered."""
-        self._resume_step = int(joined["resume_step"])
-        restored = joined.get("restored_step")
+        self._resume_step = joined.resume_step
+        restored = joined.restored_step
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
         self.natural = SharedShard.joined(joined)
@@ -206,7 +207,7 @@ class Puts:
 
         def resume(future: Any) -> None:
             if future.exception() is None:
-                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+                self._resume_step = max(self._resume_step, future.result().resume)
 
         request = SkipStep(
             **self.who(), step=ticket.step, why=why, stall_s=time.monotonic() - ticket.began_s,
@@ -378,11 +379,11 @@ class Puts:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
-    def ask_cadence(self, step: int, measured: dict[str, Any]) -> Future[dict[str, Any]]:
+    def ask_cadence(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
         return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
 
-    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+    def forget_cadence(self, answer: Future[PutInterval]) -> None:
         """Training goes on from elsewhere: the question is void."""
         self.link.forget_call(answer)
 

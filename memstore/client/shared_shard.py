@@ -21,6 +21,7 @@ from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
 from memstore.core.wire.calls import Get, ReadStep, TellDiffering
 from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.core.wire.replies import Joined
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
@@ -49,13 +50,12 @@ class SharedShard:
     roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
 
     @classmethod
-    def joined(cls, answer: dict[str, Any]) -> SharedShard | None:
+    def joined(cls, answer: Joined) -> SharedShard | None:
         """Return what a join or a rewind answered; None if the launch named no shards."""
-        if not answer.get("natural"):
+        place = answer.shared_shard
+        if place is None:
             return None
-        shard, shards, copiers, roster = answer["natural"]
-        by_shard = tuple(tuple(map(int, ranks)) for ranks in roster)
-        return cls(int(shard), int(shards), tuple(map(int, copiers)), int(answer["rank"]), by_shard)
+        return cls(place.shard, place.shards, place.copiers, answer.rank, place.roster)
 
     @property
     def is_copier(self) -> bool:

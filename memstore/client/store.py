@@ -32,6 +32,7 @@ from memstore.core.wire.rank_messages import (
     RoomGrown,
     StepLevel,
 )
+from memstore.core.wire.replies import Joined
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
@@ -56,7 +57,7 @@ log = logging.getLogger("memstore")
 class Store(PinVerbs, MarkVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
-    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: Joined, *, job: str) -> None:
         self.job, self.world_size = job, launch.world_size
         self.config = config
         self._link = link
@@ -74,8 +75,8 @@ class Store(PinVerbs, MarkVerbs):
         self._under_way = ReentrancyGuard(job)
         link.on_event = self.on_event
 
-    def _take_attempt(self, joined: dict[str, Any]) -> None:
-        self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
+    def _take_attempt(self, joined: Joined) -> None:
+        self.attempt, self.rank = joined.attempt, joined.rank
         self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
         self._cadence.begin_attempt(joined)
@@ -120,9 +121,9 @@ class Store(PinVerbs, MarkVerbs):
         )
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, request, limit_s=limit_s)
-        self.rank = self._link.rank = int(joined["rank"])
+        self.rank = self._link.rank = joined.rank
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
-        return tuple(joined["order"]) or tuple(range(self.world_size))
+        return joined.order or tuple(range(self.world_size))
 
     @property
     def natural(self) -> SharedShard | None:

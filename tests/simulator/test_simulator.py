@@ -13,9 +13,9 @@ import pytest
 from repository import ROOT
 from variants import later
 
-from memstore.core.wire.messages import Event, RankCall
+from memstore.core.wire.calls import SkipStep
+from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.testing.simulator.__main__ import main, parser
-from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.catalogue import BUGS
 from memstore.testing.simulator.run import campaign, corpus, record
 from memstore.testing.simulator.run.campaign import Cut, Outcome, Summary, failure_text, play, run, shrink
@@ -171,14 +171,14 @@ def test_a_put_that_fails_in_a_simulated_holder_says_why_as_a_real_one(
 ) -> None:
     """For want of room or not: only the first lengthens the pause until all put again (R12)."""
     said: list[bool] = []
-    real = SimHolder.tell
+    real = Calls.ask
 
-    def tell(self: SimHolder, event: Event) -> None:
-        if isinstance(event, RankCall) and event.verb == "skip" and not self.calls[event.call_id][1]:
-            said.append(event.body["is_failed"])
-        real(self, event)
+    def ask(self: Calls, call: Call) -> None:
+        if call.owner is None and isinstance(call.request, SkipStep):
+            said.append(call.request.is_failed)
+        real(self, call)
 
-    monkeypatch.setattr(SimHolder, "tell", tell)
+    monkeypatch.setattr(Calls, "ask", ask)
     faults = tuple(Fault(4.0 + n, kind, (1,), for_s=3.0) for n in range(4))
     outcome = play(Scenario(seed=0, step_s=0.15, duration_s=12.0, faults=faults))
     assert not outcome.rule, outcome.why

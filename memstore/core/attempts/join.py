@@ -23,6 +23,8 @@ from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import CloseStore, Join
+from memstore.core.wire.orders import DurablePlace, Fence
+from memstore.core.wire.replies import Joined, Noted
 from recovery.inventory import StepId
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
@@ -193,7 +195,7 @@ class Attempts:
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
 
     def list_markers(
-        self, now: float, name: str, gathering: Gathering, durable: object, on_listed: Callable[[str], None]
+        self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
     ) -> None:
         """Ask the host of rank 0 for the job's durable markers; `on_listed` is called once, then or at the deadline."""
 
@@ -294,8 +296,7 @@ class Attempts:
         """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
         members = attempt.nonces_by_host()
         for host in hosts:
-            body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
-            self.out.send(host, "fence", body)
+            self.out.send(host, Fence(job=name, attempt=attempt.ordinal, members=tuple(members.get(host, ()))))
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """A host refuses older processes now and has sent its inventory."""
@@ -331,16 +332,13 @@ class Attempts:
             self.out.refuse(entrant.call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
         rank = attempt.rank_of(entrant.rank)
-        body = {
-            **self.view.twins.joined(attempt, rank),
-            "attempt": attempt.ordinal, "world_size": attempt.world_size,
-            "restored_step": attempt.parent_step if attempt.has_restored else None,
-            "resume_step": attempt.resume_step,
-            "rank": rank,
-            "order": list(attempt.order),
-            "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
-        }  # fmt: skip
-        self.out.answer(entrant.call, body)
+        reply = Joined(
+            attempt=attempt.ordinal, world_size=attempt.world_size, rank=rank, order=tuple(attempt.order),
+            restored_step=attempt.parent_step if attempt.has_restored else None, resume_step=attempt.resume_step,
+            put_every=attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
+            shared_shard=self.view.twins.joined(attempt, rank),
+        )  # fmt: skip
+        self.out.answer(entrant.call, reply)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -372,7 +370,7 @@ class Attempts:
         """A rank closed its store; when all have, the attempt is closed and its key spent."""
         job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
-        self.out.answer(call, {})
+        self.out.answer(call, Noted())
         if job is None or attempt is None or attempt.ordinal != call.request.attempt:
             return
         ranks = self.closes.setdefault(job.name, set())

@@ -17,6 +17,7 @@ from memstore.core.journal.waiters import Waiters
 from memstore.core.schedule.put_interval import Measured, decide_steps, parse_put_every
 from memstore.core.wire.calls import AskPutInterval
 from memstore.core.wire.measured import seconds
+from memstore.core.wire.replies import PutInterval
 
 
 class CadenceRounds:
@@ -34,7 +35,7 @@ class CadenceRounds:
             return
         (job, attempt), step = found, call.request.step
         if step in attempt.cadence:
-            self.out.answer(call, {"steps": attempt.cadence[step]})
+            self.out.answer(call, PutInterval(steps=attempt.cadence[step]))
             return
         key = (job.name, attempt.ordinal, step)
         if key in self.decided:
@@ -55,7 +56,7 @@ class CadenceRounds:
                 self._wait(fact, each)
 
     def _wait(self, fact: CadenceSet, call: Call[AskPutInterval]) -> None:
-        self.waiters.add(fact, call, {"steps": fact.steps})
+        self.waiters.add(fact, call, PutInterval(steps=fact.steps))
 
     def _decide(self, job: Job, attempt: Attempt, calls: list[Call[AskPutInterval]]) -> int:
         ranks = [

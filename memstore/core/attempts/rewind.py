@@ -16,7 +16,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step
 from memstore.core.cluster.text import plural
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import storage_of
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Rewind
 from recovery.inventory import StepId
@@ -56,7 +56,7 @@ class Rewinds:
             return
         waiting = gathering
         attempts.list_markers(
-            self.state.now, job.name, waiting, place_of(attempt.config),
+            self.state.now, job.name, waiting, storage_of(attempt.config),
             lambda why: self._markers_listed(job.name, waiting, why),
         )  # fmt: skip
 

@@ -215,10 +215,10 @@ class Job:
         """Return the highest attempt that a fact, a copy or a marker names; 0 if there is none."""
         return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
 
-    def opened_moments(self, ordinal: int) -> list[list[float]]:
+    def opened_moments(self, ordinal: int) -> list[tuple[int, float]]:
         """Return when each attempt up to this one was opened, if known: it tells runs of one name apart (R31)."""
         own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
-        return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
+        return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
     def is_abandoned(self, step: StepId) -> bool:
         """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""

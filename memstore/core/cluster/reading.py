@@ -9,6 +9,7 @@ from memstore.core.cluster.job import Call
 from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.messages import Body
+from memstore.core.wire.reports import StageEnded
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
 
@@ -28,7 +29,7 @@ class Round:
     phase: Phase = "gathering"
     phase_since_s: float = 0.0
     plan: RecoveryPlan | None = None
-    staged: dict[int, Body] = field(default_factory=dict)
+    staged: dict[int, StageEnded] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     check_again_s: float = 0.0  # when ranks that have not answered are asked again
     failed_steps: dict[StepId, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
+from memstore.core.wire import reports
 from memstore.core.wire.calls import (
     AskPutInterval,
     AssignRanks,
@@ -26,7 +27,6 @@ from memstore.core.wire.calls import (
 )
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
-    Body,
     DrainsSeen,
     Event,
     FactAck,
@@ -35,11 +35,8 @@ from memstore.core.wire.messages import (
     HostUp,
     LeaseRenewed,
     RankCall,
-    RankGone,
     Report,
     Tick,
-    copy_from_wire,
-    shard_from_wire,
 )
 
 
@@ -56,7 +53,6 @@ class Inputs:
             HostUp: self._host_up,
             HostLost: self._host_lost,
             RankCall: self._call,
-            RankGone: lambda event: p.attempts.rank_gone(state.now, event.nonce),
             Report: self._report,
             FactAck: lambda event: p.journal.log.ack(event.host_id, event.seq),
             DrainsSeen: lambda event: p.drains.seen(event.until_s),
@@ -73,19 +69,25 @@ class Inputs:
             SkipStep: self._skip,
             CloseStore: p.attempts.close,
         }
-        self._reports: Mapping[str, Callable[[str, Body], object]] = {
-            "sealed": self._sealed,
-            "freed": p.drops.freed,
-            "push_failed": lambda host, body: p.repair.push_failed(state.now, shard_from_wire(body["shard"]), body),
-            "fenced": self._fenced,
-            "reserved": p.room.reserved,
-            "staged": self._staged,
-            "checked": lambda host, body: p.rounds.checked(state.now, body),
-            "persisted": lambda host, body: p.durable.persisted(state.now, host, body),
-            "markers": self._markers,
-            "forked": p.forks.looked,
-            "answer": queries.answered,
-            "rank_here": lambda host, body: takeover.rank_here(str(body["nonce"])),
+        self._reports: Mapping[type[reports.Report], Callable[[str, Any], object]] = {
+            reports.Sealed: self._sealed,
+            reports.Freed: p.drops.freed,
+            reports.PushFailed: lambda host, report: p.repair.push_failed(state.now, report),
+            reports.Fenced: self._fenced,
+            reports.Reserved: p.room.reserved,
+            reports.StageEnded: lambda host, report: p.rounds.staged(state.now, report),
+            reports.ReadEnded: lambda host, report: p.reads.ended(report),
+            reports.IntoChecked: lambda host, report: p.rounds.checked(state.now, report),
+            reports.SliceWritten: p.durable.slice_written,
+            reports.MarkerWritten: p.durable.marker_written,
+            reports.TornStepRemoved: p.durable.torn_step_removed,
+            reports.KeyNamed: p.durable.key_named,
+            reports.MarkersListed: self._markers,
+            reports.MarkersUnread: self._markers,
+            reports.CopiesLookedAt: p.forks.looked,
+            reports.CopiesVerified: queries.verified,
+            reports.RankGone: lambda host, report: p.attempts.rank_gone(state.now, report.nonce),
+            reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
         }
 
     def handle(self, event: Event) -> None:
@@ -153,29 +155,19 @@ class Inputs:
     # -- reports ------------------------------------------------------------------------------
 
     def _report(self, event: Report) -> None:
-        report = self._reports.get(event.kind)
-        if report is not None:
-            report(event.host_id, event.body)
+        self._reports[type(event.report)](event.host_id, event.report)
 
-    def _sealed(self, host: str, body: Body) -> None:
-        p = self.parts
-        for item in body["copies"]:
-            copy = copy_from_wire(item, host)
-            p.observer.sealed(copy, host, body.get("put"))
-            p.repair.pushed(copy.shard, host)
-            p.steps.sealed(self.state.now, copy)
+    def _sealed(self, host: str, report: reports.Sealed) -> None:
+        p, copy = self.parts, report.copy.on(host)
+        p.observer.sealed(copy, host, report.put)
+        p.repair.pushed(copy.shard, host)
+        p.steps.sealed(self.state.now, copy)
 
-    def _fenced(self, host: str, body: Body) -> None:
-        copies = [copy_from_wire(item, host) for item in body["copies"]]
-        self.parts.steps.inventory(host, str(body["job"]), copies)
-        self.parts.attempts.fenced(self.state.now, host, str(body["job"]), int(body["attempt"]))
+    def _fenced(self, host: str, report: reports.Fenced) -> None:
+        copies = [copy.on(host) for copy in report.copies]
+        self.parts.steps.inventory(host, report.job, copies)
+        self.parts.attempts.fenced(self.state.now, host, report.job, report.attempt)
 
-    def _staged(self, host: str, body: Body) -> None:
-        if int(body["round"]) < 0:
-            self.parts.reads.staged(body)
-        else:
-            self.parts.rounds.staged(self.state.now, body)
-
-    def _markers(self, host: str, body: Body) -> None:
-        why = self.parts.durable_markers.answered(host, body)
-        self.parts.durable_checks.answered(host, body, why)
+    def _markers(self, host: str, report: reports.MarkersListed | reports.MarkersUnread) -> None:
+        why = self.parts.durable_markers.answered(host, report)
+        self.parts.durable_checks.answered(host, report, why)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call, Job
 from memstore.core.controller.parts import Parts
@@ -16,7 +18,9 @@ from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import VerifyCopies
+from memstore.core.wire.replies import NoRollCall, RollCalled
+from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
 
@@ -38,7 +42,7 @@ class Queries:
         self.state, self.out, self.parts = parts.state, parts.out, parts
         self.asks: dict[int, Ask] = {}
         # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
-        self.roll_calls: dict[tuple[str, str], Body] = {}
+        self.roll_calls: dict[tuple[str, str], RollCalled] = {}
         self._count = first_number(parts.term)
         self._handlers: Mapping[type[Request[Any]], Callable[[Any], None]] = {
             calls.Join: lambda call: parts.attempts.join(parts.state.now, call),
@@ -91,7 +95,7 @@ class Queries:
         found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
         if found is not None:
             self.roll_calls[key] = found
-        self.out.answer(call, {"found": found})
+        self.out.answer(call, found or NoRollCall())
 
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)
@@ -122,14 +126,15 @@ class Queries:
                 for step in sorted(job.retired.keys() - job.torn):
                     self.parts.journal.record(StepRetired(job.name, step.attempt, step.step, ""))
         for host in live:
-            self.out.send(host, "ask", {"ask": self._count, "what": "verify", "job": call.request.job})
+            self.out.send(host, VerifyCopies(call=self._count, job=call.request.job))
 
-    def answered(self, host_id: str, body: Body) -> None:
-        """Take one host's answer to a question that was put to all."""
-        found = self.asks.get(int(body["ask"]))
+    def verified(self, host_id: str, report: CopiesVerified) -> None:
+        """Take what one host found when it digested everything again."""
+        found = self.asks.get(report.call)
         if found is not None:
             found.waits.discard(host_id)
-            found.answers[host_id] = body["value"] if body["ok"] else {"error": body["why"]}
+            error = {"error": report.problem}
+            found.answers[host_id] = structs.asdict(report.found) if report.found is not None else error
             self._finish_asks()
 
     def _finish_asks(self) -> None:

@@ -13,6 +13,7 @@ from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.wire.calls import AskLastCopies
+from memstore.core.wire.replies import LastCopies as LostCopies
 from recovery.inventory import StepId
 
 Look = tuple[str, StepId]  # a job's name, and a step that is looked for
@@ -64,7 +65,7 @@ class LastCopies:
         self.questions.remove(question)
         jobs = [self.state.jobs[name] for name in question.jobs if name in self.state.jobs]
         lost = {job.name: self._lost(question, job) for job in jobs}
-        self.out.answer(question.call, {"lost": {name: words for name, words in lost.items() if words}})
+        self.out.answer(question.call, LostCopies(lost={name: words for name, words in lost.items() if words}))
 
     def _lost(self, question: Question, job: Job) -> list[str]:
         """Return what a job would lose, in words: its newest committed step, and what is pinned."""

@@ -26,6 +26,7 @@ from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.schedule.durable_interval import retire
 from memstore.core.wire.calls import PersistStep
+from memstore.core.wire.replies import Persisted
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
 
@@ -174,8 +175,8 @@ class Persists:
                 self.refuse(job, other, refusal)
 
     def _answer(self, job: Job, step: StepId, call: Call[PersistStep], problem: str) -> None:
-        body = {"job": job.name, "attempt": step.attempt, "step": step.step, "is_durable": not problem}
-        self.out.answer(call, {**body, "problem": problem})
+        at = {"attempt": step.attempt, "step": step.step}
+        self.out.answer(call, Persisted(job=job.name, **at, is_durable=not problem, problem=problem))
 
     def tick(self, now: float) -> None:
         """Deadlines, steps that were retired, and markers of which no host was asked."""

@@ -25,7 +25,8 @@ from memstore.core.history.fork_copy import ForkMaking, stand_in
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ForkJob
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import GiveUpFork
+from memstore.core.wire.reports import CopiesLookedAt
 from memstore.errors import ConfigError
 from placement.domains import is_finer
 from recovery.inventory import StepId
@@ -178,15 +179,15 @@ class Forks:
         pending.found = {rank: {} for rank in ranks}
         pending.waits = self.making.order(pending.job, origin, pending.step, where, call=pending.number)
 
-    def looked(self, host: str, body: Body) -> None:
+    def looked(self, host: str, report: CopiesLookedAt) -> None:
         """A host says which of the origin's shards it has whole, and their digests under the new name."""
-        pending = self.state.pending_forks.get(str(body["job"]))
-        if pending is None or pending.number != body["call"] or host not in pending.waits:
+        pending = self.state.pending_forks.get(report.job)
+        if pending is None or pending.number != report.call or host not in pending.waits:
             return
         pending.waits.discard(host)
-        for rank, digest, lacking in body["shards"]:
-            if not lacking and int(rank) in pending.found:
-                pending.found[int(rank)][host] = str(digest)
+        for shard in report.shards:
+            if not shard.lacking and shard.rank in pending.found:
+                pending.found[shard.rank][host] = shard.digest
         self._progress(pending)
 
     def _progress(self, pending: PendingFork) -> None:
@@ -239,9 +240,8 @@ class Forks:
         job = pending.job
         self.state.pending_forks.pop(job.name, None)
         for host in sorted(pending.claimed):
-            removed = [job.name, max(job.attempts)]
             # The name and the number are free again: the next job of this name is not fenced by it.
-            self.out.send(host, "drop", {"shards": [], "removed": removed, "is_refused_fork": True})
+            self.out.send(host, GiveUpFork(job=job.name, attempt=max(job.attempts)))
         for call in pending.calls:
             self.out.refuse(call, error, why)
 

@@ -23,7 +23,9 @@ from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
 from memstore.core.wire.calls import RemoveJob
-from memstore.core.wire.messages import Body
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import DropJob
+from memstore.core.wire.replies import LostPin, Removed
 from recovery.inventory import StepId
 
 CHECK_AGAIN_S = 600.0
@@ -119,18 +121,18 @@ class JobRemoval:
                 f"`memstore unpin {job.name} NAME`, or pass --force as well",
             )  # fmt: skip
             return
-        pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
-        self.remove(job, (call, {"job": job.name, "pins": pins}))
+        pins = [LostPin(name, pin.attempt, pin.step) for name, pin in sorted(job.pins.items())]
+        self.remove(job, (call, Removed(job=job.name, pins=pins)))
 
-    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Body], story: str = "") -> None:
+    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], story: str = "") -> None:
         """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]
         fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
         if fact not in unapplied:
             self.journal.record(fact)
-        for call, body in waiting:
-            self.waiters.add(fact, call, body)
+        for call, reply in waiting:
+            self.waiters.add(fact, call, reply)
 
     def forget(self, name: str) -> None:
         """The job was removed: nothing of it is checked any more."""
@@ -157,7 +159,8 @@ class JobRemoval:
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()
-        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        shards = tuple(WireShard(fact.job, s.attempt, s.step, rank) for s, ranks in copies for rank in ranks)
+        order = DropJob(job=fact.job, attempt=fact.attempt, shards=shards)
         for host in state.hosts.live_ids():
-            self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
-        self.waiters.fill(fact, {"shards": len(shards)})
+            self.out.send(host, order)
+        self.waiters.fill(fact, shards=len(shards))

@@ -17,7 +17,7 @@ from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.wire.calls import PinStep, UnpinStep
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import PinNoted
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -145,5 +145,5 @@ class Pins:
         self.waiters.add(fact, call, _answer(pin))
 
 
-def _answer(pin: StepPinned) -> Body:
-    return {"job": pin.job, "name": pin.name, "attempt": pin.attempt, "step": pin.step}
+def _answer(pin: StepPinned) -> PinNoted:
+    return PinNoted(job=pin.job, name=pin.name, attempt=pin.attempt, step=pin.step)

@@ -11,6 +11,7 @@ from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import job_of
 from memstore.core.wire.calls import RetireStep
+from memstore.core.wire.replies import Noted
 from recovery.inventory import StepId
 
 
@@ -29,7 +30,7 @@ class Retirement:
         fact = StepRetired(job.name, request.attempt, request.step, reason, request.is_torn)
         if not self.waiters.is_awaited(fact):
             self.journal.record(fact)
-        self.waiters.add(fact, call, {}, is_done_by_removal=True)
+        self.waiters.add(fact, call, Noted(), is_done_by_removal=True)
 
     def apply(self, fact: StepRetired) -> None:
         """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""

@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.wire.codec import Request
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
@@ -184,7 +185,7 @@ class ReceiveChunks(Effect):
 class ReadDurableManifest(Effect):
     """Give the manifest of a shard in durable storage; IntegrityError if it is not there as it was put."""
 
-    place: Body
+    place: DurablePlace
     shard: ShardId
     spec: ShardSpec
 
@@ -193,7 +194,7 @@ class ReadDurableManifest(Effect):
 class ReceiveDurable(Effect):
     """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
 
-    place: Body
+    place: DurablePlace
     draft: IncomingReplica
     spec: ShardSpec
     chunks: Sequence[int]
@@ -204,7 +205,7 @@ class ReceiveDurable(Effect):
 class OpenDurable(Effect):
     """Give the Storage of a job, under the key that is in this host's key file now."""
 
-    place: Body
+    place: DurablePlace
 
 
 @dataclass(frozen=True)
@@ -239,20 +240,20 @@ class WriteSlice(Effect):
 
 
 @dataclass(frozen=True)
-class WriteMarker(Effect):
+class StoreMarker(Effect):
     """Write the marker of a step; IntegrityError unless all of its parts are there."""
 
-    place: Body
+    place: DurablePlace
     job: str
     marker: DurableMarker
-    lineage: Body
+    lineage: Lineage
 
 
 @dataclass(frozen=True)
 class RemoveDurable(Effect):
     """Remove a step from durable storage: its marker first."""
 
-    place: Body
+    place: DurablePlace
     job: str
     step: StepId
     only_unmarked: bool
@@ -262,16 +263,26 @@ class RemoveDurable(Effect):
 class SweepDurable(Effect):
     """Remove what abandoned writes of a job left behind before a step."""
 
-    place: Body
+    place: DurablePlace
     job: str
     step: StepId
 
 
 @dataclass(frozen=True)
-class ListMarkers(Effect):
-    """Give the fields of the report on a job's markers; with `check` also which parts of that step are missing."""
+class MarkersFound:
+    """What durable storage has of a job."""
 
-    place: Body
+    key: str  # the name of the key that this host has
+    records: Sequence[MarkerRecord]
+    damaged: str  # what is wrong with markers that are there and say nothing
+    lacks: str  # what is missing of the step that was to be checked
+
+
+@dataclass(frozen=True)
+class ReadMarkers(Effect):
+    """Give the MarkersFound of a job; with `check` also which parts of that step are missing."""
+
+    place: DurablePlace
     job: str
     check: StepId | None
 
@@ -491,7 +502,7 @@ class ForgetJob(Effect):
 class OpenHerald(Effect):
     """Give the herald that tells a reader on this host which chunks have come; None if it did not ask for one."""
 
-    stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
+    listener: ChunkListener | None
     manifest: bytes
     draft: IncomingReplica
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from memstore.core.journal.records import kept_records, whole_order
+from memstore.core.journal.records import WholeOrder, kept_records, whole_order
+from memstore.core.wire.orders import JournalKeep, JournalOrder, JournalReplace
 from memstore.errors import CapacityError, IntegrityError
 
 
@@ -36,19 +37,19 @@ class JournalWriter:
         self.journal = journal
         self.problem = ""  # why the oldest that waits could not be written
         self._on_written = on_written
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[WholeOrder] = deque()
         self._pages: list[bytes] = []  # of an order whose end has not come
 
-    def take(self, body: dict[str, Any]) -> None:
+    def take(self, order: JournalOrder) -> None:
         """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
 
         Raises:
             IntegrityError: What is to be kept is damaged: end the session, and show the next one what is left.
         """
-        whole = whole_order(self._pages, body)
+        whole = whole_order(self._pages, order)
         if whole is None:
             return
-        if whole.get("reset"):
+        if isinstance(whole, JournalReplace):
             self._waiting.clear()
         self._waiting.append(whole)
         self.retry()
@@ -56,9 +57,9 @@ class JournalWriter:
     def retry(self) -> None:
         """Write what waits, as far as there is room now."""
         while self._waiting:
-            body = self._waiting[0]
+            order = self._waiting[0]
             try:
-                self._write(body)
+                self._write(order)
             except (
                 CapacityError,
                 FileNotFoundError,
@@ -70,19 +71,19 @@ class JournalWriter:
                 self._waiting.clear()
                 raise
             self._waiting.popleft()
-            self._on_written(int(body["seq"]))
+            self._on_written(order.seq)
         self.problem = ""
 
-    def _write(self, body: dict[str, Any]) -> None:
-        if "keep" in body:
+    def _write(self, order: WholeOrder) -> None:
+        if isinstance(order, JournalKeep):
             dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
             if self.journal.dropped_nbytes > dropped_nbytes:
                 raise IntegrityError("the journal was damaged: it lacks facts that are to be kept")
-            self.journal.rewrite(kept_records(records, body["keep"], body["short"]))
-        elif body["reset"]:
-            self.journal.rewrite(body["records"])
+            self.journal.rewrite(kept_records(records, order))
+        elif isinstance(order, JournalReplace):
+            self.journal.rewrite(order.records)
         else:
-            self.journal.append(body["records"])
+            self.journal.append(order.records)
 
     def forget(self) -> None:
         """Forget what waits: another session begins, which sends what the journal lacks, by its own numbers (R16)."""

@@ -28,7 +28,6 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.peer_messages import (
     Abort,
     Admitted,
@@ -40,6 +39,7 @@ from memstore.core.wire.peer_messages import (
     Refused,
     Seal,
 )
+from memstore.core.wire.reports import PushFailed
 from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
@@ -91,8 +91,7 @@ def run(state: HolderState, push: Push) -> Steps[None]:
     finally:
         waiting = state.pushes.under_way.pop((push.shard, push.target), [])
     if why:
-        shard = shard_to_wire(push.shard)
-        state.report("push_failed", {"shard": shard, "target": push.target, "why": why, "is_final": is_final})
+        state.report(PushFailed(shard=WireShard.of(push.shard), target=push.target, why=why, is_final=is_final))
         return
     for replication in waiting:
         replication.left.discard(push.target)

@@ -13,8 +13,9 @@ from collections.abc import Collection, Sequence
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Link, Steps, Tell, TellWelcome, WaitFor
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import AbandonStep, RaiseLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello
+from memstore.core.wire.reports import RankArrived, RankGone
 from recovery.inventory import ShardId
 
 GOODBYE_S = 10.0  # longest wait for hand-overs of a process that says goodbye
@@ -36,7 +37,7 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[
     if isinstance(hello, RankHello):
         is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
         if is_new:  # said after it is in the inventory: of two sessions, one has it
-            state.report("rank_here", {"nonce": link.nonce})
+            state.report(RankArrived(nonce=link.nonce))
         if link.parent:
             table.parents[link.nonce] = link.parent
     if older is not None and older.owner == link.owner:  # both came at once
@@ -113,12 +114,18 @@ def tell_attempt(state: HolderState, job: str, level: StepLevel) -> Steps[None]:
             yield Tell(link, level)
 
 
-def level_of(body: Body) -> StepLevel:
-    """Return the level that an order names."""
+def raised(order: RaiseLevel) -> StepLevel:
+    """Return the level that a step has reached."""
     return StepLevel(
-        attempt=body["attempt"], step=body["step"], level=body["level"], reason=body.get("reason", ""),
-        degraded=bool(body.get("degraded")), resume=body.get("resume", 0),
-    )  # fmt: skip
+        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, degraded=order.degraded
+    )
+
+
+def abandoned(order: AbandonStep) -> StepLevel:
+    """Return the level with which a step ends."""
+    return StepLevel(
+        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, resume=order.resume
+    )
 
 
 def tell_fenced(state: HolderState, job: str, first: int, members: Collection[str] = ()) -> Steps[None]:
@@ -170,7 +177,7 @@ def reap(state: HolderState) -> Steps[None]:
             yield ForgetProcess(owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
-            state.report("rank_gone", {"nonce": nonce})
+            state.report(RankGone(nonce=nonce))
     state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
     for job in sorted({link.job for link in table.links.values() if link.job}):
         yield from grant_job(state, job)

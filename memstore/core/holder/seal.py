@@ -12,7 +12,6 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
@@ -35,6 +34,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HandOver, HolderState
 from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -93,8 +93,7 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     before = yield NotePut(known, shared_count(put.ready))
     sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
     yield from ranks.tell_level(state, put.link, sealed)
-    measured = _measured(put.ready, state.now()) | ({} if before is None else {"unchanged_since": before})
-    state.sealed(known, measured)
+    state.sealed(known, _measured(put.ready, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
         yield from ranks.tell_replicated(state, shard)
@@ -170,13 +169,14 @@ def shared_count(ready: PutReady) -> int | None:
     return ready.shared_chunks
 
 
-def _measured(ready: PutReady, now: float) -> dict[str, Any]:
+def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
     """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """
     is_known = 0.0 < ready.began_s <= now
-    return {"stall_s": ready.stall_s, "age_s": now - ready.began_s if is_known else ready.stall_s}
+    age_s = now - ready.began_s if is_known else ready.stall_s
+    return PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before)
 
 
 # -- fences -------------------------------------------------------------------------------------------

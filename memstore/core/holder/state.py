@@ -12,8 +12,8 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
-from memstore.core.wire.messages import Body
 from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes, Report
 from recovery.inventory import ShardId, StepId
 
 
@@ -210,10 +210,8 @@ class HolderState:
     outgoing: Callable[[ShardId, str], Source | None]  # pins a replica for a push; None if it is not here
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
-    report: Callable[[str, Body], None]  # queues a report to the controller
-    sealed: Callable[
-        [StoredReplica, Body | None], None
-    ]  # reports a copy as it is now, with what was measured of its put
+    report: Callable[[Report], None]  # queues a report to the controller
+    sealed: Callable[[StoredReplica, PutTimes | None], None]  # reports a copy as it is now, and its put's times
     is_stopping: Callable[[], bool]
     is_alive: Callable[[Owner], bool]  # of a process on this host
     fences: JobFences = field(default_factory=JobFences)

@@ -7,6 +7,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.wire.calls import DropCopy
+from memstore.core.wire.replies import CopyDropped
 from recovery.inventory import ShardId, StepId
 
 
@@ -62,4 +63,4 @@ def drop_copy(
     drops.order(host, [shard])
     dropped = copies[host]
     job.drop_copy(shard, host)
-    out.answer(call, {"host": host, "left_on": others, "nbytes": dropped.spec.nbytes})
+    out.answer(call, CopyDropped(host=host, left_on=others, nbytes=dropped.spec.nbytes))

@@ -24,6 +24,8 @@ from memstore.core.report.event_ring import RecentEvents
 from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.measured import seconds
+from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.status_rows import HostStats
 from recovery.inventory import Copy, StepId
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
@@ -84,27 +86,24 @@ class EventRecorder:
     # -- puts -----------------------------------------------------------------------------------
 
     @never_raises
-    def sealed(self, copy: Copy, host: str, put: Any) -> None:
-        """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own.
-
-        Its form: {stall_s, age_s}, seconds that put blocked and since it began.
-        """
+    def sealed(self, copy: Copy, host: str, put: PutTimes | None) -> None:
+        """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own."""
         self.watch.sealed(copy, host)
         job = self.state.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
-        if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
+        if put is None or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
         if copy.shard.step <= job.newest_commit(attempt.ordinal):
             return  # told again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
-        began_s = self.state.now - seconds(put.get("age_s"))
+        began_s = self.state.now - seconds(put.age_s)
         putting = self.puts.setdefault(key, Putting(began_s))
         putting.began_s = min(putting.began_s, began_s)
         rank = copy.shard.rank
-        putting.stalls_s[rank], putting.hosts[rank] = seconds(put.get("stall_s")), host
+        putting.stalls_s[rank], putting.hosts[rank] = seconds(put.stall_s), host
         putting.nbytes[rank] = copy.spec.nbytes
-        before = put.get("unchanged_since")
-        if type(before) is int and 0 <= before < copy.shard.step:
+        before = put.unchanged_since
+        if before is not None and before < copy.shard.step:
             putting.unchanged[rank] = before
         if len(putting.stalls_s) == attempt.world_size and not putting.is_told:
             self._put(key, putting)
@@ -322,16 +321,16 @@ class EventRecorder:
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @never_raises
-    def heard(self, host: str, stats: Any) -> None:
+    def heard(self, host: str, stats: HostStats | None) -> None:
         """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
         state = self.state.hosts.states.get(host)
-        found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
         if state is None:
             return
+        found, short = (stats.scrub, stats.short_of_idle) if stats is not None else (0, "")
         if short and host not in self.short:
-            self.add("spill", host=host, why=short[:300], nbytes=int(stats.get("spilled_bytes", 0)))
+            self.add("spill", host=host, why=short[:300], nbytes=stats.spilled_bytes if stats is not None else 0)
         (self.short.add if short else self.short.discard)(host)
-        lost = str(stats.get("files_lost", ""))[:300]
+        lost = stats.files_lost[:300] if stats is not None else ""
         if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
             self.add("files_lost", host=host, what=lost)
         self.files_lost[host] = lost

@@ -21,14 +21,15 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import same_number
 from memstore.core.cluster.text import listed, plural
 from memstore.core.durable.marker_listing import DurableMarkers
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.restore.awaited import awaited_text, ran_out_text
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, Withdraw
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import Noted
+from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -140,7 +141,7 @@ class Rounds:
                 self._plan(self.state.now, active)
 
         host = first if first in hosts else hosts[0]
-        call = active.markers_call = self.markers.ask(host, job.name, place_of(attempt.config), listed)
+        call = active.markers_call = self.markers.ask(host, job.name, storage_of(attempt.config), listed)
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -320,17 +321,17 @@ class Rounds:
 
     # -- staging ------------------------------------------------------------------------------
 
-    def staged(self, now: float, body: Body) -> None:
+    def staged(self, now: float, report: StageEnded) -> None:
         """Take a host's report on one rank's shard."""
-        active = self._current(body)
+        active = self._current(report)
         if active is not None:
-            self._act(now, active, self.staging.staged(now, active, body))
+            self._act(now, active, self.staging.staged(now, active, report))
 
-    def checked(self, now: float, body: Body) -> None:
+    def checked(self, now: float, report: IntoChecked) -> None:
         """Take a rank's word on its `into=`."""
-        active = self._current(body)
+        active = self._current(report)
         if active is not None:
-            self._act(now, active, self.staging.checked(now, active, body))
+            self._act(now, active, self.staging.checked(now, active, report))
 
     def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
         """Let ranks go on: enough journals say that everything was staged, so no rank can get another step (R23)."""
@@ -341,9 +342,9 @@ class Rounds:
         if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
             self._act(now, active, Released())
 
-    def _current(self, body: Body) -> Round | None:
-        active = self.state.rounds.get(str(body["job"]))
-        return active if active is not None and active.number == body["round"] else None
+    def _current(self, report: StageEnded | IntoChecked) -> Round | None:
+        active = self.state.rounds.get(report.job)
+        return active if active is not None and active.number == report.round else None
 
     def _act(self, now: float, active: Round, outcome: Outcome) -> None:
         """Do what staging said is to become of a round."""
@@ -396,7 +397,7 @@ class Rounds:
     def withdraw(self, call: Call[Withdraw]) -> None:
         """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
         active = self.state.rounds.get(call.request.job)
-        self.out.answer(call, {})
+        self.out.answer(call, Noted())
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
             return
         attempt = self.state.jobs[active.job].attempts[active.attempt]

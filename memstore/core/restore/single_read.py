@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
@@ -15,8 +17,9 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import dropped_text, listed
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
-from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_to_wire
-from memstore.core.wire.orders import ChunkListener, ChunkRange
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import ChunkListener, ChunkRange, ReadChunks, ReadShard, Run
+from memstore.core.wire.reports import ReadEnded
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -99,22 +102,20 @@ class SingleReads:
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
         answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
+        bring: dict[str, Any] = {
+            "job": job.name, "read": self._count, "rank": rank, "shard": WireShard.of(shard),
+            "spec": WireSpec.of(result.specs[rank]), "attempt": attempt.ordinal, "holders": tuple(sorted(holders)),
+            "durable": place_of(attempt.config, job.markers.get(result.step)),
+            "runs": tuple(
+                Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank
+            ),
+        }  # fmt: skip
         if wanted.chunks is not None:
-            answer["excerpt"] = -self._count
-        self.state.reads[-self._count] = Read(call, shard, answer)
-        self.out.send(
-            call.host_id, "stage",
-            {
-                "job": job.name, "round": -self._count, "rank": rank, "shard": shard_to_wire(shard),
-                "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": place_of(attempt.config, job.markers.get(result.step)),
-                "chunks": None if wanted.chunks is None else [[run.first, run.count] for run in wanted.chunks],
-                "stream": None if (to := wanted.listener) is None else [to.nonce, to.number],
-                "runs": [
-                    [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
-                ],
-            },
-        )  # fmt: skip
+            answer["excerpt"] = self._count
+            self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks))
+        else:
+            self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
+        self.state.reads[self._count] = Read(call, shard, answer)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
@@ -123,19 +124,19 @@ class SingleReads:
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
-    def staged(self, body: Body) -> None:
-        """A shard read by `_read` is at its reader's host, or could not be brought there."""
-        number = int(body["round"])
-        read = self.state.reads.get(number)
-        if read is None or shard_from_wire(body["shard"]) != read.shard:
+    def ended(self, report: ReadEnded) -> None:
+        """A shard that is read is at its reader's host, or could not be brought there."""
+        read = self.state.reads.get(report.read)
+        if read is None or report.shard.id != read.shard:
             return
-        del self.state.reads[number]
-        if body["ok"]:
-            self.out.answer(read.call, {**read.answer, "shard": body["shard"], "digest": body["digest"]})
+        del self.state.reads[report.read]
+        if report.problem is None:
+            shard = list(structs.astuple(report.shard))
+            self.out.answer(read.call, {**read.answer, "shard": shard, "digest": report.digest})
         elif self._was_dropped(read.shard):
             self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
         else:
-            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {body['why']}")
+            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {report.problem}")
 
     def _was_dropped(self, shard: ShardId) -> bool:
         """Say whether retention dropped the step for a newer one: its chunks are gone then, not damaged (R19)."""

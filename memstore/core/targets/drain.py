@@ -21,6 +21,7 @@ from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.wire.calls import DrainHost
+from memstore.core.wire.replies import DrainNoted
 
 OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
 SAME_S = 1.0  # moments nearer than this are one
@@ -53,7 +54,7 @@ class Drains:
             return
         until_s = None if within_s is None else self.state.wall_s + within_s
         self._record(host, until_s, within_s or 0.0)
-        self.out.answer(call, {"host": host, "until_s": until_s})
+        self.out.answer(call, DrainNoted(host=host, until_s=until_s))
 
     def seen(self, until_s: Mapping[str, float]) -> None:
         """What the cluster manager says now, again and again. The earliest word counts; its silence is none."""

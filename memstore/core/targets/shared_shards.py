@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
@@ -19,6 +18,8 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed
 from memstore.core.wire.calls import TellDiffering
 from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import CopierTargets
+from memstore.core.wire.replies import Noted, SharedShardPlace
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
@@ -92,15 +93,14 @@ class Twins:
         leaving = {host for host in set(fact.hosts) if self.state.is_draining(host)}
         return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
-    def joined(self, attempt: Attempt, rank: int) -> Body:
+    def joined(self, attempt: Attempt, rank: int) -> SharedShardPlace | None:
         """What a rank is told of its shard; rank 0 keeps the list of all copiers, for readers of its shard (R27)."""
         if not attempt.shard_of:
-            return {}
+            return None
         table = self._copiers_by_shard(attempt)
         mine = attempt.shard_of[rank]
-        roster = [table[shard] for shard in sorted(table)] if rank == 0 else []
-        # Not under "shard": that names bytes that the holder is to give the rank.
-        return {"natural": [mine, max(attempt.shard_of) + 1, table[mine], roster]}
+        roster = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+        return SharedShardPlace(mine, max(attempt.shard_of) + 1, tuple(table[mine]), roster)
 
     @staticmethod
     def _copiers_by_shard(attempt: Attempt) -> dict[int, list[int]]:
@@ -144,12 +144,12 @@ class Twins:
         known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
         return known
 
-    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[list[Any]]]:
+    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[CopierTargets]]:
         """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
-        table: dict[str, list[list[Any]]] = {}
+        table: dict[str, list[CopierTargets]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
-                row = [rank, guests(rank), [other for other in ranks if other != rank]]
+                row = CopierTargets(rank, tuple(guests(rank)), tuple(other for other in ranks if other != rank))
                 table.setdefault(attempt.seats[rank].host_id, []).append(row)
         return table
 
@@ -158,7 +158,7 @@ class Twins:
     def told(self, call: Call[TellDiffering]) -> None:
         """A rank names what it and another copier put differently, or its holder says that they are equal again."""
         told = call.request
-        self.out.answer(call, {})
+        self.out.answer(call, Noted())
         job = self.state.jobs.get(told.job)
         attempt = job.newest if job is not None else None
         ranks = told.ranks

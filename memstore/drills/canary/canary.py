@@ -187,7 +187,7 @@ class Canary:
         job.wait_redundant()
         job.rejoin()
         with self._timed("drop", "the copy of every shard on its own host, through controller and holder"):
-            kept = [job.drop(rank, host)["left_on"] for rank, host in enumerate(self.report.hosts)]
+            kept = [job.drop(rank, host).left_on for rank, host in enumerate(self.report.hosts)]
         if not all(kept):
             raise DrillError("a copy was dropped that had no other: nothing can be proved")
         self._restore(job.restore())

@@ -14,6 +14,7 @@ from typing import Any
 
 from memstore.config import Config
 from memstore.core.wire.calls import DropCopy, RemoveJob
+from memstore.core.wire.replies import CopyDropped
 from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
@@ -96,13 +97,14 @@ class ScratchJob:
         self.leave()
         self.join(fresh=False)
 
-    def drop(self, rank: int, host: str) -> dict[str, Any]:
+    def drop(self, rank: int, host: str) -> CopyDropped:
         """Ask the controller to drop one copy of the newest committed step; it refuses to drop the last one."""
         job = self.status()
         request = DropCopy(
             job=self.name, attempt=job["committed_attempt"], step=job["committed_step"], rank=rank, host=host
         )
-        return self.site.ask(request)
+        dropped: CopyDropped = self.site.ask(request)
+        return dropped
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.

@@ -61,13 +61,14 @@ class Site:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = VERB_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = VERB_S) -> Any:
         """Ask the controller, through a host that is not in `unreachable_hosts`."""
         return ask(request, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status; raise TransportError while no controller answers."""
-        return self.ask(AskStatus(), timeout_s=ASK_S)
+        status: dict[str, Any] = self.ask(AskStatus(), timeout_s=ASK_S)
+        return status
 
     def job(self, name: str) -> dict[str, Any]:
         """Return the status of one job; raise DrillError if the store has no such job."""

@@ -14,7 +14,8 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.reports import Fenced
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
@@ -140,7 +141,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
-        return self.connections.notifier(effect.stream, effect.manifest, effect.draft)
+        return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:
@@ -165,8 +166,8 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.AnswerFence) -> None:
         with self.replicas.lock:  # a seal that comes after the inventory is reported after it
-            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.context.host_id, effect.job)]
-            self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.context.host_id, effect.job)))
+            self.context.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
 
     @_call.register
     def _(self, effect: effects.Tell) -> None:

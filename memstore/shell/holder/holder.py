@@ -22,9 +22,13 @@ from memstore.config import Config
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import HostInfo, copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
+from memstore.core.wire.reports import Called, Heartbeat, Inventory
+from memstore.core.wire.status_rows import HostStats
 from memstore.errors import TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
@@ -119,6 +123,8 @@ class Holder:
             self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
         )
         self.replicas.on_hurt = self.context.sealed
+        for note in self.replicas.adoption_notes:
+            log.info("host %s: %s", identity.host_id, note)
         self._compose()
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
@@ -140,7 +146,7 @@ class Holder:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
-        self.trained, self.calls = TrainedSteps(), Calls(context.ask)
+        self.trained, self.calls = TrainedSteps(), Calls(self._relay)
         self.connections = RankConnections(context)
         self.traffic = Traffic(self.folder, self.config.collective_hold_max_s)
         self.twins = Twins(self.replicas, context.stopping, self.connections.tell_twin)
@@ -169,6 +175,10 @@ class Holder:
             persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
             tombstones=self.tombstones, begin_again=self.begin_again,
         )  # fmt: skip
+
+    def _relay(self, number: int, request: RankCall) -> None:
+        """Send the controller a rank's call, or one of the holder's own."""
+        self.sessions.report(Called(id=number, call=request))
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(
@@ -228,20 +238,17 @@ class Holder:
         elif role == "holder":
             self.peer_server.serve(channel, identity)
 
-    def _inventory(self) -> dict[str, Any]:
+    def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first: its identity, its copies, its journal (R16)."""
         with self.replicas.lock:
-            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.info.host_id)]
+            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.info.host_id)))
         info, journal = self.info, self.sessions.journal_records()
-        return {
-            "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
-            "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
-            "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
-            "journal": journal,
-            "up_s": time.monotonic() - self._began_s, "idle_s": self.idle.idle_s, "dropped": self.tombstones.stories,
-            "notes": self.replicas.adoption_notes,
-            "ranks": sorted(self.state.ranks.owners),
-        }  # fmt: skip
+        return Inventory(
+            incarnation=info.incarnation, address=info.address, port=info.port, machine=info.machine,
+            is_explicit=info.is_explicit, labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=copies,
+            journal=tuple(journal), ranks=tuple(sorted(self.state.ranks.owners)),
+            up_s=time.monotonic() - self._began_s, idle_s=self.idle.idle_s, dropped=self.tombstones.stories,
+        )  # fmt: skip
 
     def begin_again(self, above: int) -> None:
         """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
@@ -265,21 +272,21 @@ class Holder:
     def _heartbeat_loop(self) -> None:
         """A thread of its own that touches no bulk data (R28)."""
         while not self.stopping.wait(self.config.heartbeat_s):
-            self.sessions.beat(self.stats)
+            self.sessions.beat(self.heartbeat)
 
-    def stats(self) -> dict[str, Any]:
-        """Return what every heartbeat carries of this host."""
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat of this moment."""
+        why, warning = self.limit_words
         counts: dict[str, Any] = {
-            "trained": self.trained.stats(),
-            **self.replicas.stats(),
-            **self.damage.stats(),
-            "scrub": self.scrubber.found_count,
-        }
-        counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
-        counts["limit_why"], counts["limit_warning"] = self.limit_words
-        counts |= self.guard.stats() | descriptor_stats()
-        short_of_room = self.sessions.facts.problem or self.replicas.manifests.problem
-        return {**counts, **self.traffic.stats(), "short_of_room": short_of_room}
+            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.traffic.stats(),
+            **descriptor_stats(),
+        }  # fmt: skip
+        stats = HostStats(
+            **counts, scrub=self.scrubber.found_count, limit_why=why, limit_warning=warning,
+            received_bytes=self.peer_server.received_bytes,
+            short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
+        )  # fmt: skip
+        return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
@@ -291,5 +298,5 @@ class Holder:
 
     def _say_last_word(self) -> None:
         """Send the controller a last heartbeat, then end every connection."""
-        self.sessions.beat(self.stats)
+        self.sessions.beat(self.heartbeat)
         self.stop_serving()

@@ -12,7 +12,40 @@ from typing import Any
 
 from memstore.core.holder import drop, effects, fork, ranks, stage
 from memstore.core.holder.effects import Steps
-from memstore.errors import MemstoreError
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    DropJob,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    GiveUpFork,
+    Grow,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    LookAtCopies,
+    MakeFork,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    Reserve,
+    StageShard,
+    TakeIncarnation,
+    TellClock,
+    VerifyCopies,
+)
+from memstore.core.wire.reports import CopiesVerified
+from memstore.errors import InternalError, MemstoreError
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.persist import Persister
@@ -47,48 +80,58 @@ class OrderRouter:
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
         self.tombstones, self.begin_again = tombstones, begin_again
 
-    def obey(self, body: dict[str, Any]) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out one order; work that can block is passed to another thread."""
-        kind = body.pop("k", None)
-        if kind == "view":
-            self.set_view(body["hosts"], body["gone"])
-            self.rooms.keep_jobs(body["jobs"])
-        elif kind == "fence":
-            job, attempt = str(body["job"]), int(body["attempt"])
-            self.sealer.open_fence(job, attempt)
-            self._later(self.sealer.fence, job, attempt, body.get("members", []))
-        elif kind == "targets":
-            self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
-        elif kind == "reserve":
-            self.rooms.reserve(body)
-        elif kind == "grow":
-            self.rooms.grow(body)
-        elif kind == "fork":
-            self._begin((fork.look if body["what"] == "look" else fork.make)(self.context.state, body))
-        elif kind == "push":
-            self.pusher.order(body)
-        elif kind == "stage":
-            self.stager.order(body)
-        elif kind == "check":
-            self.runner.run(stage.check(self.context.state, body))
-        elif kind == "level":
-            self.runner.run(ranks.tell_attempt(self.context.state, str(body["job"]), ranks.level_of(body)))
-        elif kind == "abandon":
-            self._begin(drop.abandon(self.context.state, body))
-        elif kind == "drop":
-            self._begin(drop.drop(self.context.state, body))
-        elif kind == "persist":
-            self.persister.order(body)
-        elif kind == "markers":
-            self.persister.markers(body)
-        elif kind == "answer":
-            self.rank_server.answer(int(body["id"]), body["body"], body["error"])
-        elif kind == "ask":
-            self._later(self._ask, body)
-        elif kind == "dropped":
-            self.tombstones.take(str(body["job"]), str(body["story"]))
-        elif kind == "outdated":
-            self._later(self.begin_again, int(body["above"]))
+        state = self.context.state
+        match order:
+            case AllHosts() | HostNews():
+                self.set_view(order)
+                self.rooms.keep_jobs(order.jobs)
+            case Fence():
+                self.sealer.open_fence(order.job, order.attempt)
+                self._later(self.sealer.fence, order.job, order.attempt, order.members)
+            case PushTargets():
+                self.twins.declare(order)
+            case Reserve():
+                self.rooms.reserve(order)
+            case Grow():
+                self.rooms.grow(order)
+            case LookAtCopies():
+                self._begin(fork.look(state, order))
+            case MakeFork():
+                self._begin(fork.make(state, order))
+            case PushCopy():
+                self.pusher.order(order)
+            case StageShard() | ReadShard() | ReadChunks():
+                self.stager.order(order)
+            case OrderCheck():
+                self.runner.run(stage.check(state, order))
+            case RaiseLevel():
+                self.runner.run(ranks.tell_attempt(state, order.job, ranks.raised(order)))
+            case AbandonStep():
+                self._begin(drop.abandon(state, order))
+            case FreeCopies():
+                self._begin(drop.free(state, order))
+            case DropJob():
+                self._begin(drop.drop_job(state, order))
+            case GiveUpFork():
+                self._begin(drop.give_up_fork(state, order))
+            case CallAnswered():
+                self.rank_server.answer(order.id, order.reply, None)
+            case CallRefused():
+                self.rank_server.answer(order.id, None, [order.error, order.message])
+            case VerifyCopies():
+                self._later(self._verify, order)
+            case KeepStory():
+                self.tombstones.take(order.job, order.story)
+            case ForgetStory():
+                self.tombstones.take(order.job, "")
+            case TakeIncarnation():
+                self._later(self.begin_again, order.above)
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep() | TellClock():
+                raise InternalError(f"{type(order).__name__} is the session's")
+            case _:
+                self.persister.order(order)
 
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         self.workers.submit(self.context.logged, work, *args)
@@ -101,19 +144,18 @@ class OrderRouter:
         if not effect.is_refused_fork:
             self.trained.forget(effect.job)
 
-    def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> None:
+    def set_view(self, view: AllHosts | HostNews) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""
-        self.peer_server.keep_senders(self.context.peers.set_view(rows, gone))
+        self.peer_server.keep_senders(self.context.peers.set_view(view))
 
-    def _ask(self, body: dict[str, Any]) -> None:
-        """Answer a question of the command line that needs this host's bytes."""
-        reply: dict[str, Any] = {"ask": body["ask"], "ok": True, "why": "", "value": None}
+    def _verify(self, order: VerifyCopies) -> None:
+        """Digest what is here again, and report what was found (R30)."""
+        found, problem = None, ""
         try:
-            if body["what"] == "verify":
-                reply["value"] = self.scrubber.verify_all(body.get("job"))
+            found = self.scrubber.verify_all(order.job)
         except MemstoreError as exc:
-            reply.update(ok=False, why=str(exc))
+            problem = str(exc)
         except Exception as exc:
-            log.exception("question %s", body["what"])
-            reply.update(ok=False, why=repr(exc))
-        self.context.report("answer", reply)
+            log.exception("verify")
+            problem = repr(exc)
+        self.context.report(CopiesVerified(call=order.call, found=found, problem=problem))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.state import HandOver
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import HolderEvent, ReplicasDiffer, RoomGrown, SlotsLeased, Welcome
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
@@ -78,13 +79,13 @@ class RankConnections:
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
-    def notifier(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
-        """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
-        with self.context.changed:
-            link = self.state.ranks.links.get(str(stream[0])) if stream else None
-        if link is None or not stream:
+    def notifier(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+        """Return the herald of a reader on this host; None if it did not ask for one, or is gone."""
+        if listener is None:
             return None
-        return ChunkNotifier(cast(RankConnection, link).send, int(stream[1]), manifest, draft)
+        with self.context.changed:
+            link = self.state.ranks.links.get(listener.nonce)
+        return ChunkNotifier(cast(RankConnection, link).send, listener.number, manifest, draft) if link else None
 
     def tell_twin(self, shard: ShardId, event: ReplicasDiffer) -> None:
         """Send an event to the process that put a shard, if it is still connected in that attempt."""

@@ -14,9 +14,8 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
-from memstore.core.wire.calls import AssignRanks, Join, Rewind
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -38,6 +37,7 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
+from memstore.core.wire.replies import Joined, pack_reply, unpack_reply
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
@@ -135,10 +135,8 @@ class RankServer:
                 self.traffic.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.traffic.release(link.job, link.rank, (link.attempt, step))
-            case IntoChecked(error=error):
-                told = {"job": message.job, "round": message.round, "rank": message.rank, "ok": error is None}
-                why = None if error is None else [error.error, error.message]
-                self.context.report("checked", {**told, "error": why})
+            case IntoChecked():
+                self.context.report(message)
             case Bye():
                 self.runner.run(ranks.leave(self.state, link))
 
@@ -166,22 +164,25 @@ class RankServer:
             case AdoptSlots(step=step):
                 return self.lendings.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
 
-    def answer(self, call_id: int, body: dict[str, Any], error: list[str] | None) -> None:
+    def answer(self, call_id: int, data: bytes | None, error: list[str] | None) -> None:
         """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
         call = self.calls.take(call_id)
         with self.runner.state():
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        if isinstance(call.request, Join | Rewind | AssignRanks) and error is None:
-            link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
+        reply = unpack_reply(call.request, data) if data is not None else None
+        if isinstance(reply, Joined):
+            link.attempt, link.rank = reply.attempt, reply.rank
         answer: AskAnswered | AskRefused
-        if error is not None:
-            answer = AskRefused(id=call.rank_id, error=error[0], message=error[1])
+        if error is not None or reply is None:
+            name, message = error or ("InternalError", "the controller answered nothing")
+            answer = AskRefused(id=call.rank_id, error=name, message=message)
         else:
             try:
-                body |= self._place(link, body) if "shard" in body else {}
-                answer = AskAnswered(id=call.rank_id, reply=pack_body(body))
+                if isinstance(reply, dict) and "shard" in reply:
+                    reply |= self._place(link, reply)
+                answer = AskAnswered(id=call.rank_id, reply=pack_reply(reply))
             except IntegrityError as exc:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from memstore.core.holder import effects
 from memstore.core.holder import room as procedure
+from memstore.core.wire.orders import Grow, Reserve
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 
@@ -26,15 +27,15 @@ class RoomOrders:
         """Begin nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def reserve(self, body: dict[str, Any]) -> None:
+    def reserve(self, order: Reserve) -> None:
         """Claim a share, and report that it was claimed or why it cannot be."""
-        self._begin(self.runner.run, procedure.reserve(self.context.state, body))
+        self._begin(self.runner.run, procedure.reserve(self.context.state, order))
 
-    def grow(self, body: dict[str, Any]) -> None:
+    def grow(self, order: Grow) -> None:
         """Have memory and streams for the puts that may follow a restore."""
-        self._begin(self.runner.run, procedure.grow(self.context.state, body))
+        self._begin(self.runner.run, procedure.grow(self.context.state, order))
 
-    def keep_jobs(self, jobs: list[str]) -> None:
+    def keep_jobs(self, jobs: Collection[str]) -> None:
         """Give back the shares of jobs that the controller does not know and that have nothing here."""
         self._begin(self.context.replicas.keep_shares, jobs)
 

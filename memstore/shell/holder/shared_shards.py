@@ -9,23 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.orders import CopierTargets, PushTargets
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
 TOLD_CHUNKS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One local copier: the hosts of its copies, the ranks that copy the same."""
-
-    targets: tuple[str, ...]
-    twins: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -48,17 +40,17 @@ class Twins:
         self.replicas, self.stopping, self.tell = replicas, stopping, tell
         self.changed = threading.Condition()
         self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
-        self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
+        self.declared: dict[str, tuple[int, dict[int, CopierTargets]]] = {}  # job -> attempt, local copiers
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
 
-    def declare(self, job: str, attempt: int, targets: list[Any], rows: list[list[Any]]) -> None:
+    def declare(self, order: PushTargets) -> None:
         """Take from the controller where this host's copies go, and which ranks copy for others."""
-        table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
-        self.ordinary[job] = [str(target) for target in targets]
+        job, attempt = order.job, order.attempt
+        self.ordinary[job] = list(order.targets)
         with self.changed:
-            self.declared[job] = (attempt, table)
+            self.declared[job] = (attempt, {row.rank: row for row in order.copiers})
             self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
 
     def targets(self, shard: ShardId) -> list[str]:
@@ -70,7 +62,7 @@ class Twins:
         """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared copiers."""
         return list(self.ordinary.get(job, ()))
 
-    def _row(self, shard: ShardId) -> Row | None:
+    def _row(self, shard: ShardId) -> CopierTargets | None:
         attempt, table = self.declared.get(shard.job, (0, {}))
         return table.get(shard.rank) if attempt == shard.attempt else None
 

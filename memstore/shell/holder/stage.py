@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.stage import BringOrder
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 
@@ -19,11 +19,11 @@ class Stager:
         self.context, self.runner = context, runner
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
 
-    def order(self, body: dict[str, Any]) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage in the background; the end is reported."""
         with self.runner.state():
-            procedure.begin(self.context.state, body)
-        self.workers.submit(self.runner.run, procedure.run(self.context.state, body))
+            procedure.begin(self.context.state, order)
+        self.workers.submit(self.runner.run, procedure.run(self.context.state, order))
 
     def close(self) -> None:
         """Stop taking work."""

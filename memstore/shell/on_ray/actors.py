@@ -116,7 +116,7 @@ class HolderActor:
             "its own `host` label (ray start --labels host=...)"
         )
 
-    def ask(self, request: RankCall, timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float) -> Any:
         """Ask the controller, for a process on a machine without a holder."""
         if self.holder is None:
             raise ConfigError("this holder has not started")
@@ -260,12 +260,12 @@ class ControllerActor:
             ray.kill(actor)
         return closed
 
-    def ask(self, request: RankCall, timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float) -> Any:
         """Ask through any holder, for a process on a machine without one."""
         problems = []
         for actor in list(self.actors.values()):
             try:
-                return dict(ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + PROBE_S))
+                return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + PROBE_S)
             except ray.exceptions.RayTaskError as exc:
                 if isinstance(exc.cause, MemstoreError):
                     raise exc.cause from None

@@ -52,7 +52,7 @@ class Tool:
     ) -> None:
         self.close()
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller; its error is raised here."""
         return self.link.call(request, timeout_s)
 

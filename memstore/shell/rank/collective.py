@@ -13,6 +13,7 @@ from typing import Any
 from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, Withdraw
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
+from memstore.core.wire.replies import Joined, RollCalled
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -80,7 +81,7 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> dict[str, An
     return answer_of(future)
 
 
-def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> dict[str, Any]:
+def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:
     """Ask what nobody can withdraw from.
 
     Raises:
@@ -100,7 +101,8 @@ def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limi
             f"({link.commands('memstore status')})",
             operation=tag_of(request), waited_s=roll.waited_s, limit_s=limit_s,
         )  # fmt: skip
-    return answer_of(future)
+    joined: Joined = answer_of(future)
+    return joined
 
 
 class RollCall:
@@ -146,12 +148,12 @@ class RollCall:
         self._link.forget_call(asked)
         if done - {asked}:
             return False
-        answer = asked.result() if asked in done and asked.exception() is None else {}
-        found, after = answer.get("found") or {}, f"after {waited_s:.0f} s"
-        self.is_complete = bool(found.get("is_complete"))
-        if found:
-            self.words = f"{found['come']} {after}, waiting for {found['awaited']}"
-        elif answer:
+        answer = asked.result() if asked in done and asked.exception() is None else None
+        after, self.is_complete = f"after {waited_s:.0f} s", False
+        if isinstance(answer, RollCalled):
+            self.is_complete = answer.is_complete
+            self.words = f"{answer.come} {after}, waiting for {answer.awaited}"
+        elif answer is not None:
             self.words = f"no answer {after}, waiting for the controller, which knows of no such call: it is new"
         else:
             self.words = f"the controller does not answer yet {after}, waiting for it"

@@ -51,6 +51,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
+from memstore.core.wire.replies import unpack_reply
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -240,11 +241,21 @@ class HolderLink(LeasedSlots):
             if future is not None:
                 future.set_exception(error)
         elif future is not None:
-            future.set_result(event.slots if isinstance(event, SlotsMoved) else unpack_body(event.reply))
+            self._settle(future, asked, event)
         elif isinstance(event, AskAnswered) and "pin" in (reply := unpack_body(event.reply)):
             self.notify(Unpin(pin=reply["pin"]))  # the reader has given up
         with self.room:
             self.room.notify_all()  # a thread waits for this or something else
+
+    def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
+        """Give a future its answer."""
+        try:
+            if isinstance(event, SlotsMoved):
+                future.set_result(event.slots)
+            elif isinstance(asked, Ask):
+                future.set_result(unpack_reply(asked.call, event.reply))
+        except ProtocolError as exc:
+            future.set_exception(exc)
 
     def _fail_calls(self, error: MemstoreError) -> None:
         with self.room:
@@ -272,9 +283,7 @@ class HolderLink(LeasedSlots):
 
     # -- for the store ------------------------------------------------------------------------
 
-    def call_soon(
-        self, request: RankCall, then: Callable[[Future[dict[str, Any]]], None] | None = None
-    ) -> Future[dict[str, Any]]:
+    def call_soon(self, request: RankCall, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
@@ -297,12 +306,11 @@ class HolderLink(LeasedSlots):
         self.notify(numbered)
         return future
 
-    def call(self, request: RankCall, timeout_s: float) -> dict[str, Any]:
+    def call(self, request: RankCall, timeout_s: float) -> Any:
         """Ask and wait; PeerTimeout names the question and the limit."""
         if self.closed.is_set():
             raise ClosedError("this store is closed: connect again")
-        answer: dict[str, Any] = self._await(self.call_soon(request), tag_of(request), timeout_s)
-        return answer
+        return self._await(self.call_soon(request), tag_of(request), timeout_s)
 
     def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         try:

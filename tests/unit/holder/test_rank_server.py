@@ -20,6 +20,7 @@ from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.orders import DropJob, GiveUpFork
 from memstore.core.wire.rank_messages import (
     Ask,
     AskAnswered,
@@ -33,6 +34,8 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
+from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -96,15 +99,15 @@ class Site:
         """Start a holder that reaps only when told, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
-        holder.state.report = self._note
+        holder.state.report = holder.sessions.report = self._note  # type: ignore[method-assign]
         self.holder = holder
         return holder
 
-    def _note(self, kind: str, body: dict[str, Any]) -> None:
-        if kind == "call":
-            self.relayed.append(body["id"])
-        elif kind == "rank_gone":
-            self.gone.append(body["nonce"])
+    def _note(self, report: HolderMessage) -> None:
+        if isinstance(report, Called):
+            self.relayed.append(report.id)
+        elif isinstance(report, RankGone):
+            self.gone.append(report.nonce)
 
     def leased(self) -> int:
         """Slots leased to anybody."""
@@ -172,8 +175,8 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     newer = hello(life=2)
     second = ask(site, newer)
     assert second != first
-    site.holder.ranks.answer(first, {"to": "the old store"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    site.holder.ranks.answer(first, pack_reply({"to": "the old store"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
     assert receive(newer) == answered({"to": "the new store"})
 
 
@@ -183,9 +186,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
     known: list[bool] = []
 
-    def report(kind: str, body: dict[str, Any]) -> None:
-        if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.state.ranks.owners)
+    def report(told: HolderMessage) -> None:
+        if isinstance(told, RankArrived):
+            known.append(told.nonce in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
@@ -200,8 +203,8 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     site.begin(64)
     newer = hello(life=2, nonce="m")
     second = ask(site, newer)
-    site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
+    site.holder.ranks.answer(first, pack_reply({"to": "a rank of the former holder"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
     assert receive(newer) == answered({"to": "the new store"})
 
 
@@ -224,9 +227,9 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     old.abort()
     newer = hello(life=1)
     assert ask(site, newer) == first
-    site.holder.ranks.answer(first, {"turn": 1}, None)
-    site.holder.ranks.answer(first, {"turn": 2}, None)
-    site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
+    site.holder.ranks.answer(first, pack_reply({"turn": 1}), None)
+    site.holder.ranks.answer(first, pack_reply({"turn": 2}), None)
+    site.holder.ranks.answer(ask(site, newer), pack_reply({"turn": 3}), None)
     assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
@@ -258,7 +261,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
         return manifest(*named)
 
     monkeypatch.setattr(replicas, "manifest", read_after_the_link)
-    site.holder.ranks.answer(number, answer, None)
+    site.holder.ranks.answer(number, pack_reply(answer), None)
     assert not shelved.pins
 
 
@@ -269,7 +272,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     number = ask(site, channel)
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    site.holder.ranks.answer(number, answer, None)
+    site.holder.ranks.answer(number, pack_reply(answer), None)
     refused = receive(channel)
     assert isinstance(refused, AskRefused)
     assert refused.error == "RecoveryError"
@@ -380,11 +383,10 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     try:
         with site.holder.context.changed:  # the welcome is read before the link is known
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
-        order = {"k": "drop", "shards": [], "removed": ["job", 2]}
-        site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
+        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
-        site.holder.orders.obey(order)
+        site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()

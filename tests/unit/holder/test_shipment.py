@@ -9,6 +9,7 @@ import pytest
 
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
+from memstore.core.wire.orders import PushTargets
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.outgoing_shard import StreamingReplica
@@ -28,7 +29,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
             holder.replicas.ensure_free(2 * CHUNKS)
-        found[0].twins.declare("train", 1, ["b"], [])
+        found[0].twins.declare(PushTargets(job="train", attempt=1, targets=("b",), copiers=()))
         yield found
 
 

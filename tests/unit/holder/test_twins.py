@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.orders import CopierTargets, PushTargets
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import shared_shards as module
 from memstore.shell.holder.shared_shards import Twins
@@ -81,22 +82,27 @@ def test_a_declared_twin_is_one_of_its_attempt(twins: Twins) -> None:
     assert waits(twins, 2)
 
 
+def copying(attempt: int) -> PushTargets:
+    """Rank 0 copies for ranks 1 and 2."""
+    return PushTargets(job="job", attempt=attempt, targets=(), copiers=(CopierTargets(0, ("h1", "h2"), (1, 2)),))
+
+
 def test_a_frozen_copier_is_waited_for_once_until_it_seals_again(twins: Twins) -> None:
     """Else each offer of each of its twins would hold a thread of its sender for seconds, and others' copies wait."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(1))
     assert waits(twins, 1)
     assert not waits(twins, 1, rank=2)
     assert not waits(twins, 2)
     twins.put_sealed(shelved(0, 1), 2)
     assert not waits(twins, 1)
     assert waits(twins, 3)
-    twins.declare("job", 2, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(2))
     assert waits(twins, 4, attempt=2)
 
 
 def test_all_offers_that_wait_for_one_rank_go_with_the_first(twins: Twins) -> None:
     """Rank 2's offer gives up while rank 1's waits, which ends then."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(1))
     cast(CountedWaits, twins.changed).meanwhile = [lambda: waits(twins, 2, rank=2)]
     assert waits(twins, 2)
     assert twins.late == {("job", 0): 1}
@@ -104,7 +110,7 @@ def test_all_offers_that_wait_for_one_rank_go_with_the_first(twins: Twins) -> No
 
 def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays(twins: Twins) -> None:
     """A host that serves thousands of jobs keeps no digests of those that are gone."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(1))
     put_equal(twins, 1, 2)
     assert waits(twins, 2, rank=2)
     twins.forget("job", 0)

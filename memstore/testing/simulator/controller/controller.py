@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import (
     Answer,
     DrainsSeen,
@@ -17,7 +18,9 @@ from memstore.core.wire.messages import (
     Tell,
     Tick,
 )
-from memstore.testing.controller.catalog_holder import plain, plain_event
+from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
+from memstore.core.wire.replies import pack_reply
+from memstore.testing.controller.catalog_holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import Holder
@@ -95,8 +98,8 @@ class SimController:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
-            if isinstance(action, Tell) and action.kind == "drop":
-                self.checker.drops.ordered(self, action.host_id, action.body)
+            if isinstance(action, Tell) and isinstance(action.order, FreeCopies | DropJob):
+                self.checker.drops.ordered(self, action.host_id, action.order)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
@@ -114,9 +117,10 @@ class SimController:
         if holder.session is not session:
             return
         if isinstance(action, Tell):
-            holder.obey(action.kind, plain(action.body))
+            holder.obey(decode_order(encode(action.order)))
         else:
-            holder.answer(action.call_id, plain(action.body), action.error)
+            data = None if action.reply is None else pack_reply(action.reply)
+            holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:
         """Let time pass, and open the sessions that are missing."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
 from memstore.testing.simulator.world.virtual_time import Thread
@@ -41,7 +42,7 @@ class HostContext(TwinHolder, Protocol):
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: Report) -> None:
         """Send a report to the controller."""
 
     def sealed(self, copy: Copy | StoredReplica) -> None:

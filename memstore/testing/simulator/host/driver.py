@@ -16,9 +16,10 @@ from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
 from memstore.core.wire.rank_messages import CheckInto, SlotsLeased, StepLevel
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -147,14 +148,14 @@ class Driver:
         sized = {index: data if len(data) == effect.sizes[index] else b"" for index, data in found.items()}
         return [index for index, data in sized.items() if self._is_bad(effect.draft, index, data)]
 
-    def _part(self, place: Body, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
+    def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
         """Read a shard from durable storage."""
         storage = self.holder.world.durable
         yield storage.delay_s
         if storage.problem:
             raise PeerUnreachable(storage.problem)
-        own_key = storage.key_of({"durable": place}, self.holder.host_id)  # unless the order names the step's
-        part = storage.part(shard, spec.digest, str(place.get("key", own_key)))
+        own_key = storage.key_of(place, self.holder.host_id)  # unless the order names the step's
+        part = storage.part(shard, spec.digest, place.key if place.key is not None else own_key)
         if part is None:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part
@@ -267,8 +268,8 @@ class Driver:
     def _check(self, rank: Rank, message: CheckInto) -> None:
         if not rank.is_frozen:
             why = rank.check(decode_manifest(message.manifest))
-            reply = {"job": rank.job, "round": message.round, "rank": rank.rank, "ok": not why}
-            self.holder.report("checked", {**reply, "error": ["ManifestMismatch", why] if why else None})
+            error = IntoError(error="ManifestMismatch", message=why) if why else None
+            self.holder.report(IntoChecked(job=rank.job, round=message.round, rank=rank.rank, error=error))
 
     @_perform.register
     def _(self, effect: effects.CloseLink) -> Waits[None]:

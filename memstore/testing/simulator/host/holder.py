@@ -15,24 +15,58 @@ from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire import calls
+from memstore.core.wire import calls, reports
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
     Event,
     FactAck,
     HostInfo,
     HostUp,
     RankCall,
-    RankGone,
     Report,
-    copy_to_wire,
-    shard_from_wire,
+)
+from memstore.core.wire.orders import (
+    AbandonStep,
+    AllHosts,
+    CallAnswered,
+    CallRefused,
+    DropJob,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    GiveUpFork,
+    Grow,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    LookAtCopies,
+    MakeFork,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    Reserve,
+    StageShard,
+    TakeIncarnation,
+    TellClock,
+    VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import CopiesVerified, PutTimes, Sealed
+from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
+from memstore.testing.requests import fields_told
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
@@ -141,18 +175,16 @@ class SimHolder:
         if self.session is not None and self.is_up:
             self.session.report(event)
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: reports.Report) -> None:
         """Report something done."""
-        is_gone = kind == "rank_gone"
-        self.tell(RankGone(self.host_id, body["nonce"]) if is_gone else Report(self.host_id, kind, body))
+        self.tell(Report(self.host_id, report))
 
-    def sealed(self, copy: Copy | StoredReplica, put: Body | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
         shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
         if shelved is not None and not shelved.is_doomed:
             held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            body: Body = {"copies": [copy_to_wire(held)]}
-            self.report("sealed", body if put is None else {**body, "put": put})
+            self.report(Sealed(copy=WireCopy.of(held), put=put))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
@@ -187,12 +219,13 @@ class SimHolder:
         """Relay a question."""
         self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass on what the controller answered; with the place of the bytes if it is a read."""
         call = self.calls.take(number)
         link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
         if call is None or link is None or not link.is_open:
             return
+        body = fields_told(call.request, data) if data is not None else {}
         if isinstance(call.request, calls.Join | calls.Rewind | calls.AssignRanks) and error is None:
             link.attempt, link.rank = int(body["attempt"]), int(body["rank"])
         if "shard" in body and error is None:
@@ -225,58 +258,67 @@ class SimHolder:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out one order."""
-        getattr(self, f"_on_{kind}")(body)
+        state = self.state
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                self.sessions.facts.take(order)
+            case TellClock():
+                self.session.clock_s = order.clock_s  # type: ignore[union-attr]
+            case AllHosts() | HostNews():
+                known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
+                self.view = known | {row.host for row in order.hosts}
+                self.peer_server.keep_senders(self.view)
+                self.replicas.keep_shares(order.jobs)
+            case Fence():
+                self.sealer.fence(order.job, order.attempt, order.members)
+            case PushTargets():
+                self.twins.declare(order)
+            case Reserve():
+                self.driver.start(room.reserve(state, order))
+            case Grow():
+                self.driver.start(room.grow(state, order))
+            case LookAtCopies():
+                self._later(fork.look(state, order))
+            case MakeFork():
+                self._later(fork.make(state, order))
+            case PushCopy():
+                self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
+            case StageShard() | ReadShard() | ReadChunks():
+                self.stager.order(order)
+            case OrderCheck():
+                self.driver.start(stage.check(state, order))
+            case RaiseLevel():
+                self.driver.start(ranks.tell_attempt(state, order.job, ranks.raised(order)))
+            case AbandonStep():
+                self._later(drop.abandon(state, order))
+            case FreeCopies():
+                self._later(drop.free(state, order))
+            case DropJob():
+                self._later(drop.drop_job(state, order))
+            case GiveUpFork():
+                self._later(drop.give_up_fork(state, order))
+            case VerifyCopies():
+                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+                self.report(CopiesVerified(call=order.call, found=found, problem=""))
+            case KeepStory():
+                self.memory.stories[order.job] = order.story
+            case ForgetStory():
+                self.memory.stories.pop(order.job, None)
+            case TakeIncarnation():
+                self.begin_again(order.above)
+            case CallAnswered() | CallRefused():
+                raise InternalError(f"{type(order).__name__} is the session's")
+            case _:
+                self.persister.order(order)
 
-    def _on_journal(self, body: Body) -> None:
-        self.sessions.facts.take(body)
-
-    def _on_clock(self, body: Body) -> None:
-        self.session.clock_s = body["clock_s"]  # type: ignore[union-attr]
-
-    def _on_view(self, body: Body) -> None:
-        known = set() if body["gone"] is None else self.view.difference(body["gone"])
-        self.view = known | {str(row[0]) for row in body["hosts"]}
-        self.peer_server.keep_senders(self.view)
-        self.replicas.keep_shares(body["jobs"])
-
-    def _on_fence(self, body: Body) -> None:
-        job, attempt = str(body["job"]), int(body["attempt"])
-        self.sealer.fence(job, attempt, body["members"])
-
-    def _on_targets(self, body: Body) -> None:
-        self.twins.declare(str(body["job"]), int(body["attempt"]), body["targets"], body["copiers"])
-
-    def _on_grow(self, body: Body) -> None:
-        self.driver.start(room.grow(self.state, body))
-
-    def _on_reserve(self, body: Body) -> None:
-        self.driver.start(room.reserve(self.state, body))
-
-    def _on_fork(self, body: Body) -> None:
-        self._later((fork.look if body["what"] == "look" else fork.make)(self.state, body))
-
-    def _on_push(self, body: Body) -> None:
-        is_repair = bool(body["is_repair"])
-        self.pusher.submit(
-            Push(shard_from_wire(body["shard"]), str(body["digest"]), str(body["target"]), is_repair=is_repair)
-        )
-
-    def _on_stage(self, body: Body) -> None:
-        self.stager.order(body)
-
-    def _on_check(self, body: Body) -> None:
-        self.driver.start(stage.check(self.state, body))
-
-    def _on_level(self, body: Body) -> None:
-        self.driver.start(ranks.tell_attempt(self.state, str(body["job"]), ranks.level_of(body)))
-
-    def _on_abandon(self, body: Body) -> None:
-        self._later(drop.abandon(self.state, body))
-
-    def _on_drop(self, body: Body) -> None:
-        self._later(drop.drop(self.state, body))
+    def begin_again(self, above: int) -> None:
+        """Take an incarnation above one, and begin a new session (R3)."""
+        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, above))
+        self.view.clear()
+        if self.session is not None:
+            self.session.reset()
 
     def _later(self, steps: Steps[None]) -> None:
         """Run a procedure on a thread that may be busy: a session may end meanwhile."""
@@ -287,21 +329,3 @@ class SimHolder:
             yield from self.driver.run(steps)
 
         self.spawn(late())
-
-    def _on_persist(self, body: Body) -> None:
-        self.persister.order(body)
-
-    def _on_markers(self, body: Body) -> None:
-        self.persister.markers(body)
-
-    def _on_ask(self, body: Body) -> None:
-        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
-
-    def _on_dropped(self, body: Body) -> None:
-        self.memory.stories[str(body["job"])] = str(body["story"])
-
-    def _on_outdated(self, body: Body) -> None:
-        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, int(body["above"])))
-        self.view.clear()
-        if self.session is not None:
-            self.session.reset()

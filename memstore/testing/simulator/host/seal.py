@@ -13,8 +13,9 @@ from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import SkipStep
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.reports import Fenced
 from memstore.shell.holder.pending_calls import Call
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -117,6 +118,6 @@ class Sealer:
 
     def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
         yield from ()
-        copies = [copy_to_wire(c) for c in self.holder.replicas.index.copies(self.holder.host_id, effect.job)]
+        copies = tuple(map(WireCopy.of, self.holder.replicas.index.copies(self.holder.host_id, effect.job)))
         self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
-        self.holder.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+        self.holder.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))

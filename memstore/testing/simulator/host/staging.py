@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import reads
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.errors import IntegrityError
 from memstore.testing.simulator.host.context import HostContext
@@ -24,10 +26,10 @@ class Stager:
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
 
-    def order(self, body: Body) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage one shard; the end is reported."""
-        procedure.begin(self.state, body)
-        self.driver.start(procedure.run(self.state, body))
+        procedure.begin(self.state, order)
+        self.driver.start(procedure.run(self.state, order))
 
     def read(self, link: RankLink, call_id: int, body: Body) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
@@ -45,7 +47,8 @@ class Stager:
         chunks = decode_manifest(lent.manifest).chunks
         if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
             if "round" in body:  # else no barrier has said that it is good (R27)
-                staged_s = self.driver.verified_s.get((rank.job, int(body["round"]), rank.rank), holder.world.now)
+                key = StagedKey(rank.job, rank.rank, "round", int(body["round"]))
+                staged_s = self.driver.verified_s.get(key, holder.world.now)
                 holder.checker.restores.read_damaged(rank, [n for n in lent.slots if n is not None], staged_s)
             rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
             return

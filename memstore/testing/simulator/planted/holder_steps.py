@@ -110,7 +110,7 @@ def incarnation_by_the_clock() -> Iterator[None]:
     def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
         return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
 
-    unheard = patch.object(SimHolder, "_on_outdated", lambda self, body: None)
+    unheard = patch.object(SimHolder, "begin_again", lambda self, above: None)
     with patch.object(Cluster, "take_incarnation", by_the_clock), unheard:
         yield
 

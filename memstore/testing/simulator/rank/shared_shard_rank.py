@@ -54,7 +54,7 @@ class SharedShardRank(SimRank):
     def joined(self, answer: Body) -> None:
         """Take its place, and learn which ranks copy."""
         super().joined(answer)
-        shard, shards, copiers, roster = answer["natural"]
+        shard, shards, copiers, roster = answer["shared_shard"]
         self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
         self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
         self.checker.shared_shards.told(self, answer)

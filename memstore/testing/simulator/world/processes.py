@@ -15,6 +15,7 @@ from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
@@ -102,10 +103,10 @@ class Holder(Process, Protocol):
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out an order."""
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the answer to a question on to its rank."""
 
 

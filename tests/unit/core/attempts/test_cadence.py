@@ -29,6 +29,7 @@ from memstore.core.schedule.put_interval import (
     optimal_interval_s,
     parse_put_every,
 )
+from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ConfigError, GatherTimeout
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.controller.catalog_holder import FakeRank
@@ -163,7 +164,7 @@ class Questions:
         self.measured.append(measured)
         self.answers.append(Future())
         if self.steps is not None:
-            self.answers[-1].set_result({"steps": self.steps})
+            self.answers[-1].set_result(PutInterval(steps=self.steps))
         return self.answers[-1]
 
     def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
@@ -172,7 +173,12 @@ class Questions:
 
 def cadence_of(questions: Questions, put_every: str = "10min") -> Cadence:
     cadence = Cadence(cast(Puts, questions), 0.01)
-    cadence.begin_attempt({"put_every": put_every, "restored_step": None})
+    cadence.begin_attempt(
+        Joined(
+            attempt=1, world_size=1, rank=0, order=(), restored_step=None, resume_step=0, put_every=put_every,
+            shared_shard=None,
+        )
+    )  # fmt: skip
     return cadence
 
 
@@ -207,7 +213,7 @@ def test_a_refused_question_is_asked_again_and_a_void_one_forgotten() -> None:
     for step in range(8, 13):
         cadence.due(step)
     assert questions.asked == [7, 7]
-    questions.answers[1].set_result({"steps": 3})
+    questions.answers[1].set_result(PutInterval(steps=3))
     assert [step for step in range(13, 20) if cadence.due(step)] == [13, 16, 19]
     questions = Questions(None)
     cadence = cadence_of(questions)

@@ -9,6 +9,7 @@ import pytest
 
 from memstore.core.report.problems import problems
 from memstore.core.wire.messages import HostUp, RankCall, Report
+from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
 from memstore.testing.requests import request_of
@@ -263,7 +264,7 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
             world.return_host(host)
     world.run(8.0)
     assert ranks_alive(world) == 1
-    world.served.handle(0.0, Report("h1", "rank_here", {"nonce": ranks[1].nonce}))
+    world.served.handle(0.0, Report("h1", RankArrived(nonce=ranks[1].nonce)))
     assert ranks_alive(world) == 2
 
 
@@ -290,7 +291,7 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     world.run(6.0)
     world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)
-    answer = ranks[0].answers["roll_call"][-1]["found"]
+    answer = ranks[0].answers["roll_call"][-1]
     assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
     [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"

@@ -160,7 +160,7 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
         )
     for rank in range(16):
         asked += fleet.catalog.handle(fleet.now, RankCall(fleet.hosts[0], 2000 + rank, RollCall(job="next", of="join")))
-    assert {answer.body["found"]["awaited"] for answer in asked} == {"rank 16"}
+    assert {answer.reply.awaited for answer in asked} == {"rank 16"}
     assert looks == [1]
     fleet.handle(Tick())
     fleet.handle(RankCall(fleet.hosts[0], 3000, RollCall(job="next", of="join")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.journal import compaction
+from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
@@ -29,8 +30,8 @@ def put_from(world: CatalogWorld, ranks: list[FakeRank], first: int, last: int) 
 
 def guests(world: CatalogWorld, host: str) -> int:
     """The slots that the last order told a host to reserve, in all."""
-    body = [body for kind, body in world.holders[host].orders if kind == "reserve"][-1]
-    return int(body["guest_slots"]) + sum(slots for _, slots in body["ranks"])
+    order = world.holders[host].told(Reserve)[-1]
+    return order.guest_slots + sum(row.slots for row in order.ranks)
 
 
 def test_a_pinned_step_stays_until_it_is_unpinned() -> None:

@@ -14,8 +14,8 @@ from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
-from memstore.core.wire.messages import Body
 from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
+from memstore.core.wire.reports import PushFailed, Report
 from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
@@ -62,13 +62,13 @@ class Host:
     asked: list[str] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    reports: list[tuple[str, Body]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.state = HolderState(
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved, put: None,
+            report=self.reports.append, sealed=lambda shelved, put: None,
             is_stopping=lambda: False, is_alive=lambda owner: True,
         )  # fmt: skip
         link: Any = SimpleNamespace(
@@ -126,9 +126,9 @@ class Host:
     @property
     def failure(self) -> tuple[str, bool]:
         """Why the only push was given up, and whether that is final."""
-        [(kind, body)] = self.reports
-        assert (kind, body["target"]) == ("push_failed", body["target"])
-        return body["why"], body["is_final"]
+        [report] = self.reports
+        assert isinstance(report, PushFailed)
+        return report.why, report.is_final
 
 
 def test_a_copy_is_offered_sent_and_sealed() -> None:

@@ -67,7 +67,7 @@ class Host:
         self.fresh = Fresh()
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda kind, body: None, sealed=lambda shelved, put: self.reported.append(shelved),
+            report=lambda report: None, sealed=lambda shelved, put: self.reported.append(shelved),
             is_stopping=lambda: False, is_alive=lambda owner: True,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def launch(world: CatalogWorld, shards_of: list[int], key: str = "k", **more: An
 
 def copiers(rank: FakeRank) -> list[int]:
     """The ranks that copy this rank's shard, as it was told last."""
-    found: list[int] = rank.answers["join"][-1]["natural"][2]
+    found: list[int] = rank.answers["join"][-1]["shared_shard"][2]
     return found
 
 
@@ -36,7 +36,7 @@ def test_copiers_keep_one_anothers_copies_and_the_rest_go_where_placement_says()
     world = CatalogWorld(4, labels=labels)
     ranks = launch(world, [0, 0, 0, 0])
     assert [copiers(rank) for rank in ranks] == [[0, 2]] * 4
-    assert ranks[0].answers["join"][-1]["natural"][3] == [[0, 2]]
+    assert ranks[0].answers["join"][-1]["shared_shard"][3] == [[0, 2]]
     world.get(ranks)
     assert world.put_all(ranks, 1)
     step = StepId(1, 1)
@@ -128,7 +128,7 @@ def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
         body = {"nonce": rank.nonce, "key": rank.key, "world_size": 4, "step": 2, "of_attempt": None}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 20.0), ranks[0].errors
-    assert [rank.answers["rewind"][-1]["natural"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+    assert [rank.answers["rewind"][-1]["shared_shard"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]
     newest = world.job().newest
     assert newest is not None
     assert (newest.ordinal, newest.shard_of, newest.copiers) == (2, (0, 1, 0, 1), (0, 1, 2, 3))
