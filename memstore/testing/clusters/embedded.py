@@ -132,7 +132,7 @@ class EmbeddedCluster(Cluster):
     def kill_processes(self, host: str) -> list[Process]:
         """Send SIGKILL to every process of a host at once; return them."""
         victims = self.node_processes(host)
-        kill(reversed(victims))  # the raylet late: a driver that has not disconnected ends with its own raylet
+        kill(victims)
         return victims
 
     def raylet(self, host: str) -> Process:
@@ -157,8 +157,7 @@ class EmbeddedCluster(Cluster):
 
     def kill_everything(self) -> None:
         """Send SIGKILL to every process of every host, Ray's head included; the hosts' memory stays."""
-        victims = [victim for host in list(self.nodes) for victim in self.node_processes(host)]
-        kill(reversed(victims))  # the driver's own raylet late, as in `kill_processes`
+        victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
         with contextlib.suppress(Exception):
             ray.shutdown()
         with contextlib.suppress(Exception):
