@@ -313,20 +313,6 @@ class Verify(Effect):
 
 
 @dataclass(frozen=True)
-class VerifySlots(Effect):
-    """Digest slots again and condemn those that are bad."""
-
-    slots: Sequence[int]
-
-
-@dataclass(frozen=True)
-class LoadManifest(Effect):
-    """Give the manifest of a stored replica; DigestMismatch if its file was damaged."""
-
-    shelved: StoredReplica
-
-
-@dataclass(frozen=True)
 class OpenDraft(Effect):
     """Open a draft for some chunks of a shard, or for all (None); it begins with the good chunks that are here."""
 
@@ -336,13 +322,6 @@ class OpenDraft(Effect):
     sizes: Sequence[int]
     attempt: int
     chunks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class EnsureFree(Effect):
-    """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
-
-    count: int
 
 
 @dataclass(frozen=True)

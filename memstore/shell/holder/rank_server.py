@@ -194,8 +194,9 @@ class RankServer:
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead."""
+        """Reclaim what processes leased that are proved dead, and let go of what readers kept for too long."""
         self.runner.run(ranks.reap(self.state))
+        self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
         with self.runner.state():
