@@ -48,7 +48,7 @@ from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
-WAIT_S = 15.0
+WAIT_S = 60.0
 ME = os.getpid()
 
 RANK = """

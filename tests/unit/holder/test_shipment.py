@@ -18,7 +18,7 @@ from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
 CHUNKS = 6
-WAIT_S = 20.0
+WAIT_S = 60.0
 SHARD = ShardId("train", 1, 2, 0)
 
 
