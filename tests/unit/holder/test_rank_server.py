@@ -376,7 +376,8 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.context.changed:  # the welcome is read before the link is known
+        wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
+        with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
         order = {"k": "drop", "shards": [], "removed": ["job", 2]}
         site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
