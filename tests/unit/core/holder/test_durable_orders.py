@@ -107,7 +107,7 @@ class Host:
             return ([b"0", b"1"], None) if self.bad is None else ([], self.bad)
         values: dict[type[Effect], Any] = {
             effects.OpenDurable: Storage(self.key), effects.SliceTurn: self.turn_s, effects.LoadManifest: b"manifest",
-            effects.ReadMarkers: effects.MarkersFound("k", [], "", ""),
+            effects.ReadMarkers: effects.MarkersFound("k", (), "", ""),
         }  # fmt: skip
         return values.get(type(effect))
 
