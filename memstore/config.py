@@ -144,14 +144,14 @@ class Config:
 
     @property
     def given(self) -> frozenset[str]:
-        """The fields that whoever made it named."""
+        """The fields that were passed explicitly."""
         named: frozenset[str] = vars(self)["_given"]
         return named
 
     @property
     def lease_s(self) -> float:
         """How long after its last sign of being the newest one a controller may record facts (R17)."""
-        return 2 * self.suspect_after_s  # a controller this silent is one that nobody waits for
+        return 2 * self.suspect_after_s  # a controller silent for this long is not waited for
 
     def commands(self, text: str) -> str:
         """Return `text` with this store named in the `memstore` commands that it tells to run."""

@@ -84,7 +84,7 @@ def place(
             `Host.capacity_bytes`; an owner not named takes nothing. None: capacity is not looked at.
 
     Returns:
-        The same value for the same input, whatever the order of the mappings. Separations and
+        The same value for the same input in any order of the mappings. Separations and
         copies that could not be had are in `unmet`.
 
     Raises:

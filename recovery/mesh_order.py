@@ -1,6 +1,6 @@
 """Which process should be which rank, so that the fewest bytes cross the network in the next restore? (R27)
 
-Launchers hand ranks out anew at every attempt; the copies stay where they are. Pure. Imports `inventory`, `planner`.
+Launchers assign ranks again at every attempt; the copies stay where they are. Pure. Imports `inventory`, `planner`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MeshOrder:
     """`order[rank]` is the process, by its launcher's number, that should take logical rank `rank`."""
 
     order: tuple[int, ...]
-    step: StepId | None = None  # the step that the order is for; None: nothing to restore, so nobody moves
+    step: StepId | None = None  # the step that the order is for; None: nothing to restore, so no rank moves
     moved_bytes: int = 0  # to be fetched by hosts that lack them, with this order
     moved_bytes_before: int = 0  # the same with the launcher's ranks
     wait_for: frozenset[str] = frozenset()  # hosts that may know better (R24)

@@ -89,13 +89,13 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
         _wait_started(actor, deadline_s, limit_s, config)
     except ConfigError as error:
         if running is None and getattr(error, "hosts", None) == []:
-            _close(actor, discard=False)  # so that what the error advises can be tried: nobody uses it yet
+            _close(actor, discard=False)  # unused so far; closed, so that the user can try what the error advises
         raise
     return status(config=config)
 
 
 def ensure_started(config: Config) -> None:
-    """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
+    """Start the store unless it runs. A rank checks the configuration's fields later. Needs a joined Ray."""
     _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S, config)
 
 

@@ -86,7 +86,7 @@ def having(config: Config, job: str) -> str:
 
 
 def shown_in(config: Config, job: str, stores: list[str], where: str, address: str = "") -> str:
-    """Return that other stores have a job, each with the command that shows it, whatever the store's name."""
+    """Return that other stores have a job, each with the command that shows it."""
     folder = "" if config.arena_dir == Config.arena_dir else f" --arena-dir {shlex.quote(config.arena_dir)}"
     commands = [f"`memstore ls --store {name}{folder}{address} {job}`" for name in stores]
     return f"it is in store {' and '.join(stores)} {where}: {', '.join(commands)}" if stores else ""

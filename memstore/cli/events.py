@@ -130,7 +130,7 @@ def _unknown(e: Event) -> str:
 
 
 def _took(e: Event, phase: str) -> str:
-    """Return " in 0.21 s", or "" if nobody measured it."""
+    """Return " in 0.21 s", or "" if it was not measured."""
     value = e["seconds"].get(phase)
     return "" if value is None else f" in {fine(value)}"
 

@@ -58,7 +58,7 @@ def plan(
         raise ConfigError("the store holds no job yet, so there is nothing to plan for")
     running = [name for name in names if attempt_of(status, name) is not None]
     if not running:
-        raise ConfigError(f"nobody has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
+        raise ConfigError(f"no rank has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
     plans = [where.ask("plan", {"job": name, "lose": hosts}) for name in running]
     if as_json:
         print_json({"lost_hosts": hosts, "plans": [{**row, "outcome": outcome(row)} for row in plans]})

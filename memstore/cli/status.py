@@ -32,7 +32,7 @@ WATCH_S = 1.0
 
 
 @click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
-@click.option("--watch", is_flag=True, help="Show it anew every second until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh it every second until Ctrl-C.")
 @click.option("--check", is_flag=True, help="Exit with 4 if something is degraded, 3 if something is lost.")
 @address_option
 @store_options

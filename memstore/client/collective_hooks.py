@@ -76,7 +76,7 @@ def _marked(marks: CollectiveMarks, start: Callable[[], _T], future_of: Callable
     future = None
     try:
         started = start()
-        with contextlib.suppress(RuntimeError, TypeError):  # a backend without futures: nobody can say when it ends
+        with contextlib.suppress(RuntimeError, TypeError):  # a backend without futures: its end is unknown
             future = future_of(started)
     finally:
         if future is None:

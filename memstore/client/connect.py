@@ -31,7 +31,7 @@ from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 log = logging.getLogger("memstore")
-START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
+START_AFTER_S = 3.0  # a killed holder is back sooner; after this it is not restarted
 RETRY_S = 0.1
 DURABLE_OFF = "durable storage is off: losing every copy of a shard loses the run (durable=)"
 LEAST_S = 0.1  # for the last part of a connect() whose time is over

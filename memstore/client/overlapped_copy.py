@@ -119,7 +119,7 @@ class Overlap:
         """Return the memory that is to be copied late, or None for a put that does not overlap.
 
         Raises:
-            ConfigError: Nobody would wait for the copy.
+            ConfigError: No optimizer step would wait for the copy.
         """
         if overlap is False:
             return None
@@ -174,7 +174,7 @@ class Overlap:
         try:
             self._start(copy)
         except BaseException as exc:
-            # Ends it once, whoever has it: its slots go back when nobody writes into them any more.
+            # Ends it once, from any owner: its slots go back when no thread writes into them any more.
             copy.stop(f"its copy could not be started: {exc!r}")
             self._late = None
             raise

@@ -24,7 +24,7 @@ LEND_S = 30.0
 class PendingPut(Tenant):
     """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
 
-    Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
+    A thread that writes into them holds `lock` and has checked `is_over`: the put may be abandoned meanwhile.
     """
 
     def __init__(self, link: HolderLink, ticket: Ticket, *, world_size: int) -> None:
@@ -106,7 +106,7 @@ class PendingPut(Tenant):
     def abandon(self) -> None:
         """Give everything back; what was lent, as far as no child has it, and when the holder says so.
 
-        Waits for whoever writes into the slots. An overlapped copy is never waited for: it gives them back itself.
+        Waits for a thread that writes into the slots, except an overlapped copy: that gives them back itself.
         """
         with self.lock:
             if self.is_over or self.is_filled_late:
@@ -118,7 +118,7 @@ class PendingPut(Tenant):
 
     def end_late(self) -> None:
         """The overlapped copy has ended: what it did not hand over is free."""
-        self.is_over = True  # first: nobody writes any more, and what comes next may be interrupted
+        self.is_over = True  # first, so that no thread writes any more: what comes next may be interrupted
         self.is_filled_late = False
         self.link.put_back((), self)
 

@@ -54,14 +54,14 @@ class PutPreparation:
         self._over = SafeEvent()
         self._began_s = time.monotonic()
         self._cancelled: Future[None] = Answer()
-        self._failed: Future[None] = Answer()  # with the error, so that a put that waits hears of it
+        self._failed: Future[None] = Answer()  # with the error, so that a put that waits raises it
         self._pid = os.getpid()
         self._body = body
         self._answer: Future[dict[str, Any]] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:
-        """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
+        """Send the request. Route events to `on_room` before: the first one may arrive at once."""
         self._answer = self._link.call_soon("reserve", self._body)
         self._thread.start()
         return self
@@ -170,7 +170,7 @@ class PutPreparation:
             )  # fmt: skip
 
     def cancel(self) -> None:
-        """Nobody wants it any more: a newer attempt, or the end."""
+        """Drop the preparation: a newer attempt has opened, or the store closes."""
         if os.getpid() != self._pid:
             return  # forked: its thread is not here, and another one may have held the link's lock (R8)
         if self._answer is not None:

@@ -270,7 +270,7 @@ class Puts:
         if ticket is not None:
             ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
         for room in self._open:
-            # A child of this process has handed it over, or nobody will any more.
+            # A child of this process has handed it over, or it will not be handed over any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
                 room.abandon_unwritten()
         if level in ("committed", "durable"):

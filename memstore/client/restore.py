@@ -55,7 +55,7 @@ class OpenShard:
 
     @contextlib.contextmanager
     def naming_partial_writes(self) -> Iterator[None]:
-        """Whatever fails in here says which of the given states were written to, and are unusable."""
+        """Name, in an error raised in here, the given states that were written to and are unusable."""
         try:
             yield
         except MemstoreError as exc:

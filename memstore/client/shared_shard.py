@@ -61,7 +61,7 @@ class SharedShard:
     def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
         """Lay out what this rank stores, without copying it; what a rank does not copy is not even looked at.
 
-        The shared part fills its last chunk, so that twins' chunks are equal whatever their own is.
+        The shared part fills its last chunk, so that its chunks are equal on all ranks of the shard.
 
         Raises:
             UnsupportedState: As plan_state.

@@ -137,7 +137,7 @@ def begin_start(config: Config, *, address: str | None, may_create: bool, limit_
 def main() -> None:
     """Join Ray and start the store as the JSON on stdin says; tell on stdout, line by line, how far it is."""
     spec = json.load(sys.stdin)
-    signal.alarm(math.ceil(spec["limit_s"]) + 1)  # whoever asked has given up by then, or is dead
+    signal.alarm(math.ceil(spec["limit_s"]) + 1)  # the process that asked has given up by then, or is dead
     sys.argv = spec["argv"]  # Ray's workers get the folder of the caller's script
     words = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

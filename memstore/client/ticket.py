@@ -64,7 +64,7 @@ class Ticket:
             self._changed.notify_all()
 
     def mark_torn(self, why: str) -> None:
-        """What was stored is of no one moment: from now on that is the reason, whatever the level."""
+        """Record that the stored bytes mix two moments (torn). Keep this as the reason from now on."""
         with self._changed:
             self._torn = self.reason = why
 
@@ -74,7 +74,7 @@ class Ticket:
         Raises:
             CommitError: the level cannot be reached any more; the message has the reason.
             TimeoutError: it was not reached within `timeout_s`; the message has the level now.
-            ClosedError: this process was forked of the one that put, and hears of no level.
+            ClosedError: this process was forked from the one that put, and receives no levels.
         """
         if level not in LEVELS:
             raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")

@@ -1,6 +1,6 @@
 """The `.metadata` of a DCP directory, which is a pickle, read under a list of harmless classes.
 
-torch's own FileSystemReader unpickles whatever the file names, and so runs whatever whoever made it liked. This file is
+torch's own FileSystemReader unpickles any name in the file, and so runs what the file's author chose. This file is
 the only one of ours that unpickles anything.
 """
 

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, whatever ends the process that fills it."""
+"""A folder that appears whole or not at all, however the process that fills it ends."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class PutShard(StateBuild):
 
 
 def have_same_leaf(one: PutShard, node: Any, other: PutShard, other_node: Any) -> bool:
-    """Tell whether two leaves of two ranks are equal, bit for bit."""
+    """Return whether two leaves of two ranks are equal, bit for bit."""
     if not isinstance(node, Node) or not isinstance(other_node, Node):
         return _scalar_bits(node) == _scalar_bits(other_node)
     if node.tag is not other_node.tag or len(node.children) != len(other_node.children):

@@ -1,4 +1,4 @@
-"""One step as DCP sees one: global tensors in parts, and objects, by name; whoever put it and however.
+"""One step as DCP sees one: global tensors in parts, and objects, by name, for a step of any format.
 
 For a step that `store.put` made: names are DCP's. A DTensor's parts are put together by its mesh and placements. What
 every rank that has it put alike stands once, under its name; what differs stands once per rank, under

@@ -23,7 +23,7 @@ from memstore.errors import CommitError, ConfigError, MemstoreError, TransportEr
 from memstore.shell.rank.holder_link import HolderLink
 
 ADOPT_S = 30.0
-# The offer comes on the parent's link and may be behind us; a holder that restarts hears of parent and offer anew.
+# The offer travels on the parent's link and may arrive later; a restarted holder gets parent and offer again.
 OFFER_S = 5.0
 RETRY_S = 0.05
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class SaveProcess:
                 ticket.rise("superseded", f"step {body['step']} was committed")
             elif body["k"] == "fenced":
                 ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
-            if ticket.level in TERMINAL:  # of a save that ended elsewhere: nobody calls this writer again
+            if ticket.level in TERMINAL:  # the save ended elsewhere: this writer is not called again
                 threading.Thread(target=self._leave, args=(room,), name="memstore-save-end", daemon=True).start()
 
         link.on_event = on_event
@@ -115,7 +115,7 @@ class SaveProcess:
         self.close()
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
-        """Give the step up on all ranks (R12); if the controller does not hear of it, a later step supersedes it."""
+        """Give the step up on all ranks (R12); if that does not reach the controller, a later step supersedes it."""
         ticket.rise(level, why)
         body = {
             "job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step,

@@ -135,7 +135,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=f"memstore:{self.puts.job}/{self.step}")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Hear who writes the metadata, and whether for all ranks."""
+        """Note which rank writes the metadata, and whether for all ranks."""
         self._is_coordinator = is_coordinator
         self._is_global = bool(kwargs.get("use_collectives", True))
         self._has_group = _has_group(sys._getframe(1))
@@ -348,7 +348,7 @@ class DcpWriter(StorageWriter, AsyncStager):
 
 
 def _has_group(frame: FrameType | None) -> bool:
-    """Tell whether the dcp.save that called uses a process group: one rank has one plan either way."""
+    """Return whether the dcp.save that called uses a process group: one rank has one plan either way."""
     for _ in range(FRAMES_MAX):
         if frame is None:
             break

@@ -3,7 +3,7 @@
     draft --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
       '--aborted--> gone                            '--dropped while pinned--> doomed --unpinned--> gone
 
-A shard may miss chunks (a condemned slot, R30); it then counts and serves only what it has.
+A shard may miss chunks (a quarantined slot, R30); it then counts and serves only what it has.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class ReplicaIndex:
         self.shares[job] = share
 
     def drop_share(self, job: str, attempt: int) -> None:
-        """Give up the room of a removed job, unless an attempt opened since then has claimed it anew."""
+        """Give up the room of a removed job, unless an attempt opened since then has claimed it again."""
         share = self.shares.get(job)
         if share is not None and share.attempt <= attempt:
             del self.shares[job]

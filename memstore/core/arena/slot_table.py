@@ -54,7 +54,7 @@ class SlotTable:
     def __init__(self, slots_count: int = 0) -> None:
         self.slots: list[Slot] = [Slot() for _ in range(slots_count)]
         self.free: list[int] = list(range(slots_count - 1, -1, -1))  # popped from the end: low numbers first
-        self.hollow: list[int] = []  # state FREE as well, and without pages: nobody gets one before it is filled
+        self.hollow: list[int] = []  # state FREE as well, and without pages: not leased before it is filled
         self.index: dict[bytes, int] = {}
         self.leases: dict[Owner, set[int]] = {}
         self.handed: dict[Owner, set[int]] = {}  # handed over and not sealed yet: no shard and no draft counts them
@@ -75,7 +75,7 @@ class SlotTable:
             self.leases.setdefault(slot.owner, set()).add(number)
 
     def rebuild_free(self, hollow: Collection[int] = ()) -> None:
-        """Make the free list anew after `restore` calls; some of the free slots have no pages."""
+        """Rebuild the free list after `restore` calls; some of the free slots have no pages."""
         free, without = [n for n, slot in enumerate(self.slots) if slot.state is SlotState.FREE], set(hollow)
         self.hollow = [n for n in free if n in without]
         self.free = [n for n in reversed(free) if n not in without]
@@ -212,7 +212,7 @@ class SlotTable:
             del self.index[slot.digest]
 
     def release(self, number: int) -> None:
-        """Make a slot free, whatever it was."""
+        """Make a slot free from any state."""
         slot = self.slots[number]
         if slot.state is SlotState.FREE:
             return

@@ -212,7 +212,7 @@ class Attempts:
             gathering.on_listed(why)
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
-        """Open the attempt; if storage could not be read, nobody may start from nothing (R23)."""
+        """Open the attempt; if storage could not be read, no rank may start from nothing (R23)."""
         job = self.state.jobs.get(name)
         if why and (job is None or not job.attempts):
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
@@ -256,7 +256,7 @@ class Attempts:
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
         old = job.attempts.get(fact.attempt)
-        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+        if old is not None:  # recorded again because a rank was replaced: the ranks still there keep their places
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
             old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
@@ -362,7 +362,7 @@ class Attempts:
                     self.out.emit(RankDied(job, seat, is_news))
 
     def forget(self, name: str) -> None:
-        """The job was removed: nobody waits for it any more."""
+        """Drop what ranks of a removed job wait for."""
         self.dismiss(name, *job_removed(name))
         for call in self.opening.pop(name, ()):
             self.out.refuse(call, *job_removed(name))

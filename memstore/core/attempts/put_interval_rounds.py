@@ -1,6 +1,6 @@
 """Rounds in which all ranks are told how many steps lie between two puts. Pure (R33).
 
-all ranks asked --distance decided--> fact --spread--> answered; whoever asks later gets the same
+all ranks asked --distance decided--> fact --replicated--> answered; a rank that asks later gets the same
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies that hosts are told to free, and do not count from then on. Pure (R7, R19).
 
-counted --drop ordered--> ordered --the host says that it is freed--> free, and counted again if it is made anew
+counted --drop ordered--> ordered --the host reports it freed--> free; counted again if it is made again
 
 A host's inventory or report that crosses the order on the way still names the copy, and must not have it counted. An
 order may also outlive the session in which it was given: the host says then, too, that the copy is freed.
@@ -53,7 +53,7 @@ class Drops:
             job.drop_copy(shard, host)
 
     def is_ordered(self, host: str, shard: ShardId) -> bool:
-        """Tell whether a host has yet to free a copy: what it reports of it was so before."""
+        """Return whether a host has yet to free a copy: what it reports of it was so before."""
         return shard in self._ordered.get(host, ())
 
     def forget_host(self, host: str) -> None:

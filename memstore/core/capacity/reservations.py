@@ -43,7 +43,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Claim:
-    """Room for a pin or a fork: `done(host, why)` hears of the first refusal, or of none ("", "")."""
+    """Room for a pin or a fork: `done(host, why)` gets the first refusal, or ("", "") if there is none."""
 
     job: str
     waits: set[str]
@@ -113,7 +113,7 @@ class Reservations:
 
     def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
         if not attempt.has_put and len(attempt.needs) < attempt.world_size:
-            return  # most ranks of a first put hear no more than this: nobody looks at all ranks for each of them
+            return  # most ranks of a first put end here, so that not every one of them costs a look at all ranks
         if active.is_ordered or self.silent_ranks(job, attempt) or not self._is_gathered(attempt, active):
             return
         active.is_ordered = True
@@ -124,7 +124,7 @@ class Reservations:
         self._finish(job, active)
 
     def _is_gathered(self, attempt: Attempt, active: Reservation) -> bool:
-        """True if nobody else is to be refused together with who asks.
+        """Return whether no other rank is to be refused together with the one that asks.
 
         Ranks whose first put is larger than prepared ask one by one, and the last of them might not fit alone.
         """
@@ -137,7 +137,7 @@ class Reservations:
         return not is_more or self.state.now - newest_s >= GATHER_S
 
     def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
-        """Nobody waits for this room any more."""
+        """Drop the wait for this reservation."""
         if active is not None:
             RankCalls({**active.calls, **active.late}).refuse_all(self.out, error, why)
 
@@ -155,7 +155,7 @@ class Reservations:
         return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
 
     def claim(self, job: Job, attempt: Attempt, done: Callable[[str, str], None]) -> set[str]:
-        """Ask every live host of the job for the room it needs now; `done` hears the end. Return the hosts asked."""
+        """Ask every live host of the job for the room it needs now, then call `done`. Return the hosts asked."""
         self.calls_count += 1
         number = self.calls_count
         hosts = self.order(job, attempt, call=number)
@@ -228,7 +228,7 @@ class Reservations:
         """Slots by rank that kept steps of older attempts take beyond a version of now (R10).
 
         A state that has shrunk would otherwise find its share full of the step that was restored, and skip for ever:
-        only the first commit lets that step go. Steps of another world size are in nobody's part of a share (D75).
+        only the first commit lets that step go. Steps of another world size are in no rank's part of a share (D75).
         """
         total: dict[int, int] = {}
         for step in kept_steps(job, attempt) - job.pinned_steps():
@@ -334,7 +334,7 @@ class Reservations:
                 self._order_if_all(job, attempt, again)
 
     def forget(self, name: str) -> None:
-        """The job was removed: nobody waits for room any more."""
+        """Drop every wait for the reservations of a removed job."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
         self._dismiss(self.active.pop(name, None), *job_removed(name))
 

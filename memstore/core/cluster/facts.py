@@ -83,7 +83,7 @@ class StepRetired(FactBase, frozen=True):
     attempt: int
     step: int
     reason: str  # "": every host was told to check its digests
-    is_torn: bool = False  # its bytes are of no one moment, though they match their digests: nothing lifts that
+    is_torn: bool = False  # its bytes mix two moments, though they match their digests: retired for good
 
 
 class StepAbandoned(FactBase, frozen=True):
@@ -171,7 +171,7 @@ class JobRemoved(FactBase, frozen=True):
 
     job: str
     attempt: int = 0  # the last one: a job of this name goes on counting, so that no id comes twice
-    story: str = ""  # of a job with steps that nobody removed by name: which they were, when and why it went (R5)
+    story: str = ""  # of a job with steps, removed without a command: which steps, when and why (R5)
 
 
 Fact = (

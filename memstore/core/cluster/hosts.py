@@ -1,7 +1,7 @@
 """Decides which hosts are live, suspect or dead, by what arrived from them and when (R28). Pure.
 
     (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > dead_after_s--> dead
-                           ^  <---------- heard --------------'                                      |
+                           ^  <--------- beats again ---------'                                      |
                            '------------------------------- HostUp ----------------------------------'
     any --HostLost (reset connection, Ray's word)--> dead
 
@@ -48,7 +48,7 @@ class Change:
     host_id: str
     status: Status
     why: str
-    is_move: bool = True  # it came, came back, or went: who is only suspected, or heard of again, is where it was
+    is_move: bool = True  # it came, came back, or went; False: only suspected, or no longer suspected
 
 
 class HostTable:
@@ -58,7 +58,7 @@ class HostTable:
         self.suspect_after_s = suspect_after_s
         self.dead_after_s = dead_after_s
         self.failure_domains = tuple(failure_domains)
-        self.listened_s = 0.0  # how long anybody could have been heard, up to the last tick: see `tick`
+        self.listened_s = 0.0  # how long heartbeats could be received, up to the last tick: see `tick`
         self._ticked_s: float | None = None
         self.states: dict[str, HostState] = {}
         self._places: dict[str, Host] = {}

@@ -32,7 +32,7 @@ class Seat:
     pid: int = 0
     is_gone: bool = False
     last_active_s: float = 0.0
-    step: int = -1  # newest step it was heard of
+    step: int = -1  # newest step that it reported
     sealed_step: int = -1  # newest step that its own host sealed, which does so in the order of its puts
 
     @property
@@ -65,7 +65,7 @@ class Attempt:
     is_released: bool = False  # and every rank may have what was decided
     has_put: bool = False
     has_freed_unrestorable: bool = (
-        False  # its first put came: older steps that nobody can restore any more are freed (R10)
+        False  # its first put came: older steps that no rank can restore any more are freed (R10)
     )
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
@@ -150,7 +150,7 @@ class Job:
     on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
-    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, and of no one moment
+    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, but of two moments
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
@@ -189,7 +189,7 @@ class Job:
     def has_history(self) -> bool:
         """True if something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
 
-        An attempt that committed nothing leaves no history: whoever comes after it starts where it started.
+        An attempt that committed nothing leaves no history: the next attempt starts from the same step.
         """
         strangers = any(step.attempt not in self.attempts for step, ranks in self.copies.items() if ranks)
         return bool(self.commits or self.markers or strangers)

@@ -55,7 +55,7 @@ class ClusterState:
         self.rounds: dict[str, Round] = {}  # job -> its get() under way (restore)
         self.reads: dict[int, Read] = {}  # by number: single shards that are brought to readers (single_read)
         self.pending_forks: dict[str, PendingFork] = {}  # by the new job's name: forks that no fact knows yet (forks)
-        self.is_placement_stale = False  # hosts changed, and jobs are placed anew with the next tick (membership)
+        self.is_placement_stale = False  # hosts changed: the next tick recomputes the placement of jobs (membership)
         self.holds = Holds()
 
     @property

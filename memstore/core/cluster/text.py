@@ -24,7 +24,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def lost_text(count: int) -> str:
-    """Return how many steps are to be trained again, of which only what the store heard is known.
+    """Return how many steps are to be trained again, as far as ranks reported them.
 
     >>> lost_text(9), lost_text(0)
     ('at least 9 steps lost', 'no step known to be lost')

@@ -41,7 +41,7 @@ class Steps:
     # -- events -------------------------------------------------------------------------------
 
     def take_copy(self, copy: Copy) -> bool:
-        """Count a copy, from wherever it was heard of; False if it is to be freed, as of a step given up (R12)."""
+        """Count a reported copy; return False if it is to be freed, as one of a skipped step (R12)."""
         shard, state = copy.shard, self.state
         if self.drops.is_ordered(copy.host, shard):
             return False
@@ -54,7 +54,7 @@ class Steps:
         job = state.jobs.setdefault(shard.job, Job(shard.job))
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
-            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # nobody's: no rank has that number
+            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # no rank has that number
             return False
         is_over = step not in job.commits and self._is_given_up(job, step)
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
@@ -105,7 +105,7 @@ class Steps:
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
         """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
 
-        Nobody skipped it (the rank's copy failed, or it never put), and it would hold the other ranks' room for ever.
+        No rank skipped it (a copy failed, or a rank never put), and it would hold the other ranks' room for ever.
         """
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.ordinal, number)
@@ -351,7 +351,7 @@ class Steps:
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
             if body.get("is_failed") is not True:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
-            # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
+            # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
@@ -366,5 +366,5 @@ class Steps:
 
 
 def _gap_limit(attempt: Attempt) -> int:
-    """Return how many steps ranks may be kept from putting: seconds to hear of it, not minutes of training."""
+    """Return how many steps ranks may be kept from putting: seconds to learn of it, not minutes of training."""
     return attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED

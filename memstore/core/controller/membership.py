@@ -1,4 +1,4 @@
-"""Hosts came and went: what they held no longer counts, and copies are placed anew. Pure (R10, R13, R18, R28).
+"""Hosts came and went: what they held no longer counts, and placements are recomputed. Pure (R10, R13, R18, R28).
 
     a host comes or goes --first since the last tick--> placed at once
                          --one more before the next----> stale: placed with that tick, together with all others

@@ -104,7 +104,7 @@ class Takeover:
     def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
         """Note ranks whose process is unknown to its host: it may still reconnect, or may have died unseen (R20).
 
-        Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is heard of.
+        Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is reported.
         """
         self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
         for job in self.state.jobs.values():

@@ -124,7 +124,7 @@ class DurableChecks:
         self.faults[host] = self.state.now, why
 
     def _end(self, check: Check, unread: str, lacks: str) -> None:
-        """The step is seen now, or is written again from RAM if storage lost it or nobody has its key."""
+        """Mark the step as seen, or write it again from RAM if storage lost it or no holder has its key."""
         self.checks.remove(check)
         for host in check.waits.values():
             self._suspect(host, check.job, f"no answer for {self.state.now - check.since_s:.0f} s")

@@ -29,7 +29,7 @@ class KeyState:
 
     names: dict[str, str] = field(default_factory=dict)  # host -> name of its key
     faults: dict[str, str] = field(default_factory=dict)  # host -> why it has none
-    waits: set[str] = field(default_factory=set)  # asked and not heard yet
+    waits: set[str] = field(default_factory=set)  # asked and not answered yet
     asked_s: float = 0.0
     problem: str = ""
 

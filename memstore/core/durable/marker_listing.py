@@ -1,6 +1,6 @@
 """What durable storage holds of a job, as a host listed it: its markers, and those that are left alone. Pure (R31).
 
-asked --a host lists--> taken into the job --> whoever asked goes on, with why it could not be read, or ""
+asked --a host lists--> taken into the job --> the caller goes on, with why it could not be read, or ""
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DurableMarkers:
     def listed(self, host_id: str, body: Body) -> str:
         """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
 
-        Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
+        Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
         """
         name, call = str(body["job"]), int(body["call"])
         state = self.states.of(name)
@@ -115,9 +115,9 @@ class DurableMarkers:
 
 
 def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
-    """Tell whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
+    """Return whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
 
-    The moments only tell attempts apart: of two clocks nobody knows which one was right. Such a run was forgotten: its
+    The moments only tell attempts apart: of two clocks either may be wrong. Such a run was forgotten: its
     RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
     """
     known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}

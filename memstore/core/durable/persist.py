@@ -41,7 +41,7 @@ class Wish:
     calls: list[Call] = field(default_factory=list)
     is_looked_for: bool = False  # on the storage, for it has a marker
     tried_s: float = -math.inf
-    until_s: float = -math.inf  # wanted until then although nobody waits for the answer
+    until_s: float = -math.inf  # wanted until then although no caller waits for the answer
 
     def take_newest(self) -> list[Call]:
         """Take out who asked for the newest step, and so is content with a newer one."""
@@ -88,7 +88,7 @@ class Persists:
         )  # fmt: skip
 
     def want(self, job: Job, step: StepId) -> None:
-        """Have a committed step written although nobody waits for the answer; to be said again within WANTED_S."""
+        """Have a committed step written although no caller waits; to be called again within WANTED_S."""
         if job.newest is not None and self._refusal(job, job.newest, step) is None:
             self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.state.now + WANTED_S
 

@@ -47,7 +47,7 @@ class DurableTier(Protocol):
 
         Args:
             lineage: `attempt`, `parent_attempt` and `parent_step` (the last two None at the root), and
-                whatever else JSON can hold that the caller wants back.
+                anything else JSON can hold that the caller wants back.
 
         Raises:
             IntegrityError: a slice is missing, or a sound marker of other bytes is there already.

@@ -3,7 +3,7 @@
 idle --due--> [asking for keys] --> writing (every host its slices) --all slices reported--> marking --> done: idle
                  |  ^--------- next is due: abandoned and counted ----------'
                  |  a slice failed, or its writer died: another holder of the shard writes it
-                 |--nobody is left to write it--> idle, with the reason in status; tried again when next due
+                 |--no host is left to write it--> idle, with the reason in status; tried again when next due
                  '--the step was retired--> idle, without a marker; a torn step's marker is taken back
 
 The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
@@ -317,7 +317,7 @@ class DurableOrders:
         )  # fmt: skip
 
     def forget(self, name: str) -> None:
-        """The job was removed: another one of its name begins anew."""
+        """Forget a removed job: another one of its name begins without history."""
         self.states.forget(name)
         self.keys.forget(name)
 
@@ -336,6 +336,6 @@ class DurableOrders:
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}
         if MARKER in owed or not self._move(job, attempt, write, owed, host_id):
-            state.problem = f"host {host_id} died while it wrote, and nobody else can write what it owed"
+            state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
             self._abandon(job, state, state.problem)
             state.last_started_step = None

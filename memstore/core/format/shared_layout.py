@@ -3,7 +3,7 @@
     stream    [shared state | zeros up to a chunk | own state]     a rank that does not copy has its own state alone
     layout    no tensors; its tree is a dict that holds the two states' own layouts, each over its part of the stream
 
-The shared part ends where a chunk ends, so that equal shared states are equal chunks whatever the ranks' own is.
+The shared part ends where a chunk ends, so that equal shared states are equal chunks on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""After the fact of a fork: hosts make its manifests until it is whole, whoever is the controller. Pure (R32)."""
+"""After the fact of a fork: hosts make its manifests until it is whole, under any controller. Pure (R32)."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Forks:
         return "ConfigError", f"job {name!r} {what}: fork to another name, or remove it first (`memstore rm {name}`)"
 
     def _hosts(self, job: Job, step: StepId, rank: int) -> list[str]:
-        """Hosts with the whole shard: those that are to hold it, or whoever does if none of these has it."""
+        """Hosts with the whole shard: those that are to hold it, or any that does if none of these has it."""
         digest = job.commits[step].digests[rank]
         whole = [h for h, lacks in whole_or_partly(self.state.hosts, job, step, rank, digest).items() if not lacks]
         wanted = self.view.wanted(job, job.newest, rank) if job.newest is not None else []

@@ -2,7 +2,7 @@
 
 A job expires when its newest attempt was closed by all its ranks, `job_ttl_s` have passed without a new one, its newest
 committed step is on durable storage, no name pins a step, and no fork is being made of it. What lies only in RAM is
-never expired: nobody can tell a finished run from one whose owner is away for a long weekend.
+never expired: a finished run looks like one whose owner is away for a long weekend.
 
     over --job_ttl_s--> checked: a host looks for the step's marker and all its slices, now --all there--> removed
                            '--not listed, marker or slice missing--> kept, said, and written or checked again
@@ -42,7 +42,7 @@ class JobRemoval:
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
 
     def tick(self, now: float) -> None:
-        """Remove what has been over for its time; a new controller begins to count anew."""
+        """Remove what has been over for its time; a new controller counts from zero."""
         over = {job.name: job for job in self.state.jobs.values() if self._is_over(job)}
         self.over_since_s = {name: self.over_since_s.get(name, now) for name in over}
         for name, job in over.items():
@@ -72,7 +72,7 @@ class JobRemoval:
             self.remove(job)
 
     def _is_over(self, job: Job) -> bool:
-        """True if nothing is lost with the job's copies, and nobody works on them."""
+        """Return whether nothing is lost with the job's copies, and no process works on them."""
         attempt, newest = job.newest, job.newest_committed
         if attempt is None or attempt.phase != "closed" or newest is None or newest not in job.markers or job.pins:
             return False

@@ -1,7 +1,7 @@
 """Jobs of a store that was forgotten: when they leave RAM, and what is told to who comes back for them. Pure (R5, R23).
 
 A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of
-these hosts are here again for a while, and nobody has asked for it since. Its removal is a fact with a story: which
+these hosts are here again for a while, and no rank has asked for it since. Its removal is a fact that records which
 steps it had, when and why it went. Holders keep the story outside their host's folder, so that it outlives the
 journals, and a get that finds nothing fails with it on all ranks, until the job begins afresh or is removed by name.
 """
@@ -80,7 +80,7 @@ class Orphans:
         what = "committed steps" if job.commits else "steps"
         return (
             f"its {what} {newest} were dropped from RAM on {_date(self.state.wall_s)}: no holder of hosts "
-            f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and nobody asked for the job then; "
+            f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and no rank asked for the job then; "
             f"abandoned_arena_ttl_s is {self.state.rules.abandoned_arena_ttl_s:g}"
         )
 

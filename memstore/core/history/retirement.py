@@ -31,7 +31,7 @@ class Retirement:
         self.waiters.add(fact, call, {}, is_done_by_removal=True)
 
     def apply(self, fact: StepRetired) -> None:
-        """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""
+        """Answer the call: the fact is replicated, so a successor has it too (R16)."""
         job = self.state.jobs.get(fact.job)
         if job is not None:  # else it was removed meanwhile
             job.retire(fact)

@@ -28,7 +28,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
+ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenHerald`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -107,7 +107,7 @@ class WaitFor(Effect):
 class Together(Effect):
     """Run procedures side by side and give what they return; the first error is raised once all have ended.
 
-    Meanwhile the herald, if there is one, tells its reader which chunks have come.
+    Meanwhile the notifier, if there is one, reports the chunks that have come to its reader.
     """
 
     procedures: Sequence[Steps[Any]]
@@ -263,14 +263,14 @@ class ListMarkers(Effect):
 
 @dataclass(frozen=True)
 class Verify(Effect):
-    """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
+    """Digest a pinned replica again, quarantine what is bad, and give the chunks that this host lacks now."""
 
     shelved: StoredReplica
 
 
 @dataclass(frozen=True)
 class VerifySlots(Effect):
-    """Digest slots again and condemn those that are bad."""
+    """Digest slots again and quarantine those that are bad."""
 
     slots: Sequence[int]
 
@@ -442,7 +442,7 @@ class TellReplicated(Effect):
 
 @dataclass(frozen=True)
 class OpenHerald(Effect):
-    """Give the herald that tells a reader on this host which chunks have come; None if it did not ask for one."""
+    """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
     stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
     manifest: bytes

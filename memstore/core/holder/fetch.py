@@ -122,7 +122,7 @@ def chunks(
 ) -> Steps[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
-    With a herald the last chunks come first: they have the plain objects, which its reader needs to use the rest.
+    With a notifier the last chunks come first: they have the plain objects, which its reader needs to use the rest.
     """
     wanted: dict[str, list[int]] = {}
     missing = set(draft.missing)

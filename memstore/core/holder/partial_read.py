@@ -4,7 +4,7 @@
       '--a source failed--> gone                 '--not taken in time, or kept too long--> gone
 
 An excerpt is a draft that is never finished: it counts and serves as no copy of the shard. Content that this host
-holds anyway, of whatever shard, is referenced, not fetched (R13). The reader digests again what it has copied.
+holds anyway, of any shard, is referenced, not fetched (R13). The reader digests again what it has copied.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def slices(state: HolderState, body: Body) -> list[Steps[None]]:
     job, step = key = _key(body)
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
-    if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may begin anew
+    if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
     mark = state.stops[key]
     return [
@@ -92,7 +92,7 @@ def _written(
 def _copied(
     state: HolderState, shard: ShardId, digest: str, number: int
 ) -> Steps[tuple[StoredReplica, bytes, list[bytes]]]:
-    """Copy the chunks of a slice; one that went bad meanwhile is condemned, so that repair replaces it."""
+    """Copy the chunks of a slice; one that went bad meanwhile is quarantined, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:
         raise IntegrityError(f"{shard} is not here any more")

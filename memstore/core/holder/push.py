@@ -44,7 +44,7 @@ from memstore.errors import MemstoreError, PeerRefused, ProtocolError, Transport
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
-ROOM_WAIT_S = 10.0  # a target frees room when it hears of the last commit; longer means it is really full
+ROOM_WAIT_S = 10.0  # a target frees room when it learns of the last commit; longer means it is really full
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 

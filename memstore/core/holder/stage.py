@@ -2,7 +2,7 @@
 
 ordered --it is here and whole--> kept for its reader, pinned --> reported
    '--fetched (fetch.py): every chunk came--> stored --> kept for its reader
-         '--a source lacks chunks--> reported as evidence: the controller plans anew
+         '--a source lacks chunks--> reported as evidence: the controller plans again
          '--out of reach, no room, too late--> reported as no evidence: it fails the get, never the step (R25)
 
 Of several reads of one shard one fetches and the others wait; one that brings nothing for 10 s is overtaken.

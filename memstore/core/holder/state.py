@@ -50,7 +50,7 @@ class Store(Protocol):
         """Give up what is being received of a job's older attempts."""
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
-        """Write the manifest of a stored replica anew."""
+        """Write the manifest of a stored replica again."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class HandOver:
 
     @property
     def key(self) -> tuple[str, int, Owner]:
-        """Return the key by which a fence and a goodbye wait for it."""
+        """Return the key by which a fence and a `bye` wait for it."""
         return self.link.job, int(self.body["attempt"]), self.link.owner
 
 

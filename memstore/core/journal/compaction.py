@@ -25,7 +25,7 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
     """Return what is still needed of a fact; the fact itself where that is all of it.
 
     Of an attempt that is over, its number, its parent, its key and what it was asked for stay: lineage, crash loops and
-    spent keys need them (R20, R22, R25). Its processes are nobody's any more once a later attempt has committed.
+    spent keys need them (R20, R22, R25). Its processes are not needed any more once a later attempt has committed.
     """
     if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
         return fact

@@ -24,7 +24,7 @@ class FactLog:
         self.waiting: list[Fact] = []  # decided without a lease: not yet an entry
         self.acked: dict[str, int] = {}  # host -> highest seq it has
         self.applied_seq = 0
-        self.last_seq = 0  # the highest sequence number given out or heard of
+        self.last_seq = 0  # the highest sequence number given out or received
         self._known: dict[tuple[int, int], Entry] = {}  # by place: entries of this log, and those that hosts showed it
         self._shortened: dict[tuple[int, int], Entry] = {}  # that hosts still have as they were
         self.journal_nbytes = 0  # of all records that the holders' journals have, needed or not
@@ -33,7 +33,7 @@ class FactLog:
     def pending(self) -> list[Entry]:
         """Entries of this term that have not spread yet. What came from older terms was applied when it came."""
         found: list[Entry] = []
-        for entry in reversed(self.entries):  # the newest are last; every event asks, so nobody counts through the past
+        for entry in reversed(self.entries):  # the newest are last; every event asks, so it must not walk the past
             if entry.term != self.term or entry.seq <= self.applied_seq:
                 break
             found.append(entry)
@@ -123,7 +123,7 @@ class FactLog:
     def missing(self, journal: Sequence[Entry]) -> list[Entry] | None:
         """Return what a journal lacks at its end, or None if it is not the first part of this log.
 
-        A journal is compared in its own order: one that is not in order of terms is written anew, whatever it has.
+        A journal is compared in its own order: one that is not in order of terms is replaced as a whole.
         """
         count = len(journal)
         return self.entries[count:] if list(journal) == self.entries[:count] else None

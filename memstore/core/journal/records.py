@@ -95,7 +95,7 @@ def _fact(body: bytes | memoryview) -> Fact:
         raise ValueError(f"of no kind that is known here: {str(values)[:80]}")
     if isinstance(values.get("digests"), bytes):
         values["digests"] = _split(values["digests"])
-    # Of one type, not of their union: msgspec prepares a union anew for every call.
+    # Of one type, not of their union: msgspec prepares a union again for every call.
     fact: Fact = msgspec.convert(values, _KINDS[values["fact"]])
     return fact
 
@@ -104,7 +104,7 @@ def whole_order(pages: list[bytes], order: Mapping[str, Any]) -> dict[str, Any] 
     """Return an order (`journal` in events.py) with the records of its former pages, which `pages` keeps until then.
 
     None for a page that is not the last: if the controller dies now, the journal must be what it was. All hosts may
-    be written anew at once, and what was not sent yet would be nowhere (D134).
+    be replaced at once, and what was not sent yet would be nowhere (D134).
     """
     pages += order["records"]
     if order.get("is_page"):

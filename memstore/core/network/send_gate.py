@@ -67,7 +67,7 @@ class SendSchedule:
         self._rates: deque[tuple[float, float]] = deque(maxlen=RATES_KEPT)  # (when, bytes per second)
         self._stream = 0  # whose turn it is: one stream at a time, so that what waits in the kernel is known
         self._moved_s = -math.inf  # when it last asked without being stuck
-        self._unacked = 0  # what it had given away then, and nobody had acknowledged
+        self._unacked = 0  # what it had sent then without an acknowledgement
         self._sample_s = 0.0  # when the present sample of its rate began
         self._sample_bytes = 0  # given to the kernel since, and what it had then
 
@@ -144,7 +144,7 @@ class SendSchedule:
 
         Args:
             asked: Bytes that the stream has at hand, > 0.
-            unacked: Bytes that its kernel holds and nobody has acknowledged.
+            unacked: Bytes that its kernel holds and the peer has not acknowledged.
             held_s: How long the chunk at hand has been under way.
             rtt_s: How long an acknowledgement takes on a link without a queue: so much is on its way, not waiting.
         """

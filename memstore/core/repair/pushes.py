@@ -21,7 +21,7 @@ class Pushes:
     load: Counter[str] = field(default_factory=Counter)  # pushes by source, in one look at a job
 
     def count_load(self) -> None:
-        """Count the pushes of each source anew."""
+        """Recount the pushes of each source."""
         self.load = Counter(source for source, _ in self.under_way.values())
 
     def is_free(self, source: str) -> bool:

@@ -1,7 +1,7 @@
 """Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
 
 Only death starts repair. Copies that placement no longer names are dropped once the ones it names
-are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, nobody finishes its open
+are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, none finishes its open
 steps: kept steps are rebuilt before them, and their copies give way where a host has no room for a kept step's.
 """
 
@@ -25,7 +25,7 @@ from memstore.core.wire.messages import Body, shard_to_wire
 from recovery.inventory import Copy, ShardId, StepId
 
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
-LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
+LOOKS_MAX = 1024  # shards of one step looked at in one go, so that a tick takes milliseconds for jobs of any size
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
 
 

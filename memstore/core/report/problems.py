@@ -29,7 +29,7 @@ SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
 
 def problems(status: Body) -> list[Body]:
-    """Return rows {severity, about, cause, since_s, remedy}; `since_s` is None where nobody knows."""
+    """Return rows {severity, about, cause, since_s, remedy}; `since_s` is None if unknown."""
     found: list[Body] = []
     for host in status["hosts"]:
         found += _host_problems(host, status["jobs"])

@@ -377,5 +377,5 @@ def rounded(value_s: float) -> float:
 
 
 def phases(**took_s: float | None) -> dict[str, float]:
-    """Seconds by phase, without those that nobody measured."""
+    """Seconds by phase, without those that were not measured."""
     return {name: value for name, value in took_s.items() if value is not None}

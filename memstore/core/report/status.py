@@ -41,7 +41,7 @@ class StatusReport:
     """Plain values about hosts, jobs and steps, for people, for --json and every two seconds for metrics.
 
     All shards are looked at again only if copies or hosts have changed: with 16,384 ranks that takes 0.2 s, and the
-    catalog hears nobody meanwhile.
+    controller receives nothing meanwhile.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ class Rounds:
     def _plan_in_place(
         self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
     ) -> RecoveryPlan:
-        """Nobody is given a shard: each is verified where a copy lies, or brought to a rank's host if none is whole."""
+        """Stage for no rank: verify each shard where a copy lies, or bring it to a rank's host if none is whole."""
         step, seated = result.step, sorted({call.host_id for call in active.calls.values()})
         copies = job.copies.get(step, {}) if step is not None else {}
         active.homes = {}
@@ -372,7 +372,7 @@ class Rounds:
         self.abort(name, *job_removed(name))
 
     def rank_gone(self, job: Job, rank: int) -> None:
-        """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""
+        """Note a rank's death: it asks no more, and what is being brought to it has no reader (R20)."""
         active = self.state.rounds.get(job.name)
         if active is None or rank not in active.calls or active.phase == "releasing":
             return

@@ -1,4 +1,4 @@
-"""What was decided is brought to every rank's host, verified, checked and adopted; then all hear of it. Pure (R23-R26).
+"""Bring the decided step to every rank's host, verify, check and adopt it; then answer all ranks. Pure (R23-R26).
 
 Works on one round and returns what is to become of it; `rounds.py` owns the rounds and acts on that.
 
@@ -29,7 +29,7 @@ CHECK_AGAIN_S = 2.0  # an order given to a rank whose link is down is lost
 
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
-    """The step is to be planned anew, from other sources or another one."""
+    """The step is to be planned again, from other sources, or another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Staging:
         return None
 
     def _staging_failed(self, active: Round, body: Body) -> Outcome:
-        """Plan anew without the chunks that their sources say they lack; anything else fails the get, never the step.
+        """Plan again without the chunks that their sources say they lack; anything else fails the get, never the step.
 
         A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
         """
@@ -129,7 +129,7 @@ class Staging:
         return PlanAgain()
 
     def tick(self, now: float, active: Round) -> None:
-        """A rank whose link was down has not heard its check order: give it again, it may be repeated."""
+        """Send a rank whose link was down its check order again: it may be repeated."""
         if now >= active.check_again_s:
             self._order_checks(now, active)
 
@@ -149,7 +149,7 @@ class Staging:
         return self._adopt(now, active) if len(active.checked) == len(active.calls) else None
 
     def _adopt(self, now: float, active: Round) -> Outcome:
-        """Every byte is there and verified: the step becomes this attempt's own, then all ranks hear of it (R22)."""
+        """Every byte is there and verified: adopt it as this attempt's own, then answer all ranks (R22)."""
         job, result = self.state.jobs[active.job], active.plan
         attempt = job.attempts[active.attempt]
         if result is None or result.step is None:

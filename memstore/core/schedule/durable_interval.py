@@ -97,7 +97,7 @@ def next_durable(
 ) -> Decision:
     """Decide whether a durable write starts now, and which unfinished one makes way for it.
 
-    The first committed step of an attempt goes at once, then whatever is newest when `every` has passed.
+    The first committed step of an attempt goes at once, then the newest one each time `every` has passed.
     Each write abandoned in a row doubles the distance until one finishes: without that, storage slower than
     `every` would abandon every write and never hold a single step.
 

@@ -3,7 +3,7 @@
     (none) --notice: a person or Ray says when--> draining --dead, and past its time or replaced--> (none)
                                                      '--cancelled, or live OVERDUE_S past its time--> (none)
 
-Time is counted by each controller from when it heard of the notice, a new one begins anew, and it is not over while Ray
+Each controller counts time from when it learned of the notice; a new controller begins again. It is not over while Ray
 repeats it: a wall clock set ahead ends none early.
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
 an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. `durable/departures.py`
@@ -32,7 +32,7 @@ class Drains:
     def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:
         self.state, self.out, self.journal = state, out, journal
         self.end_s: dict[str, float] = {}  # when its time is over, or Ray last repeated the notice after that
-        self.ended_s: dict[str, float] = {}  # moments of notices that have ended: whoever repeats one says nothing new
+        self.ended_s: dict[str, float] = {}  # deadlines of drains that ended, to ignore repeated notices
         self.left: set[str] = set()  # hosts that were gone when their notice ended
 
     def went(self, host: str) -> bool:
@@ -123,7 +123,7 @@ class Drains:
 
 
 def _is_same(moment_s: float | None, other_s: float | None) -> bool:
-    """Tell whether two notices are one."""
+    """Return whether two notices are one."""
     if moment_s is None or other_s is None:
         return moment_s is other_s
     return abs(moment_s - other_s) <= SAME_S

@@ -64,7 +64,7 @@ class ClusterView:
         wanted = set(rank_hosts)
         leaving = [h for h in hosts.live_ids() if self.state.is_draining(h)]
         if leaving == hosts.live_ids():
-            leaving = []  # nobody stays: moving copies about gains nothing
+            leaving = []  # no host stays: moving copies about gains nothing
         live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
         others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}

@@ -79,7 +79,7 @@ class HostUp:
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
     up_s: float = 0.0  # how long its holder had been up then, by its own clock
-    idle_s: float = 0.0  # for how long no holder had run there before it, if nobody has used it since
+    idle_s: float = 0.0  # for how long no holder had run there before it, if no rank has used it since
     dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
 
@@ -152,7 +152,7 @@ class DrainsSeen:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; who was heard meanwhile, unless that was told one by one."""
+    """Time passed; which hosts sent something meanwhile, unless each was an event of its own."""
 
     heard: tuple[Heard, ...] = ()
 

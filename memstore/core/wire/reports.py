@@ -39,7 +39,7 @@ class Inventory(Message, frozen=True, tag="inventory"):
     """Nonces of the processes that live there."""
     up_s: float
     idle_s: float
-    """How long no holder had run there before this one, if nobody has used it since."""
+    """How long no holder had run there before this one, if no rank has used it since."""
     dropped: dict[str, str]
     """By job: what this host remembers of its end (R5)."""
 

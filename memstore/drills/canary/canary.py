@@ -123,7 +123,7 @@ class Canary:
             self._play(job)
             report.outcome = BROKEN if self.broken else PASS
             report.words = "; ".join(self.broken) or (
-                f"{gib(report.bytes_by_tier['peer'])} came back over the network, every byte equal to one made anew"
+                f"{gib(report.bytes_by_tier['peer'])} came back over the network, each byte equal to a state made again"
             )
         except MemstoreError as exc:
             report.outcome, report.words = ERROR, f"{type(exc).__name__}: {exc}"
@@ -217,7 +217,7 @@ class Canary:
                                     f"on {right} of {len(results)} ranks"))  # fmt: skip
         if not report.is_verified:
             found = [f"rank {r.rank}: {d}" for r in results for d in r.differences]
-            self.broken.append(f"restored state differs from the one made anew: {'; '.join(found[:3])}")
+            self.broken.append(f"restored state differs from the one made again: {'; '.join(found[:3])}")
         if len({r.step for r in results}) != 1 or first.step != 1:
             self.broken.append(f"steps {sorted({str(r.step) for r in results})} came back, step 1 was committed")
         if not report.bytes_by_tier.get("peer"):

@@ -26,7 +26,7 @@ NETWORK_DRILLS = tuple(
             "packets from one host to the host with its copies vanish, the other way they arrive; both reach the "
             "controller",
             Promise(
-                "no put raises, every stall within its budget, nobody is taken for dead, commits go on once healed"
+                "no put raises, every stall within its budget, no host counts as dead, commits go on once healed"
             ),
             None,
             False,

@@ -72,7 +72,7 @@ class KillControllerRestore(KillRank):
     def check(self) -> None:
         term = int(self.site.status()["term"])
         if term <= self.term:
-            raise DrillError(f"the controller is still of term {term}: nobody took over, so nothing was proved")
+            raise DrillError(f"the controller is still of term {term}: no other one took over, so nothing was proved")
         self.context.timeline.line("took over", f"a controller of term {term}")
 
 

@@ -69,7 +69,7 @@ class PartitionOneWay(NetworkScene):
         home, target = self.holders[:2]
         self.net.check_silent_between(target, home)
         if not self.net.hears(home, target):
-            raise DrillError(f"{home} does not hear {target} either: this is no one-way fault")
+            raise DrillError(f"{home} receives nothing from {target} either: this is no one-way fault")
         return f"a datagram from {home} to {target} is lost, one back arrives (checked)"
 
     def recover(self) -> None:

@@ -61,7 +61,7 @@ class TightScene(Scene):
                 self.context.broken_promises.append(f"the holder and arena of {host} were {before} and are {now}")
         flapped = self.site.on_probation()
         if flapped:
-            self.context.broken_promises.append(f"{', '.join(flapped)} counted as dead several times, and nobody died")
+            self.context.broken_promises.append(f"{', '.join(flapped)} counted as dead several times, and none died")
 
 
 class TmpfsFull(TightScene):

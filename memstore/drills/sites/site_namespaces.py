@@ -106,7 +106,7 @@ class NamespacesSite(Site):
     def check_silent_between(self, target: str, source: str) -> None:
         """Raise DrillError if a datagram from `source` arrives at `target`: then the fault did not take effect."""
         if self.hears(target, source):
-            raise DrillError(f"{target} still hears {source}: the fault did not take effect")
+            raise DrillError(f"{target} still receives from {source}: the fault did not take effect")
 
     def bits_per_s(self, source: str, target: str, nbytes: int) -> float:
         """Send `nbytes` from one host to another over TCP; return the rate."""

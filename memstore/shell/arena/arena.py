@@ -123,7 +123,7 @@ class Arena:
         Each step is allocated and pre-faulted; the new slots count only when all of them are there.
         If they cannot all be there, or `should_stop` says so, what this call had claimed is given
         back by punching a hole, and earlier slots stay as they were. Returns the slots there are.
-        One call at a time; meant for a background thread. `on_step` hears the bytes done, of those wanted.
+        One call at a time; meant for a background thread. `on_step` gets the bytes done and the bytes wanted.
 
         Raises:
             CapacityError: Beyond the limit, or the file system or memory is full.
@@ -147,7 +147,7 @@ class Arena:
         self._claim(slots, None, on_step)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
-        """Give back the pages of free slots that are leased to nobody; return those that some process still needs."""
+        """Give back the pages of unleased free slots; return the slots that some process still needs."""
         kept = set(slots)
         for first, count in runs(sorted(slots)):
             for free, free_count in lock_free(self._records_fd, first, count):

@@ -11,7 +11,7 @@
 
 Every level we make is 0700 and ours. `/dev/shm` is writable by everyone, so anybody may have put a
 link or a folder of that name there first: each level is checked, top down, before it is used. Once
-a level is ours and closed, nobody else can change what lies below it.
+a level is ours and closed, no other user can change what lies below it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _remedy(error: OSError) -> str:
 
 
 def is_at(path: Path, status: os.stat_result) -> bool:
-    """Return whether the file of this status is the one at a path; False for whatever keeps it from being reached."""
+    """Return whether the file of this status is the one at a path; False for any error on the way to it."""
     try:
         return os.path.samestat(os.lstat(path), status)
     except OSError:

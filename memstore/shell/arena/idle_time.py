@@ -54,5 +54,5 @@ class IdleTime:
     def close(self) -> None:
         """Write it for the last time."""
         self.mark()
-        fd, self._fd = self._fd, -1  # whoever still keeps it writes into no other file of that number
+        fd, self._fd = self._fd, -1  # a late caller must not write into another file of that number
         os.close(fd)

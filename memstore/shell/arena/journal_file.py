@@ -48,9 +48,9 @@ class Journal:
         return cls(path, fd, nbytes=good, dropped_nbytes=total - good)
 
     def records(self) -> list[bytes]:
-        """Return every payload, oldest first, as the open file has them now, whatever became of its name.
+        """Return every payload, oldest first, from the open file, even if its name is gone.
 
-        A damaged rest is cut off, or nobody would ever read what is appended behind it.
+        A damaged rest is cut off: else no reader would reach what is appended behind it.
         """
         self._check_open()
         found = list(_scan(os.dup(self._fd)))

@@ -67,8 +67,8 @@ class ArenaLock:
         Args:
             folder: An arena folder that exists.
             timeout_s: How long to wait for a lock that its owner is giving up.
-            cluster: Written beside the pid for whoever is refused.
-            address: Written beside the pid for whoever is refused.
+            cluster: Written beside the pid, for the error of a holder that is refused.
+            address: Written beside the pid, for the error of a holder that is refused.
             replace_frozen: Called with the live owner; True means it is stopped or does not answer,
                 and exactly that process is killed. None: a live owner is never killed.
 
@@ -127,7 +127,7 @@ class ArenaLock:
 
 
 def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
-    """Return who wrote itself into the lock file last, None if nobody; takes no lock.
+    """Return the owner that the lock file names last, None if it names none; takes no lock.
 
     The process may be gone: ask `is_alive()`, or `is_held(folder)`.
     """
@@ -218,7 +218,7 @@ def _is_current(folder: Path, fd: int) -> bool:
 
 
 def _kill_exactly(folder: Path, victim: LockOwner) -> None:
-    """Kill the frozen owner and nobody else: the pidfd pins the process before it is checked (R2)."""
+    """Kill the frozen owner and no other process: the pidfd pins the process before it is checked (R2)."""
     if victim.pid_namespace != pid_namespace():
         raise ConfigError(
             _refusal(folder, victim) + " (it runs in another container, so it cannot be replaced from here)"

@@ -48,7 +48,7 @@ class ManifestFolder:
 
     @staticmethod
     def name_of(shard: ShardId, digest: str) -> str:
-        """Return the file name for a shard's manifest: safe whatever the job is called.
+        """Return the file name for a shard's manifest: safe for every job name.
 
         Copies of one shard with different digests are different shards and get different names (R14).
         """

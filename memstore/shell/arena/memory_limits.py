@@ -18,7 +18,7 @@ from memstore.shell.arena.folder import held_bytes
 MONITOR_SHARE = 0.9  # stay this far below Ray's memory-monitor threshold
 FREE_SHARE = 0.9  # of what is free in arena_dir, for "auto"
 ENLARGE = "enlarge arena_dir (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set another one"
-RESTART = "`memstore down` and `memstore up`"  # what is stored stays; limits are measured anew
+RESTART = "`memstore down` and `memstore up`"  # what is stored stays; limits are measured again
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 

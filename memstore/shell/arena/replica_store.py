@@ -1,9 +1,9 @@
-"""The shelf with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
+"""The replica index with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
 
 In:  bytes, digest, slot header, manifest (temp + rename), then the caller acknowledges.
 Out: unlink the manifest, then free the slots.
 
-Digesting and copying happen outside the lock, on slots that nobody else may write (receiving) or
+Digesting and copying happen outside the lock, on slots that no other thread may write (receiving) or
 that are referenced (sealed). Read core/arena/replica_index.py and core/arena/slot_table.py first.
 """
 
@@ -88,7 +88,7 @@ class ReplicaStore:
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
-        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # hears of copies found damaged on the way
+        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # gets copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.index, clock.time(), is_alive)
         self.flush()
 
@@ -324,7 +324,7 @@ class ReplicaStore:
         return data
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
-        """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
+        """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
             if self.index.find(shelved.shard, shelved.spec.digest) is shelved:
                 self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
@@ -358,9 +358,9 @@ class ReplicaStore:
         return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
 
     def verify(self, shelved: StoredReplica, spread: Spread = map) -> list[int]:
-        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
+        """Re-digest a pinned replica; quarantine what is bad; return the chunk indices this host now lacks (R30).
 
-        `on_hurt` hears of the other replicas that used the same slots. `spread` is a `map` that may use threads.
+        `on_hurt` gets the other replicas that used the same slots. `spread` is a `map` that may use threads.
         """
         hurt: dict[int, StoredReplica] = {}
         held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
@@ -376,7 +376,7 @@ class ReplicaStore:
         return sorted(shelved.missing)
 
     def verify_slot(self, number: int) -> list[StoredReplica]:
-        """Re-digest one slot if it is sealed; return the replicas hurt if it is bad (R30)."""
+        """Re-digest one slot if it is sealed; return the replicas that it damages if it is bad (R30)."""
         with self.lock:
             slot = self.table.slots[number]
             if slot.state is not SlotState.SEALED or slot.refs <= 0:
@@ -415,7 +415,7 @@ class ReplicaStore:
             self._discard(expired)
 
     def _discard(self, gone: Sequence[StoredReplica]) -> None:
-        """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
+        """Unlink, then free (R7); the caller holds the lock since it took the replicas out of the index."""
         for shelved in gone:
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
             self.index.free(shelved)

@@ -1,4 +1,4 @@
-"""Room for what a vault is to hold: slots with memory behind them, claimed up to a limit as jobs reserve (R9, R10)."""
+"""The room of a replica store: slots with memory behind them, claimed up to a limit as jobs reserve (R9, R10)."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class StateBuild:
 
 
 def has_device(kind: str) -> bool:
-    """Tell whether this process can hold tensors on this kind of device."""
+    """Return whether this process can hold tensors on this kind of device."""
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""How the interpreter is set while a put blocks training or a get copies; whoever waits in between lifts all of it.
+"""How the interpreter is set while a put blocks training or a get copies; a wait in between lifts all of it.
 
 The cyclic collector stands still: a plan of a thousand tensors makes ten thousand containers in a row, all of which die
 when put returns; a get makes as many from a layout. To the collector they look like growth: it looks at all objects of
@@ -83,7 +83,7 @@ _passes = _Passes()
 
 
 def _begin_anew() -> None:
-    """A forked child has none of the other threads, nor whoever held the lock; its own pass ends with the old ones."""
+    """A forked child has none of the other threads, nor the lock's owner; its own pass ends with the old ones."""
     global _passes
     _passes.restore()
     _passes.lock = threading.RLock()
@@ -100,7 +100,7 @@ def copying() -> Iterator[None]:
     """Set the interpreter for a copy; any number of threads may, to any depth."""
     passes, one = _passes, object()
     try:
-        passes.begin(one, sys._getframe(2))  # of whoever enters it
+        passes.begin(one, sys._getframe(2))  # the frame of the caller
         yield
     finally:
         passes.end(one)

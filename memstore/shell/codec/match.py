@@ -275,7 +275,7 @@ def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) ->
 
 
 def _same_view(first_spec: TensorSpec, spec: TensorSpec, first_leaf: Leaf, leaf: Leaf) -> bool:
-    """Tell whether two stored tensors lie to each other as two live ones do."""
+    """Return whether two stored tensors lie to each other as two live ones do."""
     if (spec.offset, spec.shape, spec.strides) == (first_spec.offset, first_spec.shape, first_spec.strides):
         return (leaf.address, leaf.shape, leaf.strides) == (first_leaf.address, first_leaf.shape, first_leaf.strides)
     pairs = ((first_spec, first_leaf), (spec, leaf))

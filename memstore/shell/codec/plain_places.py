@@ -86,7 +86,7 @@ def field(place: Place, owner: Any, name: str) -> Place:
 
 
 def is_mutable(record: Any) -> bool:
-    """Tell whether the fields of a registered class's instance can be assigned."""
+    """Return whether the fields of a registered class's instance can be assigned."""
     return dataclasses.is_dataclass(record) and not getattr(record, "__dataclass_params__").frozen  # noqa: B009
 
 

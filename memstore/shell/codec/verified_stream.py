@@ -90,7 +90,7 @@ class CheckedStream:
         return b"".join(self._own(chunk)[start : start + size] for chunk, start, _, size in parts)
 
     def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return None: nobody may look into slots that were not verified."""
+        """Return None: slots that were not verified must not be read."""
         return None
 
     def settle(self) -> None:

@@ -124,7 +124,7 @@ class StateWalk:
     def _enter(self, value: object) -> None:
         """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
 
-        Whoever enters discards the id when it is done; a refusal ends the whole walk.
+        The caller discards the id when it is done; a refusal ends the whole walk.
         """
         if id(value) in self._open:
             raise _Refused("it contains itself", value)
@@ -277,7 +277,7 @@ class StateWalk:
 
 
 def is_stateful(value: object) -> bool:
-    """Tell whether `value` follows torch's Stateful protocol."""
+    """Return whether `value` follows torch's Stateful protocol."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,8 +1,8 @@
 """The controller's shell: sessions to all holders, a clock, and the catalog between them (R3, R16, R17).
 
-It dials every announced holder, feeds what it hears to `ControllerMachine.handle`, and sends out the actions. One
+It dials every announced holder, feeds what they send to `ControllerMachine.handle`, and sends out the actions. One
 thread runs the catalog; each session has one thread that reads and one that writes, so a stuck host
-holds up nobody. It never imports torch or ray.
+blocks no other host. It never imports torch or ray.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
 CONNECT_S = 3.0
 TICK_S = 0.1
-LATE_S = 0.5  # a tick as late as this comes after a time in which nobody listened
+LATE_S = 0.5  # before a tick as late as this, no message could be received
 COLLECT_EVERY = (50_000, 20, 20)
 SWITCH_S = 0.05
 
@@ -202,7 +202,7 @@ class Controller:
     # -- the catalog's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Take what was heard, in turn, and a tick every TICK_S behind what was heard before it.
+        """Handle received messages in order, and a tick every TICK_S behind what was received before it.
 
         A host is not silent because this thread was busy, or the process stopped: after a long time the readers have a
         tick's time to bring what waits in the sockets.
@@ -276,7 +276,7 @@ class Controller:
         except Exception as exc:
             log.exception("catalog failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
-            if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
+            if isinstance(event, RankCall):  # the caller must not wait for an answer that never comes
                 actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
         frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
         for action in actions:

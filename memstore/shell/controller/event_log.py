@@ -1,4 +1,4 @@
-"""Writes what happened as JSON lines, and gives it to whoever counts it, on a thread of its own.
+"""Writes events as JSON lines and passes them to the metrics, on a thread of its own.
 
 Lines go through the logger `memstore.events`: INFO, but DEBUG for the one or two that every step leaves (put, commit,
 durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller hands over and

@@ -1,6 +1,6 @@
 """A controller's session with one holder: what is queued for it, and the threads that read and write (R16, R28).
 
-A stuck host holds up nobody: its thread waits, at most SEND_S, and its session ends. Other end: controller_session.py.
+A stuck host blocks no other: its thread waits, at most SEND_S, and its session ends. Other end: controller_session.py.
 """
 
 from __future__ import annotations

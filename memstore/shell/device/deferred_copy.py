@@ -59,11 +59,11 @@ class WatchedSource:
         self._storage_address = self.storage.data_ptr()
 
     def is_there(self) -> bool:
-        """Tell whether the memory was neither freed nor moved by a resize of its storage."""
+        """Return whether the memory was neither freed nor moved by a resize of its storage."""
         return self.storage.data_ptr() == self._storage_address
 
     def is_counted_change(self) -> bool:
-        """Tell whether an operation that autograd sees has changed it, or its memory is gone, where that matters."""
+        """Return whether an operation that autograd sees has changed it, or its memory is gone, where that matters."""
         if self.is_whole:
             return False  # the slot holds what was put, or the copy has failed by now
         return not self.is_there() or self._versions != [tensor._version for tensor in self.tensors]
@@ -101,7 +101,7 @@ def digest_of(address: int, nbytes: int, *, is_whole: bool) -> bytes:
 
 
 class DeferredCopy:
-    """The late moves of one put. Any number of threads call `work`; it ends once, by whoever makes the last move.
+    """The late moves of one put. Any number of threads call `work`; the thread that makes the last move ends it, once.
 
         host moves made --device copies in the slots--> ended
           '--a fence ordered the device copies: released, so what changes from now on is not looked at
@@ -127,7 +127,7 @@ class DeferredCopy:
         self._digests = self._digested()
         self.flights = flights
         self._moves_count = len(self._moves)
-        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and whoever takes one
+        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and who takes one
         # is among the busy before, until he has done with it; all of that in single steps of a deque, a set, a list.
         self._made: list[int] = []
         self._busy: set[object] = set()
@@ -142,7 +142,7 @@ class DeferredCopy:
 
     @property
     def nbytes_left(self) -> int:
-        """Bytes that nobody has begun to copy."""
+        """Bytes that no thread has begun to copy."""
         return sum(nbytes for _, (_, _, nbytes) in list(self._moves))
 
     def work(self, deadline_s: float = float("inf")) -> None:
@@ -150,7 +150,7 @@ class DeferredCopy:
         try:
             while self._make_one() and time.monotonic() <= deadline_s:
                 pass
-        except BaseException as exc:  # Ctrl-C, a signal's handler: of this move nobody knows how far it came
+        except BaseException as exc:  # Ctrl-C, a signal's handler: how far this move came is unknown
             self.stop(f"a move was interrupted: {exc!r}")
             raise
         self._end_if_over()
@@ -193,7 +193,7 @@ class DeferredCopy:
 
     def stop(self, why: str) -> None:
         """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
-        self._problem = self._problem or why  # first: whoever finds nothing left must find the reason
+        self._problem = self._problem or why  # first: a thread that finds nothing left must find the reason
         self._moves.clear()
         if self.flights is not None and self.flights.drop():
             self._is_device_done = True
@@ -241,14 +241,14 @@ class DeferredCopy:
         return digests
 
     def _end_if_over(self) -> None:
-        if self._moves or self._busy:  # in this order: whoever took the last is busy by then
+        if self._moves or self._busy:  # in this order: the thread that took the last move is busy by then
             return
         self.moved.set()
         if not self._is_device_done:
             return
         with self._one_end:
             if not self._is_ending:
-                self._judged()  # first: what a signal's handler raises in it leaves the end to whoever looks next
+                self._judged()  # first: what a signal's handler raises in it leaves the end to the next call
             if not self._is_ending:
                 self._is_ending = True
                 try:

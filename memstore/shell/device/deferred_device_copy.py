@@ -90,7 +90,7 @@ class DeferredDeviceCopies:
                 raise RuntimeError("memory was freed or resized before the fence")
             self._last[side] = side.order(flight, copy_out)
             self._under_way.append(self._last[side])
-        except BaseException as exc:  # Ctrl-C as well: of this flight nobody knows how far it came
+        except BaseException as exc:  # Ctrl-C as well: how far this flight came is unknown
             self._problem = RuntimeError(f"a flight was interrupted: {exc!r}")
             self._left.clear()
             with contextlib.suppress(RuntimeError):

@@ -32,7 +32,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 class OptimizerMemory:
     """The memory of some tensors, found by device and address.
 
-    Small ones of host memory are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+    Small ones of host memory are left out, and tensor subclasses but DTensor: what keeps their memory is unknown.
 
     Raises:
         ConfigError: Something else than a tensor is among them.

@@ -94,6 +94,6 @@ def call(cuda: Any, device: int, name: str, *arguments: int) -> str:
     try:
         with cuda.device(device):  # a thread that never chose one would make a context on device 0
             code = int(getattr(cuda.cudart(), name)(*arguments))
-    except RuntimeError as exc:  # a device that failed before: training hears of it by itself
+    except RuntimeError as exc:  # a device that failed before: training will see that error by itself
         return repr(exc)
     return f"error {code}" if code else ""

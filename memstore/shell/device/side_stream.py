@@ -98,7 +98,7 @@ class Arrival(NamedTuple):
 
 
 def has_streams(device: torch.device) -> bool:
-    """Tell whether copies from and to this device can be ordered beside training's."""
+    """Return whether copies from and to this device can be ordered beside training's."""
     try:
         return hasattr(torch.get_device_module(device), "Stream")
     except RuntimeError:  # no such module: meta

@@ -116,7 +116,7 @@ class DirectoryFiles(DurableFiles):
         return set()
 
     def has(self, job: str, step: StepId, name: str) -> bool:
-        """Say whether something of that name lies there, whatever it is."""
+        """Return whether anything of that name lies there."""
         return name in self.names(job, step)
 
     def steps(self, job: str) -> tuple[list[StepId], list[str]]:

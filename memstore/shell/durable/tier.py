@@ -122,7 +122,7 @@ class PartsTier(DurableTier):
         return records, problems
 
     def lacks(self, job: str, step: StepId) -> str:
-        """Look at the marker, and at the frame and size of every slice that it names, under whatever key."""
+        """Look at the marker, and at the frame and size of every slice that it names, with any key."""
         try:
             record = self._read_marker(job, step)
             if record is None:

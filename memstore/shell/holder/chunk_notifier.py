@@ -12,11 +12,11 @@ from typing import Any
 
 from memstore.core.arena.replica_index import IncomingReplica
 
-TELL_S = 0.005  # how late a reader may hear of a chunk; it has copied what came in that time in half of it
+TELL_S = 0.005  # how late a reader may learn of a chunk; it copies what came in that time in half of it
 
 
 class ChunkNotifier:
-    """The herald of one read: it tells the reader which chunks have come."""
+    """The notifier of one read: it reports the chunks that have come to the reader."""
 
     def __init__(
         self, send: Callable[[dict[str, Any]], None], number: int, manifest: bytes, draft: IncomingReplica

@@ -63,7 +63,7 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the vault's lock, as inventories and what was freed are: the controller hears of them in the order
+        Queued under the replica store's lock, as inventories and freed copies: the controller gets them in the order
         in which they were true.
         """
         self.idle.used()

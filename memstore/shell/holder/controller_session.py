@@ -36,7 +36,7 @@ class ControllerSession:
         self._echo: dict[str, Any] = {}  # the controller's clock, as it told it last in this session (R17)
 
     def open(self, up: dict[str, Any]) -> None:
-        """Send the inventory, pages of a long journal first, then whatever was queued since, in order."""
+        """Send the inventory, pages of a long journal first, then what was queued since, in order."""
         *pages, last = paged(up["journal"])
         for page in pages:
             self.channel.send(Kind.EVENT, 0, {"k": "journal", "records": page}, deadline_s=SEND_S)
@@ -72,7 +72,7 @@ class ControllerSession:
         try:
             self.channel.send(Kind.EVENT, 0, {"k": "stale", "term": term}, deadline_s=FAREWELL_S)
         except TransportError as exc:
-            log.info("the former controller does not hear that term %d has come: %s", term, exc)
+            log.info("the former controller could not be sent that term %d has come: %s", term, exc)
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from memstore.core.wire.measured import seconds
 
-KEPT = 4096  # puts that nobody has counted yet; without metrics nobody ever does
+KEPT = 4096  # puts that the metrics have not counted yet; without metrics they are never counted
 
 
 @dataclass(frozen=True, slots=True)

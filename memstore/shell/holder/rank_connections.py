@@ -34,7 +34,7 @@ class RankConnection:
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
     handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
-    grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
+    grants: threading.Lock = field(default_factory=threading.Lock)  # orders messages about a rank's leases
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
     def send(self, body: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class RankConnection:
 
 
 class RankConnections:
-    """All links of one holder. `lock` guards the tables; it is taken before the vault's."""
+    """All links of one holder. `lock` guards the tables; it is taken before the replica store's."""
 
     def __init__(self, context: HolderContext) -> None:
         self.context, self.replicas = context, context.replicas
@@ -70,7 +70,7 @@ class RankConnections:
             return now if now.owner == link.owner else link
 
     def left(self, link: RankConnection) -> None:
-        """Forget a process that said goodbye, unless it has connected again, as another owner."""
+        """Forget a process that sent `bye`, unless it has connected again, as another owner."""
         with self.lock:
             if self.links.get(link.nonce) is link:
                 del self.links[link.nonce]
@@ -174,7 +174,7 @@ class RankConnections:
                 )
 
     def notifier(self, stream: Sequence[Any] | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
-        """Return the herald of a reader on this host; `stream` is its nonce and its number of the read."""
+        """Return the notifier of a reader on this host; `stream` is its nonce and its number of the read."""
         with self.lock:
             link = self.links.get(str(stream[0])) if stream else None
         return ChunkNotifier(link.send, int(stream[1]), manifest, draft) if link is not None and stream else None

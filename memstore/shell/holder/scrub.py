@@ -71,7 +71,7 @@ class Scrubber:
         hurt = self.context.replicas.verify_slot(number)
         if hurt:
             self.found_count += 1
-            log.warning("host %s: slot %d is damaged, %d copies hurt", self.context.host_id, number, len(hurt))
+            log.warning("host %s: slot %d is damaged, and with it %d copies", self.context.host_id, number, len(hurt))
         for shelved in hurt:
             self.context.sealed(shelved)
         return len(hurt)

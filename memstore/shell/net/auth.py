@@ -152,7 +152,7 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
     try:
         identity: dict[str, Any] = side(handshake)
     except errors.AuthenticationError:
-        # The refusal names nothing: whoever is there has proved nothing.
+        # The refusal names nothing: the other side has proved nothing.
         _tell_refused(channel)
         channel.close()
         raise

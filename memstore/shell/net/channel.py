@@ -72,7 +72,7 @@ class Channel:
 
     One thread may receive while others send. `identity` is what the peer said of itself and proved. Every error is a
     TransportError: PeerTimeout (operation, waited_s, limit_s), PeerUnreachable (peer; eof=True if the peer closed
-    between two frames), ProtocolError. Close it in the end, whatever happened.
+    between two frames), ProtocolError. Close it in the end in every case.
     """
 
     def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
@@ -253,7 +253,7 @@ class Channel:
         socket_options.pace(self._sock, bytes_per_s)
 
     def close(self) -> None:
-        """End the channel, wake whoever waits in it, and free the socket; may be called twice and from any thread."""
+        """End the channel, wake its waiting threads, and free the socket; may be called twice and from any thread."""
         self._end()
         # The descriptor's number must not be reused while another thread still polls it; shutdown has woken them.
         with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """TLS below the frames of a TCP connection: both ends show a certificate of the store's own authority (R4).
 
 Optional. It adds secrecy, and integrity against somebody on the way, to what auth.py proves; auth.py's handshake still
-runs, inside. Certificates are not compared with addresses, which change with every pod: whoever has one that the
+runs, inside. Certificates are not compared with addresses, which change with every pod: any process with one that the
 authority signed is let as far as auth.py, whose proofs name the server's certificate, so that the holder of another
 one cannot pass a handshake on. Contexts are loaded once: a process sees a renewed certificate when it starts again.
 """
@@ -158,4 +158,4 @@ def _context(side: int, cert: str, key: str, authority: str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise ConfigError("tls_key has a password: nobody could type it on every host", field="tls_key")
+    raise ConfigError("tls_key has a password: it would have to be typed on every host", field="tls_key")

@@ -81,7 +81,7 @@ def receive_run(
 
     Args:
         take: Takes up to so many slots; chunks without one are passed over, and are bad.
-        damage: Hears of chunks that came with another digest than the draft's.
+        damage: Called with chunks whose digest differs from the replica's.
         timeout_s: For each chunk.
 
     Raises:

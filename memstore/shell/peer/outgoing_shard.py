@@ -21,7 +21,7 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 
 
 class SealedReplica:
-    """A replica on the shelf, pinned until it is released."""
+    """A stored replica, pinned until it is released."""
 
     def __init__(self, replicas: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
         self.replicas, self.shelved, self._pin = replicas, shelved, pin
@@ -80,7 +80,7 @@ class StreamingReplica:
             self._changed.notify_all()
 
     def seal(self, shelved: StoredReplica) -> None:
-        """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
+        """Pin the stored replica for every push, before it could be dropped; needs the replica store's lock."""
         with self._changed:
             deadline_s = self.replicas.clock.monotonic() + PIN_S
             self._pins = [self.replicas.index.pin(shelved, deadline_s) for _ in range(self._readers)]

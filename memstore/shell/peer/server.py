@@ -60,7 +60,7 @@ Key = tuple[str, ShardId]  # sender and shard
 
 @dataclass(slots=True)
 class Incoming:
-    """A draft that a peer feeds: all connections of that life of it, and when the draft was last heard of."""
+    """A draft that a peer feeds: all its connections, and when data for it last arrived."""
 
     draft: IncomingReplica
     channels: set[Channel]
@@ -286,7 +286,7 @@ class PeerServer:
             orphans = {key: incoming for key, incoming in self.incoming.items() if is_orphan(key, incoming)}
             for key in orphans:
                 del self.incoming[key]
-        for (sender, shard), incoming in orphans.items():  # that draft, not one offered anew meanwhile
+        for (sender, shard), incoming in orphans.items():  # that draft, not one offered again meanwhile
             self.replicas.abort_draft(sender, shard, only=incoming.draft)
 
     # -- sending ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One arena as a rank maps it: on first use, anew once the file has become longer, pre-faulted step by step (R9).
+"""One arena as a rank maps it: on first use, and again once the file has become longer, pre-faulted step by step (R9).
 
 Of another arena file a rank has another of these: what was granted of one is never written through the other (R8).
 
@@ -71,7 +71,7 @@ class RankMapping:
             device: Its index.
             later: Queues work for the thread that calls `prefault`.
 
-        What was leased before an arena was mapped anew (its limit was raised) goes on unpinned.
+        What was leased before an arena was mapped again (its limit was raised) goes on unpinned.
         """
         if self._device is None:
             self._device = device

@@ -74,7 +74,7 @@ def collective(link: HolderLink, verb: str, body: dict[str, Any], timeout_s: flo
 
 
 def ask_with_all(link: HolderLink, verb: str, body: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-    """Ask what nobody can withdraw from.
+    """Send a call that cannot be withdrawn.
 
     Raises:
         PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's word; OPEN_S more if all have come.

@@ -34,7 +34,7 @@ class CollectiveMarks:
         self._depth = 0  # collectives under way
         self._count = 0
         self._busy_s = 0.0  # when the first of them began
-        self._known: object = None  # the connection over which the holder heard of the file
+        self._known: object = None  # the connection over which the holder was sent the file
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
 
     def begin(self) -> None:
@@ -73,7 +73,7 @@ class CollectiveMarks:
         self._words[0] = self._count
 
     def _publish(self) -> None:
-        """Make a file for the holder that serves now; without room for one, nobody hears the marks."""
+        """Make a file for the holder that serves now; without room for one, the marks reach no holder."""
         self._known, self._count = self._link.channel, 0
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
         path = self._link.folder / f"{PREFIX}{secrets.token_hex(8)}"

@@ -195,7 +195,7 @@ class HolderLink(LeasedSlots):
                     self.tenants.update(dict.fromkeys((int(n) for n in body["body"]["slots"]), self.heir))
             if future is None:
                 if body["error"] is None and "pin" in body["body"]:
-                    self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # nobody waits for it any more
+                    self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # no caller waits for it any more
             elif body["error"] is None:
                 future.set_result(body["body"])
             else:
@@ -240,7 +240,7 @@ class HolderLink(LeasedSlots):
     def fenced_error(self) -> FencedError:
         """Return what a Store of an older attempt, of an older connect() or of a removed job is told (R21)."""
         if self.is_removed:
-            why = "the job was removed; connect again to begin it anew"
+            why = "the job was removed; connect again to begin it from nothing"
         elif self.fenced_by == self.attempt:
             why = "this process has connected to the job again: use the Store that it was given then"
         else:
@@ -301,7 +301,7 @@ class HolderLink(LeasedSlots):
             self.listeners.pop(number, None)
 
     def forget_call(self, future: Future[dict[str, Any]]) -> None:
-        """Nobody waits for this answer any more: it is not asked again."""
+        """Drop the wait for this answer: the call is not sent again."""
         with self.room:
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
@@ -358,7 +358,7 @@ class HolderLink(LeasedSlots):
         return True
 
     def notify(self, body: dict[str, Any]) -> None:
-        """Queue a message that nobody answers."""
+        """Queue a message that has no answer."""
         self.outbox.put(lambda: self._send(body))
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class HolderLink(LeasedSlots):
         if self.closed.is_set():
             return
         with self.room:
-            if self.parent:  # a holder on its way back must hear it: a save process lives on, and so would its lease
+            if self.parent:  # a holder on its way back must get it: a save process lives on, and so would its lease
                 self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
         self.notify({"k": "bye"})
         self.outbox.put(None)

@@ -156,7 +156,7 @@ class ShardRanges:
         return OpenRanges(manifest, step, attempt, views, int(answer["pin"]), self.link, hold)
 
     def drop(self, asked: Asked) -> None:
-        """Nobody opens it any more: what it has brought here, or still brings, is given back."""
+        """Give back what it has brought here, or still brings: it is not opened any more."""
         self.link.forget_call(asked.future)
         asked.future.add_done_callback(self._give_back)
 

@@ -69,7 +69,7 @@ class StagedShard:
             raise
         try:
             if opened.manifest != self.manifest:
-                raise IntegrityError(f"{shard} was put anew while it was read: call get() again")
+                raise IntegrityError(f"{shard} was put again while it was read: call get() again")
             use(opened.views)
         finally:
             opened.close()
@@ -95,7 +95,7 @@ class ShardRead:
     A context manager; what was staged stays pinned until its end.
 
     Raises:
-        PeerTimeout: from whatever waits, once `timeout_s` have passed.
+        PeerTimeout: from any wait, once `timeout_s` have passed.
         RecoveryError: there is no such shard, or some chunk has no good copy.
     """
 
@@ -166,7 +166,7 @@ class ShardRead:
             self._staged.mend(wanted, use)
 
     def _named(self, told: Mapping[str, Any]) -> Manifest:
-        """Return the manifest of what is read; a question asked again by a link that broke may be answered anew."""
+        """Return the manifest of what is read; a call sent again after a link broke may get another answer."""
         named = decode_manifest(bytes(told["manifest"]))
         if self._manifest is None:
             self._manifest = named

@@ -3,8 +3,8 @@
 (off) --a store is watched--> waiting --SIGTERM--> persisting --answered, or its time over--> passed on --> waiting
                                 ^--the last store is closed--> (off)
 
-Python runs a signal's handler in the main thread, once that is back from whatever C code it is in, and a rank whose
-peers are gone may hang in a collective for ever. So the signal is heard by a thread: the interpreter's C handler writes
+Python runs a signal's handler in the main thread, once that is back from the C code it is in, and a rank whose
+peers are gone may hang in a collective for ever. So a thread waits for the signal: the interpreter's C handler writes
 the signal's number to a pipe at once (`signal.set_wakeup_fd`). Our Python handler writes there only where someone else
 has put another descriptor in the place of ours. What was there before is passed on to afterwards: a handler of Python's
 in the main thread, by sending it the signal once more; the default action by restoring it first.
@@ -227,7 +227,7 @@ class SigtermWatch:
             self._masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_in_parent(self) -> None:
-        """The thread hears SIGTERM again."""
+        """Let the thread receive SIGTERM again."""
         mask = self._masks.pop(threading.get_ident(), None)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

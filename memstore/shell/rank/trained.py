@@ -3,7 +3,7 @@
 rank --at most one message a second, of a step that should_put() or a skipped put names--> holder
 holder --heartbeats--> controller
 
-What the rank trained since its last word is known to nobody when it dies, so that every count of it is "at least".
+What the rank trained since its last word is lost when it dies, so that every count of it is "at least".
 """
 
 from __future__ import annotations

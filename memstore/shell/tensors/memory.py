@@ -242,7 +242,7 @@ def flat_source(tensor: torch.Tensor) -> Source:
 
 
 def is_flat(owner: Any) -> bool:
-    """Tell whether these are a device's bytes as they lie, so that no copy is needed to have them in one piece."""
+    """Return whether these are a device's bytes as they lie, so that no copy is needed to have them in one piece."""
     return isinstance(owner, torch.Tensor) and owner.is_contiguous() and owner.dtype is torch.uint8 and owner.dim() == 1
 
 

@@ -47,7 +47,7 @@ def copy_own(target: int, source: int, nbytes: int) -> bool:
 
 @functools.cache
 def is_permitted() -> bool:
-    """Tell whether this process may copy so: some sandboxes refuse the call."""
+    """Return whether this process may copy so: some sandboxes refuse the call."""
     source, target = ctypes.create_string_buffer(b"x", 1), ctypes.create_string_buffer(1)
     try:
         return copy_own(ctypes.addressof(target), ctypes.addressof(source), 1)

@@ -160,7 +160,7 @@ class _Helper:
                 self._work(self._share)
 
     def finish(self) -> None:
-        """Return when its share is done: bounded by the bytes, for memory moves wait for nobody."""
+        """Return when its share is done: bounded by the bytes, for memory moves never wait."""
         self._thread.join()
 
     def wait_stopped(self) -> None:
@@ -173,7 +173,7 @@ _here = threading.local()  # copies: the helpers of those that this thread has u
 
 
 def _stop(helpers: Sequence[_Helper]) -> None:
-    """End helpers of an interrupted copy: whoever gets the slots next must be alone in them."""
+    """End helpers of an interrupted copy: the next owner of the slots must be alone in them."""
     try:
         for helper in helpers:
             helper.is_stopped = True

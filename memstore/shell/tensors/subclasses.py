@@ -20,13 +20,13 @@ _described: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by mesh
 
 
 def is_dtensor(value: object) -> bool:
-    """Tell whether `value` is a DTensor, without importing torch.distributed for it."""
+    """Return whether `value` is a DTensor, without importing torch.distributed for it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_wrapper(value: object) -> bool:
-    """Tell whether `value` is a tensor made of inner tensors that it can name."""
+    """Return whether `value` is a tensor made of inner tensors that it can name."""
     return isinstance(value, torch.Tensor) and hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
 
 

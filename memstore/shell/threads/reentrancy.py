@@ -39,14 +39,14 @@ class ReentrancyGuard:
         self.refuse(verb)
         thread = threading.get_ident()
         try:
-            self._verbs[thread] = verb, sys._getframe(2)  # of whoever enters it
+            self._verbs[thread] = verb, sys._getframe(2)  # the frame of the caller
             yield
         finally:
             self._verbs.pop(thread, None)
 
 
 def is_running(call: FrameType) -> bool:
-    """Tell whether this thread is in the middle of a call."""
+    """Return whether this thread is in the middle of a call."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back

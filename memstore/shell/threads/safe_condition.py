@@ -2,7 +2,7 @@
 
 A handler runs between any two steps of Python in the main thread, and may raise there. threading.Condition is entered
 by Python, so what is raised in between leaves its lock held for ever: the threads of a link, or of a copy, would stand
-still. A lock of C is taken and let go in one step each. Whoever waits looks again now and then, for a call to wake him
+still. A lock of C is taken and let go in one step each. A waiter looks again now and then, for a call to wake it
 may have been torn.
 """
 
@@ -17,9 +17,9 @@ LOOK_S = 1.0  # a wake that was torn costs no more
 
 
 def is_of_handler(exc: BaseException) -> bool:
-    """Tell whether a signal's handler raised it, and it is not the store's to swallow.
+    """Return whether a signal's handler raised it, and it is not the store's to swallow.
 
-    Who handles a signal is given the frame in which it came, and is called from there; nobody else gets his caller's.
+    A signal's handler is given the frame in which the signal came and is called from there; no other caller's is given.
     """
     step = exc.__traceback__
     while step is not None and step.tb_next is not None:
@@ -78,7 +78,7 @@ class SafeEvent:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Tell whether it is set; it stays so."""
+        """Return whether it is set; it stays so."""
         return self._is_set
 
     def set(self) -> None:

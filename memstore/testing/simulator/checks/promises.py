@@ -28,7 +28,7 @@ class Promises:
         """Look at a manifest of a fork: it must name what the origin's rank put."""
         shard, origin = manifest.shard, self.asked.get(manifest.shard.job)
         if origin is None:
-            raise Violation("R32", f"{host} holds {shard}, of a job that nobody asked for")
+            raise Violation("R32", f"{host} holds {shard}, of a job that no rank asked for")
         put = self.observed.contents.get(self._shard(origin, shard.rank), [])
         wanted = [[chunk_digest(data) for data in content] for content in put]
         if [chunk.digest for chunk in manifest.chunks] not in wanted:

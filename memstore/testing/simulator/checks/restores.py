@@ -45,7 +45,7 @@ class Restores:
         shard = shard_from_wire(answer["shard"])
         puts = self.observed.contents.get(shard, [])
         if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
-            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")
 
     def restored(self, rank: Rank, answer: Body) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
@@ -54,7 +54,7 @@ class Restores:
             return 0
         shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
         if answer["read"] not in self.observed.contents.get(shard, []):
-            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
 
     def chosen(self, rank: Rank, answer: Body) -> StepId | None:

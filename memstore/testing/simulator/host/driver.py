@@ -204,7 +204,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.OpenHerald) -> Waits[None]:
-        yield from ()  # no reader of the simulation asks to hear of chunks while others still come
+        yield from ()  # no reader of the simulation asks for chunks while others still come
 
     @_perform.register
     def _(self, effect: effects.Warn) -> Waits[None]:

@@ -1,4 +1,4 @@
-"""A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
+"""A holder of the simulation: the real replica store, peer server and procedures of core/holder, in virtual time.
 
 It mirrors what shell/holder/holder.py, orders.py and rank_server.py do around them: sessions, orders, ranks' links.
 """

@@ -37,7 +37,7 @@ class RankConnection:
 
 
 class Digested:
-    """A fresh shard whose digests are known: the vault digests it once more when it stores it."""
+    """A fresh shard whose digests are known: the replica store digests it once more when it stores it."""
 
     def __init__(self, fresh: StreamingReplica) -> None:
         self.seal = fresh.seal
