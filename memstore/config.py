@@ -53,7 +53,7 @@ STORE_FIELDS = (
 class Config:
     """Every knob, in two groups. Durations are seconds, sizes bytes (or text such as "8GiB")."""
 
-    _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it on, behind what it is told
+    _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it before its changes
 
     # -- store fields -------------------------------------------------------------------------
     store: str = "default"  # name of the store; processes that give the same one share it

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardSpec, StepId
 
-RANKS_LISTED_MAX = 10  # a reason is read by a person; the count beside the list tells the rest
+RANKS_LISTED_MAX = 10  # a reason is read by a person; the count beside the list has the rest
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ def join_ray(
         if wants_token(error):
             raise PeerUnreachable(
                 f"the Ray cluster {where} answers and refuses this process: Ray's token authentication is on there. "
-                "With an address given, Ray uses a token only if told to: set RAY_AUTH_MODE=token here, and have the "
+                "With an address given, Ray uses a token only if asked to: set RAY_AUTH_MODE=token here, and have the "
                 "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN; or start the cluster with "
                 "RAY_AUTH_MODE=disabled",
                 address=address,

@@ -22,7 +22,7 @@ ASK_S = 2.0  # for all stores, which are asked beside one another
 
 @dataclass(frozen=True)
 class StoreHere:
-    """A store with arenas on this machine; `jobs` are those that a live one tells, with their newest committed step."""
+    """A store with arenas on this machine; `jobs` are those of a live one, with their newest committed step."""
 
     store: str
     hosts: list[str]

@@ -19,7 +19,7 @@ from memstore.shell.on_ray.reach import REACH_S
 
 POLL_S = 0.2
 BEAT_S = 5.0  # a holder that has just joined says within this what it may have
-RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
+RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 
 
 # -- up ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def check_writable(directory: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"the durable directory {directory} cannot be written from this machine: {error.strerror}. "
-            "Create it, mount it, or mend its permissions; every host must reach it",
+            "Create it, mount it, or fix its permissions; every host must reach it",
             field="durable", value=directory,
         ) from error  # fmt: skip
 

@@ -39,7 +39,7 @@ _STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may
 
 
 def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) -> Path:
-    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told.
+    """Return the arena folder of this process's host (R4); ConfigError if its host is ambiguous.
 
     `node_labels` are those of this process's Ray node, where this process itself has not joined Ray.
     """
@@ -100,7 +100,7 @@ def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bo
         return
     if is_new or isinstance(start.error, ConfigError):
         raise start.error
-    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not tell which is ours either
+    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not name ours either
         raise problem
     log.warning("memstore: the holder is not back, and Ray cannot start one: %s", start.error)
 
@@ -298,12 +298,12 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
 
     Args:
         job: Name of the training run.
-        address: Ray cluster of the store, which is joined only where nothing else tells which host is this process's:
+        address: Ray cluster of the store, joined only if this process's host is not known otherwise:
             its node on this machine does then (R4).
         config: Store fields to find the store.
 
     Raises:
-        ConfigError: several holders are on this machine, and nothing tells which one is this process's.
+        ConfigError: several holders are on this machine, and it is unclear which one is this process's.
         PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
     """
     config = config or Config()

@@ -1,4 +1,4 @@
-"""What a Store can be told of collectives and iterations, so that a put's copies travel between them (D87)."""
+"""Verbs of a Store that mark collectives and iterations, so that a put's copies travel between them (D87)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The room of one put between the moment it is taken and the hand-over (R8, R11).
 
     taken --hand_over--> the holder's
-      |--lend--> lent: a child process may adopt it, and nothing is written here any more
+      |--offer--> offered: a child process may adopt it, and nothing is written here any more
       '--abandon, or the holder says that some slots are no longer ours--> given back
 
 The stream that is handed over need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
@@ -104,7 +104,7 @@ class PendingPut(Tenant):
         is_answered(offered, LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
 
     def abandon(self) -> None:
-        """Give everything back; what was lent, as far as no child has it, and when the holder says so.
+        """Give everything back; offered slots only once the holder answers that no child has them.
 
         Waits for a thread that writes into the slots, except an overlapped copy: that gives them back itself.
         """

@@ -1,4 +1,4 @@
-"""store.should_put(step): the same answer on every rank, from what all ranks were told (R33).
+"""store.should_put(step): the same answer on every rank, from the interval that all ranks were sent (R33).
 
 A rank asks in the background, some steps ahead, and sends what it measured; for the steps see
 `core/schedule/put_interval.py`.

@@ -1,7 +1,7 @@
 """The put side of one rank's store: tickets, room, skips (R10, R11, R12).
 
 begun --room--> copied --handed over--> the holder's; its levels come back as events
-  '--no room in time, or not copied--> skipped: the controller is told, and all ranks give the step up alike
+  '--no room in time, or not copied--> skipped: the controller is notified, and all ranks skip the step
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class SharedShard:
             return None
         return opened.step, opened.attempt, _chosen(link, natural.roster[self.shard])
 
-    # -- twins that differ ------------------------------------------------------------------------
+    # -- writers that differ ----------------------------------------------------------------------
 
     def name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
@@ -147,7 +147,7 @@ class SharedShard:
         step, twin, names = int(event["step"]), int(event["twin"]), list[str]()
         try:
             if event["count"]:
-                with contextlib.suppress(MemstoreError, TimeoutError):  # told all the same, without names
+                with contextlib.suppress(MemstoreError, TimeoutError):  # reported all the same, without names
                     wait(step)
                     names = self._differing_names(link, event, step, twin)
                 where = ", ".join(names) or f"{event['count']} chunks"
@@ -159,7 +159,7 @@ class SharedShard:
             }  # fmt: skip
             link.call("twins", body, NAMING_S)
         except MemstoreError as error:
-            log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
+            log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)
 
     def _differing_names(self, link: HolderLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)

@@ -182,7 +182,7 @@ class Store(PinVerbs, MarkVerbs):
         """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
-        are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
+        are put and measured; then all ranks are sent a number of steps, and a new one now and then. It is asked for
         ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:

@@ -135,7 +135,7 @@ def begin_start(config: Config, *, address: str | None, may_create: bool, limit_
 
 
 def main() -> None:
-    """Join Ray and start the store as the JSON on stdin says; tell on stdout, line by line, how far it is."""
+    """Join Ray and start the store as the JSON on stdin says; report progress on stdout, line by line."""
     spec = json.load(sys.stdin)
     signal.alarm(math.ceil(spec["limit_s"]) + 1)  # the process that asked has given up by then, or is dead
     sys.argv = spec["argv"]  # Ray's workers get the folder of the caller's script

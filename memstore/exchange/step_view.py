@@ -57,7 +57,7 @@ class StepView:
     per_rank: list[str] = field(default_factory=list)  # names of what differs between ranks
 
     def by_rank(self, *, are_interleaved: bool = False) -> Iterator[tuple[ShardBytes, list[Item]]]:
-        """Yield every shard with its items, told to expect them; the window is shared if shards are read by turns."""
+        """Yield every shard with its items, which it is to expect; the window is shared if shards are read by turns."""
         ranks: dict[int, list[Item]] = defaultdict(list)
         for item in self.items:
             ranks[item.shard.rank].append(item)

@@ -65,7 +65,7 @@ class SaveProcess:
         self._link: HolderLink | None = None
 
     def new_ticket(self, step: int) -> Ticket:
-        """Return a ticket that tells of the put as the training process began it."""
+        """Return a ticket of the put that the training process began."""
         ticket = Ticket(step, self.staged.nbytes, self.staged.began_s, self.config.commands)
         ticket.stall_s = self.staged.stall_s
         return ticket

@@ -77,7 +77,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._names: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Cross to the save process: what was staged is lent to it, and taken over there."""
+        """Cross to the save process: what was staged is offered to it, and taken over there."""
         if not isinstance(self.puts, Puts) or self.ticket is None:
             raise ConfigError(
                 "a DCP writer crosses to another process only after it has staged: pass it to dcp.async_save as "

@@ -136,7 +136,7 @@ class ReplicaIndex:
             raise ValueError(f"shard {shard} lacks {len(draft.missing)} chunks")
         known = self.shards.get((shard, spec.digest))
         if known is not None:
-            # The same bytes came twice, or mend a copy with bad chunks: keep one set of references.
+            # The same bytes came twice, or repair a copy with bad chunks: keep one set of references.
             for index, number in enumerate(draft.slots):
                 if known.slots[index] is None and number is not None:
                     known.slots[index] = number
@@ -356,7 +356,7 @@ class ReplicaIndex:
         return stored + sum(self._slots_for(draft) for draft in drafts)
 
     def _slots_for(self, draft: IncomingReplica) -> int:
-        """Slots that a draft takes in the end; what is lent to a reader out of a stored replica takes none."""
+        """Slots that a draft takes in the end; what a reader borrows of a stored replica takes none."""
         if draft.excerpt is None:
             return len(draft.slots)
         return sum(draft.slots[i] not in self.users for i in draft.excerpt)

@@ -327,7 +327,7 @@ class Attempts:
         self.out.emit(AttemptUnfenced(name))
 
     def answer_member(self, name: str, attempt: Attempt, call: Call) -> None:
-        """Tell a process of the attempt its place in it; FencedError for one whose place another has taken."""
+        """Send a process of the attempt its place in it; FencedError for one whose place another has taken."""
         if not self._is_member(attempt, call.body):
             self.out.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
@@ -399,7 +399,7 @@ class Attempts:
                     self._go_on(name, gathering, why)
                 continue
             late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
-            if late is not None:  # one deadline for all, so that each of them is told the same ranks
+            if late is not None:  # one deadline for all, so that each of them is sent the same ranks
                 named_s = float(late.body["config"]["connect_timeout_s"])
                 refusal = gather_timeout(
                     f"connect to job {name!r}", named_s, missing_ranks(gathering.world_size, gathering.joins),

@@ -1,4 +1,4 @@
-"""Rounds in which all ranks are told how many steps lie between two puts. Pure (R33).
+"""Rounds in which all ranks are sent how many steps lie between two puts. Pure (R33).
 
 all ranks asked --distance decided--> fact --replicated--> answered; a rank that asks later gets the same
 """

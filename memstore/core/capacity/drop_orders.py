@@ -1,4 +1,4 @@
-"""Copies that hosts are told to free, and do not count from then on. Pure (R7, R19).
+"""Copies that hosts are ordered to free, and that do not count from then on. Pure (R7, R19).
 
 counted --drop ordered--> ordered --the host reports it freed--> free; counted again if it is made again
 
@@ -25,7 +25,7 @@ class Drops:
         self._given_count = 0
 
     def order(self, host: str, shards: Sequence[ShardId]) -> None:
-        """Tell a host to free copies; the caller takes them off the job."""
+        """Order a host to free copies; the caller takes them off the job."""
         self._given_count += 1
         ordered = self._ordered.setdefault(host, {})
         for shard in shards:

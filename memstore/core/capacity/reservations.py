@@ -1,6 +1,6 @@
 """Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
 
-Pins and forks claim room as well, with an order that carries a call's number, so that its answers are told apart.
+Pins and forks claim room as well, with an order that carries a call's number, by which its answers are known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reservation:
     calls: RankCalls = field(default_factory=RankCalls)
     late: RankCalls = field(default_factory=RankCalls)  # want more than was ordered: a reservation of their own, next
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
-    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
+    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as last sent to the hosts
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     is_ordered: bool = False
@@ -150,7 +150,7 @@ class Reservations:
                 attempt.needs[rank] = slots
 
     def silent_ranks(self, job: Job, attempt: Attempt) -> list[int]:
-        """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
+        """Ranks whose need is not known: they reported none, and put nothing that shows it."""
         silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
         return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
 
@@ -176,7 +176,7 @@ class Reservations:
         self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve",
         is_news_only: bool = False,
     ) -> set[str]:  # fmt: skip
-        """Tell every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
+        """Send every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
         if self.view.placement(job) is None:
             return set()
         keep = versions_count(job, attempt)

@@ -86,7 +86,7 @@ class RoundReleased:
     """A get() is over: every rank has the step."""
 
     round: Round
-    answer: Body  # what all ranks are told alike
+    answer: Body  # the same for all ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class StepRetired(FactBase, frozen=True):
     job: str
     attempt: int
     step: int
-    reason: str  # "": every host was told to check its digests
+    reason: str  # "": every host was ordered to check its digests
     is_torn: bool = False  # its bytes mix two moments, though they match their digests: retired for good
 
 

@@ -76,8 +76,8 @@ class Attempt:
     resume_gap: int = 1
     pace: Pace = field(default_factory=Pace)
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
-    skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
-    skip_why: str = ""  # who gave the newest skipped step up and why; "" if another controller was told
+    skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
+    skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened

@@ -33,7 +33,7 @@ def lost_text(count: int) -> str:
 
 
 def dropped_text(job: str, step: int) -> str:
-    """Return what a reader is told whose step was dropped for a newer one before all of it was copied."""
+    """Return the error for a reader whose step was dropped for a newer one before all of it was copied."""
     return (
         f"step {step} of job {job!r} was dropped while it was read: newer ones are committed, and puts wait for no "
         f"reader. Read the newest, or pin one and read that: `memstore pin {job} latest NAME`"

@@ -84,7 +84,7 @@ class Steps:
         job = self.state.jobs[shard.job]
         attempt = job.attempts.get(shard.attempt)
         if attempt is None or copy.missing:
-            return  # what lacks a chunk is mended by repair, or given up
+            return  # what lacks a chunk is repaired or given up
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
             attempt.has_put = True
@@ -179,7 +179,7 @@ class Steps:
                 attempt.told_step = max(attempt.told_step, step)
 
     def greet(self, job: Job, host: str) -> None:
-        """Tell a host's ranks of the newest commit and skip: the word may have died with a controller or a holder."""
+        """Send a host's ranks the newest commit and skip again: a dead controller or holder may not have sent them."""
         attempt = job.newest
         if attempt is None:
             return
@@ -202,7 +202,7 @@ class Steps:
                 self.evaluate(job, step)
 
     def evaluate(self, job: Job, step: StepId) -> None:
-        """Commit the step if the rule holds now; mend a degraded commit that has become whole."""
+        """Commit the step if the rule holds now; commit again a degraded one that has become whole."""
         commit = job.commits.get(step)
         if commit is not None:
             fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
@@ -233,7 +233,7 @@ class Steps:
         """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
 
         Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
-        each of its ranks. To mend a degraded commit only a whole one will do.
+        each of its ranks. A degraded commit is replaced by a whole one only.
         """
         if self.state.is_placement_stale:
             return None  # asked again when it is known who is to have copies: with the next tick
@@ -265,11 +265,11 @@ class Steps:
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_committed(self, now: float, fact: StepCommitted, *, is_replay: bool) -> None:
-        """The commit has spread: tell the ranks, supersede what is older, let retention drop."""
+        """The commit is replicated: notify the ranks, supersede older steps, let retention drop."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
-        # Progress ends a crash loop; the commit of the restored step itself, or its mending, is none (R25).
+        # A commit of a newer step ends a crash loop. Committing the restored step again does not (R25).
         job.restores = [r for r in job.restores if r.step >= step]
         attempt = job.attempts.get(fact.attempt)
         if attempt is not None:
@@ -355,7 +355,7 @@ class Steps:
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
-            why = str(body.get("why", "no reason was told"))[:WHY_CHARS_MAX]
+            why = str(body.get("why", "no reason was given"))[:WHY_CHARS_MAX]
             attempt.skip_reasons[step.step] = attempt.skip_why = (
                 f"rank {int(body['rank'])} gave up step {step.step}: {why}"
             )

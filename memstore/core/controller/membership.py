@@ -67,7 +67,7 @@ class PlacementUpdates:
 
     def _place_all(self) -> None:
         self.state.is_placement_stale, self._has_placed = False, True
-        self.parts.view.send_news()  # before anybody is told to send something there
+        self.parts.view.send_news()  # before any host is ordered to send something there
         for job in self.parts.room.in_turn():
             self.place_anew(job)
 

@@ -142,7 +142,7 @@ class Takeover:
         for job in self.parts.room.in_turn():
             if job.newest is not None:
                 self.parts.attempts.send_fences(hosts, job.name, job.newest)
-                if not self.state.is_placement_stale:  # else the next tick tells them
+                if not self.state.is_placement_stale:  # else the next tick sends it
                     self.parts.view.send_targets(job, only=set(hosts))
                     if job.newest.needs or job.copies:
                         self.parts.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
@@ -186,7 +186,7 @@ class Takeover:
             return False
         self.out.log(
             f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
-            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is told to take a higher one",
+            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is ordered to take a higher one",
             "warning",
         )
         self.out.send(info.host_id, "outdated", {"above": later.incarnation})
@@ -234,7 +234,7 @@ class Takeover:
             return fact.name not in job.pins and self._is_pin_there(job, fact)
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
-        # The other facts tell the course of an attempt. The newest one's is decided here; an older one's is past.
+        # The other facts record the course of an attempt. Only the newest attempt's is decided here.
         return job.newest is None or fact.attempt != job.newest.ordinal
 
     def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:

@@ -40,7 +40,7 @@ class Remains:
 
 
 class Departures:
-    """Looks at durable storage for hosts that are to go, and tells what they would take along."""
+    """Looks at durable storage for hosts that are to go, and reports what would be lost with them."""
 
     def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks, persists: Persists) -> None:
         self.state, self.out, self.checks, self.persists = state, out, checks, persists

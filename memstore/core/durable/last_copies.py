@@ -1,4 +1,4 @@
-"""What would be lost for good with the copies in RAM: durable storage is looked at before anybody is told. Pure (R19).
+"""What would be lost for good with the copies in RAM: durable storage is looked at before that is reported. Pure (R19).
 
 asked --a host looks for every step that makes up for the copies--> answered: of each job what nothing else has
 """

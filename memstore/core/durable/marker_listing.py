@@ -115,7 +115,7 @@ class DurableMarkers:
 
 
 def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
-    """Return whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
+    """Return whether a marker names an attempt that RAM knows with another opening time, so another one (R31).
 
     The moments only tell attempts apart: of two clocks either may be wrong. Such a run was forgotten: its
     RAM was lost, and the job of its name was started without `durable=`, or elsewhere.

@@ -179,7 +179,7 @@ class DurableOrders:
         return not write.key or self.keys.of(job.name).names.get(host) == write.key
 
     def _order_slices(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece]) -> None:
-        """Tell every host which of `pieces` it writes."""
+        """Send every host the `pieces` that it writes."""
         numbers: dict[str, dict[int, list[int]]] = {}
         for rank, number in sorted(pieces):
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)

@@ -142,7 +142,7 @@ class Forks:
             return
         pending.is_listing = False
         if why:
-            what = f"whether job {name!r} has steps on durable storage cannot be told: {why}"
+            what = f"whether job {name!r} has steps on durable storage is unknown: {why}"
             self._refuse(pending, "RecoveryError", what)
         elif name in self.state.jobs:
             self._refuse(pending, *self._exists(name))

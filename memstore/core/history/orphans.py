@@ -1,4 +1,4 @@
-"""Jobs of a store that was forgotten: when they leave RAM, and what is told to who comes back for them. Pure (R5, R23).
+"""Jobs of a forgotten store: when they leave RAM, and the error for a rank that comes back for them. Pure (R5, R23).
 
 A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of
 these hosts are here again for a while, and no rank has asked for it since. Its removal is a fact that records which
@@ -92,7 +92,7 @@ class Orphans:
             self.used.add(name)
 
     def told(self, host: str, stories: Mapping[str, str]) -> None:
-        """A host shows what it remembers of jobs; one that went on, or was removed, since is told to forget."""
+        """Take the jobs that a host remembers; order it to forget those that went on, or were removed, since."""
         for name, story in stories.items():
             if name in self.ended or self._goes_on(name):
                 self.out.send(host, "dropped", {"job": name, "story": ""})

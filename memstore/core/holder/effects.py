@@ -377,7 +377,7 @@ class NotePut(Effect):
 
 @dataclass(frozen=True)
 class CompareShared(Effect):
-    """Compare a sealed shard with those of the same step that should be equal to it, and tell the ranks that differ."""
+    """Compare a sealed shard with those of its step that should be equal, and notify the ranks that differ."""
 
     shard: ShardId
 
@@ -397,7 +397,7 @@ class GiveUpPut(Effect):
 
 @dataclass(frozen=True)
 class TellFenced(Effect):
-    """Tell processes of older attempts that they are refused; members of the new attempt are not told."""
+    """Notify processes of older attempts that they are refused; not members of the new attempt."""
 
     job: str
     attempt: int
@@ -417,7 +417,7 @@ class AnswerFence(Effect):
 
 @dataclass(frozen=True)
 class TellLevel(Effect):
-    """Tell the rank that handed a put over how far its ticket is."""
+    """Send the rank that handed a put over the level of its ticket."""
 
     link: Link
     attempt: int
@@ -435,7 +435,7 @@ class Grant(Effect):
 
 @dataclass(frozen=True)
 class TellReplicated(Effect):
-    """Tell the rank that put a shard that every one of its targets has sealed it."""
+    """Notify the rank that put a shard that every one of its targets has sealed it."""
 
     shard: ShardId
 

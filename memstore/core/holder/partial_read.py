@@ -1,6 +1,6 @@
 """Some chunks of a shard, brought to this host for one reader that asked for ranges of it (R7, R27).
 
-    ordered --every chunk here and digested--> ready --its reader took it--> lent --unpinned, or its link ended--> gone
+    ordered --every chunk here and digested--> ready --its reader took it--> used --unpinned, or its link ended--> gone
       '--a source failed--> gone                 '--not taken in time, or kept too long--> gone
 
 An excerpt is a draft that is never finished: it counts and serves as no copy of the shard. Content that this host

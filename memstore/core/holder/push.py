@@ -79,7 +79,7 @@ def begin(state: HolderState, push: Push, replication: Replication | None = None
 
 
 def run(state: HolderState, push: Push) -> Steps[None]:
-    """Make the copy. Reports a failure; tells the rank when this was the last copy of its put."""
+    """Make the copy. Report a failure; notify the rank if this was the last copy of its put."""
     why, is_final = "", True
     try:
         why, is_final = yield from _copied(state, push)

@@ -4,7 +4,7 @@
        --its slots are its own, and this host sees in them what the rank saw--> digested, pushed meanwhile --> sealed
        '--refused, or it failed--> its slots are free, and the controller is asked to have all ranks skip the step
 
-    fence: opened --older hand-overs are finished, or 5 s are over--> older processes told --> answered
+    fence: opened --older hand-overs are finished, or 5 s are over--> older processes notified --> answered
 
 A hand-over that came before a fence is finished under it; one that comes later is refused.
 """
@@ -139,7 +139,7 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
 
 
 def _not_seen(state: HolderState, shard: ShardId, slots: list[int], nbytes: int, seen: Body) -> Steps[str]:
-    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes tells, or ""."""
+    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
     try:
         found = yield CompareSample(slots, nbytes, seen)
     except IntegrityError as exc:
@@ -206,7 +206,7 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 
 
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21).
+    """Notify older processes that they are refused, finish what they handed over, and answer with what is here (R21).
 
     A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
     """

@@ -142,7 +142,7 @@ def _staged_here(
     shelved, pin = pinned
     is_kept = False
     try:
-        # A reader digests what it copies, and mends it; so its copy is not digested here first, as a round's is (R27).
+        # A reader digests what it copies and fetches bad chunks again, so it is not digested here first (R27).
         is_read = key[1] < 0
         lacking = sorted(shelved.missing) if is_read else (yield Verify(shelved))
         if not lacking and (yield from _has_manifest(state, body, shelved)):

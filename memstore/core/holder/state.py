@@ -35,7 +35,7 @@ class Store(Protocol):
 
     @property
     def arena_identity(self) -> str:
-        """Return what tells this arena from another one in its place."""
+        """Return the identity of this arena, by which another one in its place is known."""
 
     def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
         """Take slots, if any, from the process that leases them; say whether it had them.
@@ -109,7 +109,7 @@ class Excerpt:
 
 @dataclass
 class Excerpts:
-    """The excerpts that are ready or lent, by the controller's number of the read."""
+    """The partial reads that are ready or used, by the controller's number of the read."""
 
     known: dict[int, Excerpt] = field(default_factory=dict)
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it

@@ -2,7 +2,7 @@
 
 Two things say so: the membership confirmed the term, or every registered host was with this controller lately. Both
 count from the question, never from the answer's arrival: what a socket kept while this process stood still was said
-before that. So hosts are told this controller's clock, their beats echo it, and a host was here when its echo was told.
+before that. So hosts are sent this controller's clock and echo it in heartbeats: a host was here at the time it echoes.
 They are asked only while the membership's word is running out.
 """
 

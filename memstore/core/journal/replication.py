@@ -2,7 +2,7 @@
 
     decided --within the lease--> recorded --end of the event, or an answer--> sent to all live holders
     a session begins --> what its journal lacks, or all of it
-    half of the bytes are not needed --> holders are told what to keep
+    half of the bytes are not needed --> holders are sent what to keep
 
 Read `fact_log.py` for when a fact takes effect, `records.py` for what is sent.
 """

@@ -1,7 +1,7 @@
 """May the next bytes of a copy go now? Not while a rank of this host has a collective under way (D87). Pure.
 
     begin --> held piece by piece into idle spans --> end
-        '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is told
+        '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is reported
 
 The gate runs Algorithm 2 (`chunk_fit.py`) as it goes: a span's room is what the profile (`idle_profile.py`) leaves of
 it now, less what still waits in the kernel. Without marks all goes at once. Nothing here holds a restore or a repair.
@@ -117,7 +117,7 @@ class SendSchedule:
         return Sending(self.release(job, rank, order), order, now)
 
     def end(self, sending: Sending) -> None:
-        """The push is over; what it could not fit is told, until one of the rank's fits."""
+        """End a push; report what it could not fit, until a push of the rank fits."""
         sending.putter.short = ""
         if sending.spilled_bytes:
             rate = self.link.rate

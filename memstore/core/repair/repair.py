@@ -201,7 +201,7 @@ class Repair:
         if is_last_resort and shard not in self.pushes.vain_s:
             return False
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
-        # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
+        # A copy with bad chunks can be repaired from several sources: any that has a chunk the target lacks helps.
         if not sources and target in good:
             sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
         free = [h for h in sources if self.pushes.is_free(h)]

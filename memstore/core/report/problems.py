@@ -236,7 +236,7 @@ def _copies_remedy(job: Body, hosts: list[Body]) -> str:
             "hosts with ranks of the job, or label spare ones memstore=replica"
         )
     if job["is_level_finer"]:
-        return f"it mends itself when hosts in another {job['level_asked']} are back"
+        return f"it recovers when hosts in another {job['level_asked']} are back"
     if job["refusals"]:
         return "make room where it was refused (memstore rm, a larger arena_bytes); repair tries again by itself"
     return "none needed: repair begins by itself"
@@ -252,12 +252,12 @@ def _job_problems(job: Body) -> Iterator[Body]:
             "their launcher has to restart them; steps already committed wait for them",
         )  # fmt: skip
     if job["skipped"]:
-        why = job["skip_why"] or "the controller that was told why is gone, the log of its rank says it"
+        why = job["skip_why"] or "the controller that got the reason is gone, the log of its rank has it"
         yield _row(
             NOTE, name, f"{plural(job['skipped'], 'step')} skipped; the newest: {why}", job["committed_s"],
             "put less often, raise arena_bytes, or find the slow peer above"
             if job["is_skip_for_room"]
-            else f"if it goes on, mend that; `memstore events {name} --level problem` tells of each skipped step",
+            else f"if it goes on, fix that; `memstore events {name} --level problem` shows each skipped step",
         )  # fmt: skip
     for pair in job.get("twins_differ", ()):
         first, second = pair["ranks"]
@@ -295,7 +295,7 @@ def _durable_problems(job: Body) -> Iterator[Body]:
     elif job["durable_problem"]:
         yield _row(
             DEGRADED, name, f"durable {job['durable']}: {job['durable_problem']}", job["durable_s"],
-            "mend that, on every host where it is so; the next write is tried by itself",
+            "fix that, on every host where it is so; the next write is tried by itself",
         )  # fmt: skip
     elif job["durable_unseen"]:
         yield _row(

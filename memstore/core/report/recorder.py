@@ -35,7 +35,7 @@ P = ParamSpec("P")
 def never_raises(
     method: Callable[Concatenate[EventRecorder, P], None],
 ) -> Callable[Concatenate[EventRecorder, P], None]:
-    """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
+    """Catch and log any exception of the wrapped recorder method: recording must never break a decision."""
 
     @functools.wraps(method)
     def wrapped(self: EventRecorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -44,7 +44,7 @@ def never_raises(
         except Exception as exc:
             problem = f"{method.__name__}: {exc!r}"
             if problem != self.problem:
-                self.out.log(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
+                self.out.log(f"an event could not be recorded; nothing else is affected: {problem}", "warning")
             self.problem = problem
 
     return wrapped
@@ -75,7 +75,7 @@ class EventRecorder:
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
-        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
+        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks already reported
 
     def add(self, kind: str, **fields: Any) -> None:
         """Note one thing that happened now."""
@@ -95,7 +95,7 @@ class EventRecorder:
         if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
         if copy.shard.step <= job.newest_commit(attempt.ordinal):
-            return  # told again after a link or a controller broke
+            return  # reported again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
         began_s = self.state.now - seconds(put.get("age_s"))
         putting = self.puts.setdefault(key, Putting(began_s))
@@ -129,7 +129,7 @@ class EventRecorder:
             self._unchanged(job, step, putting.unchanged)
 
     def _unchanged(self, job: str, step: StepId, befores: dict[int, int]) -> None:
-        """Ranks put the bytes of the step before: told when it begins, and not for every step that goes on with it."""
+        """Record that ranks put the bytes of the step before: once when it begins, not for every further step."""
         ranks = sorted(befores)
         why = "the optimizer did not step, or the same object was put"
         self.add(
@@ -333,7 +333,7 @@ class EventRecorder:
             self.add("files_lost", host=host, what=lost)
         self.files_lost[host] = lost
         key = (host, state.info.incarnation)
-        if key not in self.scrubbed:  # what a holder found before this controller knew it was told by the one before
+        if key not in self.scrubbed:  # the previous controller has reported what a holder found before this one knew it
             self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}
         elif found > self.scrubbed[key]:
             self.add("scrub", host=host, found=found - self.scrubbed[key])

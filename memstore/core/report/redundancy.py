@@ -1,4 +1,4 @@
-"""What has a beginning and an end, told at both: a job short of copies, a repair under way. Pure (R18, R29).
+"""Conditions with a beginning and an end, both recorded: a job short of copies, a repair under way. Pure (R18, R29).
 
 Looks at the catalog on ticks and seals, for the observer; changes nothing in it.
 """
@@ -35,7 +35,7 @@ class RedundancyMonitor:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.mending: dict[str, OpenRepair] = {}
-        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
+        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last reported short
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
@@ -66,7 +66,7 @@ class RedundancyMonitor:
     # -- hosts that are to go -------------------------------------------------------------------
 
     def _look_at_drains(self) -> None:
-        """Tell once of every host with notice whether it can go, and again when that has changed."""
+        """Report once for every host with notice whether it can go, and again when that has changed."""
         self.drained = {host: rows for host, rows in self.drained.items() if self.state.is_draining(host)}
         for host in self.state.draining:
             remains = self.departures.remains(host)

@@ -17,7 +17,7 @@ from memstore.core.wire.messages import Body
 
 
 class RollCalls:
-    """Tells ranks that wait, and people, who has come."""
+    """Shows waiting ranks, and people, which ranks have come."""
 
     def __init__(
         self, state: ClusterState, view: ClusterView, room: Reservations, attempts: Attempts, mesh_orders: MeshOrders

@@ -42,7 +42,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The get is over: ranks may be told."""
+    """The get is over: ranks may be answered."""
 
 
 Outcome = PlanAgain | Failed | Released | None
@@ -171,7 +171,7 @@ class Staging:
         return None
 
     def release(self, now: float, active: Round) -> None:
-        """Tell every rank what it has, and where its bytes lie."""
+        """Answer every rank with what it has, and where its bytes lie."""
         job, result = self.state.jobs[active.job], active.plan
         if result is None or result.step is None:
             raise ValueError("a release needs a plan")

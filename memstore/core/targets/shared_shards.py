@@ -1,4 +1,4 @@
-"""Ranks with equal state: who of them copies, where a copier's copies go, what is told when twins differ. Pure.
+"""Ranks with equal state: which of them write, where a writer's copies go, what is reported when they differ. Pure.
 
 Ranks of one launch that name one shard are *twins*; those of them that copy the shared state are its *copiers* (R34).
 Copiers are chosen when the attempt opens and stand in its fact. Their hosts are one another's targets before any other
@@ -92,7 +92,7 @@ class Twins:
         return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
     def joined(self, attempt: Attempt, rank: int) -> Body:
-        """What a rank is told of its shard; rank 0 keeps the list of all copiers, for readers of its shard (R27)."""
+        """Return a rank's role in its shard; rank 0 keeps the list of all writers, for readers of its shard (R27)."""
         if not attempt.shard_of:
             return {}
         table = self._copiers_by_shard(attempt)
@@ -155,7 +155,7 @@ class Twins:
     # -- what differs -------------------------------------------------------------------------
 
     def told(self, call: Call) -> None:
-        """A rank names what it and another copier put differently, or its holder says that they are equal again."""
+        """Take a rank's report of tensors in which two writers differ, or its holder's that they are equal again."""
         body = call.body
         self.out.answer(call, {})
         job = self.state.jobs.get(str(body["job"]))

@@ -48,8 +48,8 @@ class ClusterView:
     def __init__(self, state: ClusterState, out: Effects, told: SentOrders, drains: Drains) -> None:
         self.state, self.out, self.told, self.drains = state, out, told, drains
         self.twins = Twins(state, out)
-        self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told
-        self._told: dict[str, list[Any]] = {}  # host -> where it is, as all were told
+        self.news: set[str] = set()  # hosts that came, moved or went, not yet announced to all
+        self._told: dict[str, list[Any]] = {}  # host -> where it is, as last sent to all
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
@@ -170,7 +170,7 @@ class ClusterView:
         return job.stand_ins_for[leaving]
 
     def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
-        """Tell hosts (all of the job, only some, or those to which it is news) where to push what is put (R13)."""
+        """Send hosts (all of the job, some, or those to which it is news) where to push what is put (R13)."""
         placement, attempt = self.placement(job), job.newest
         if placement is None or attempt is None or attempt.phase == "fencing":
             return
@@ -190,7 +190,7 @@ class ClusterView:
                     self.out.send(host, "targets", body)
 
     def greet(self, hosts: Iterable[str]) -> None:
-        """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
+        """Send hosts whose session has just begun the addresses of all others, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
         """
@@ -200,7 +200,7 @@ class ClusterView:
             self.out.send(host, "view", body)
 
     def send_news(self) -> None:
-        """Tell all hosts what has changed of the others' addresses, if anything has (R3, R28)."""
+        """Send all hosts the changes of the others' addresses, if there are any (R3, R28)."""
         rows, gone = [], []
         for host in sorted(self.news):
             row = self._row(host) if self.state.hosts.is_live(host) else None
@@ -216,7 +216,7 @@ class ClusterView:
                 self.out.send(host, "view", body)
 
     def settled(self, hosts: Iterable[str]) -> None:
-        """A new controller tells all hosts of all at once."""
+        """Send all hosts all addresses at once, as a new controller."""
         self._told = {host: self._row(host) for host in hosts}
         self.news.clear()
 

@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Decoder(Generic[T]):
-    """Decodes bodies of one type, or of one of several types that are told apart by name."""
+    """Decodes bodies of one type, or of one of several types that are distinguished by name."""
 
     def __init__(self, kind: Any, *, items_max: int = BODY_ITEMS_MAX, bytes_max: int = BODY_BYTES_MAX) -> None:
         """`kind` is T: a Message, or a union of some."""

@@ -76,7 +76,7 @@ class HostUp:
     info: HostInfo
     copies: tuple[Copy, ...] = ()
     journal: tuple[bytes, ...] = ()
-    ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
+    ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not reported
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
     up_s: float = 0.0  # how long its holder had been up then, by its own clock
     idle_s: float = 0.0  # for how long no holder had run there before it, if no rank has used it since
@@ -85,7 +85,7 @@ class HostUp:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A heartbeat; it echoes what `clock` last told the host in this session."""
+    """A heartbeat; it echoes the last `clock` that the host was sent in this session."""
 
     host_id: str
     stats: Mapping[str, Any] = field(default_factory=dict)

@@ -225,7 +225,7 @@ class VerifyCopies(Message, frozen=True, tag="verify"):
 
 
 class RaiseLevel(Message, frozen=True, tag="raise_level"):
-    """Tell the tickets of this host's ranks what their step has reached (R15)."""
+    """Send the tickets of this host's ranks the level of their step (R15)."""
 
     job: Name
     attempt: Ordinal
@@ -236,7 +236,7 @@ class RaiseLevel(Message, frozen=True, tag="raise_level"):
 
 
 class AbandonStep(Message, frozen=True, tag="abandon_step"):
-    """Forget an uncommitted step and tell its tickets (R12)."""
+    """Forget an uncommitted step and notify its tickets (R12)."""
 
     job: Name
     attempt: Ordinal

@@ -28,7 +28,7 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
 
     nonce: str
     life: Ordinal
-    """Tells the leases of one process's stores apart."""
+    """Distinguishes the leases of one process's stores."""
     pid: Ordinal
     job: Name
     rank: Ordinal

@@ -52,7 +52,7 @@ class TrainedStep(Row, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """The holder lives; it echoes the controller's clock as it was told last in this session (R17, R28)."""
+    """The holder lives; it echoes the controller's clock as it was sent last in this session (R17, R28)."""
 
     stats: HostStats
     trained: dict[str, TrainedStep]

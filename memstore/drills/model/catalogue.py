@@ -196,11 +196,11 @@ DRILLS = {
         ),
         Drill(
             "durable-error", "storage",
-            "the durable directory of the scratch job: every write to it fails until it is mended, while all ranks put",
+            "the durable directory of the scratch job: every write to it fails until it is fixed, while all ranks put",
             "a directory of the drill's own",
             Promise(
                 "no put raises, every stall within its budget, commits go on meanwhile, the status names the error, "
-                "a durable step follows once it is mended",
+                "a durable step follows once it is repaired",
                 has_commits_meanwhile=True,
             ),
             flow=GOES_ON, needs_durable=True,

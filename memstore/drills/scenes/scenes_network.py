@@ -25,7 +25,7 @@ PAYLOAD_MIN = 4096
 
 
 class NetworkScene(Scene):
-    """A fault of a victim host's links; the cleanup mends every link."""
+    """A fault of a victim host's links; the cleanup repairs every link."""
 
     job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
 
@@ -116,7 +116,7 @@ class SlowLink(NetworkScene):
 
 
 class SwizzleClog(NetworkScene):
-    """Cuts of the links of random hosts one by one, which are mended one by one in another order."""
+    """Cuts of the links of random hosts one by one, which are repaired one by one in another order."""
 
     name = "swizzle-clog"
     hold_s = 4.0  # together with the pauses between cuts, long enough for the first host to count as dead

@@ -76,7 +76,7 @@ class CorruptChunk(Scene):
 
 
 class DurableError(Scene):
-    """A file in the place of the scratch job's durable folder, so that every write fails until it is mended."""
+    """A file in the place of the scratch job's durable folder, so that every write fails until it is removed."""
 
     name = "durable-error"
     job_fields: ClassVar[Mapping[str, Any]] = {"durable_every": 1}
@@ -118,7 +118,7 @@ class DurableError(Scene):
             newest = job["durable_step"]
             return newest if newest is not None and newest > (-1 if before is None else before) else None
 
-        newest = self.site.wait_for("a durable step after the directory was mended", look)
+        newest = self.site.wait_for("a durable step after the directory was repaired", look)
         self.context.timeline.line("durable", f"step {newest} is durable again")
 
     def cleanup(self) -> None:

@@ -80,7 +80,7 @@ class NamespacesSite(Site):
         raise DrillError(f"{host} is not lost by a drill of the network")
 
     def end_drill(self, hosts: list[str]) -> None:
-        """Mend what the drill left broken, and wait until the hosts are live."""
+        """Repair what the drill left broken, and wait until the hosts are live."""
         self.heal()
         super().end_drill(hosts)
 
@@ -131,7 +131,7 @@ class NamespacesSite(Site):
         return nbytes * 8 / took_s
 
     def heal(self) -> None:
-        """Mend all links, connect every controller to the membership, and end a controller that was replaced."""
+        """Repair all links, connect every controller to the membership, and end a controller that was replaced."""
         self.rig.heal_all()
         self.unreachable_hosts.clear()
         self.connect_membership()

@@ -178,7 +178,7 @@ class Arena:
 
     @property
     def identity(self) -> str:
-        """What tells this arena from every other one; see ArenaMapping."""
+        """The identity of this arena; see ArenaMapping."""
         return self.mapping.identity
 
     def files_present(self) -> dict[str, bool]:

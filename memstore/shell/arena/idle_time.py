@@ -1,4 +1,4 @@
-"""For how long no holder has run on an arena, by a clock that only counts up: what an orphan is told by (R5).
+"""For how long no holder has run on an arena, by a clock that only counts up: it shows an orphan (R5).
 
 The file says at which moment of which boot a holder was there last. Nothing that is done to the wall clock makes an
 arena old; time before this boot, and time in which the machine slept, does not count.

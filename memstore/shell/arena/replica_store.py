@@ -187,7 +187,7 @@ class ReplicaStore:
 
     @property
     def arena_identity(self) -> str:
-        """Return what tells this arena from another one in its place."""
+        """Return the identity of this arena, by which another one in its place is known."""
         return self.arena.identity
 
     def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:

@@ -20,7 +20,7 @@ class VaultRoom:
 
     Args:
         arena: Whose pages are claimed and given back.
-        shelf: The index of what lies there, under `index_lock`.
+        shelf: The index of the stored replicas, under `index_lock`.
         flush: Writes down which slots are free; called under `index_lock`.
         chunk_bytes: Of a slot.
         limit_bytes: How much may be claimed, and `limit_why`.

@@ -1,13 +1,13 @@
-"""Memory moves that are made while training goes on, and how a change of their sources meanwhile is seen (R11).
+"""Memory moves that are made while training goes on, and the detection of changes to their sources (R11).
 
 A tensor's version counter is raised by every in-place operation that autograd sees, but only when the operation is
 done, and not at all by fused optimizers (torch 2.13), by writes through `.data` or through numpy. So host memory is
 digested before the put returns, and each piece of the copy after it was made: equal digests say that the slot holds
-the bytes of the put, whichever writes came when. The first costs a plain copy's half, the second a tenth (D153).
+the bytes of the put. The first digest costs half of a plain copy, the second a tenth (D153).
 
-A source that is not compared whole goes by counters, and in host memory by a cache line in every MiB, its first among
-them. Device memory goes by counters and storage alone: to look at it would cost a copy and a wait. There a counter
-rises when the operation is queued, so none that autograd sees is missed; one that it does not see is.
+A source that is not compared whole is checked by counters, and in host memory by a cache line in every MiB, from the
+first on. Device memory is checked by counters and storage alone: comparing would cost a copy and a wait. A counter
+rises when the operation is queued, so changes that autograd sees are found, and others are missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memstore.shell.tensors.own_memory import copy_own
 from memstore.shell.tensors.slot_stream import Move, in_threads
 from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler
 
-# A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
+# A move keeps a core, and its waiting callers, for up to 1.6 ms; after each the thread asks for the GIL again, which a
 # Python loop gives up every 5 ms.
 MOVE_BYTES = 16 << 20
 SAMPLE_EVERY_BYTES = 1 << 20  # half a millisecond a GiB
@@ -63,7 +63,7 @@ class WatchedSource:
         return self.storage.data_ptr() == self._storage_address
 
     def is_counted_change(self) -> bool:
-        """Return whether an operation that autograd sees has changed it, or its memory is gone, where that matters."""
+        """Return whether a counter shows a change, or the memory is gone, for sources checked by counters."""
         if self.is_whole:
             return False  # the slot holds what was put, or the copy has failed by now
         return not self.is_there() or self._versions != [tensor._version for tensor in self.tensors]
@@ -112,7 +112,7 @@ class DeferredCopy:
         sources: What is copied, each with its moves; device memory has none.
         flights: The copies of device memory, if there is any.
         keep: Kept alive until the end: the slots' views.
-        is_wanted: Asked before every move; False ends the copy.
+        is_wanted: Called before every move; False ends the copy.
         on_end: Called once, with "" if all was copied and nothing has changed, else with the reason.
         name_of: Names a source for people, by its number.
     """
@@ -127,8 +127,8 @@ class DeferredCopy:
         self._digests = self._digested()
         self.flights = flights
         self._moves_count = len(self._moves)
-        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and who takes one
-        # is among the busy before, until he has done with it; all of that in single steps of a deque, a set, a list.
+        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and a
+        # thread enters the busy set before it takes one, until it is done; each in one step of a deque, a set, a list.
         self._made: list[int] = []
         self._busy: set[object] = set()
         self._is_device_done = flights is None
@@ -136,7 +136,7 @@ class DeferredCopy:
         self._problem = ""
         self._one_end = threading.RLock()
         self._judging = threading.RLock()  # a signal's handler may wait for the end
-        self._verdict: str | None = None  # what was found changed, "" for nothing; None: not looked yet
+        self._verdict: str | None = None  # name of the changed source, "" for none; None: not checked yet
         self.moved = SafeEvent()  # set when host memory is copied
         self.ended = SafeEvent()  # set when on_end has returned
 
@@ -174,7 +174,7 @@ class DeferredCopy:
         return True
 
     def work_device(self) -> None:
-        """Order the device's copies and wait until they have arrived: not for who must not wait."""
+        """Order the device's copies and wait until they have arrived."""
         if self.flights is not None and not self.ended.is_set():
             try:
                 if not self._is_wanted():
@@ -184,7 +184,7 @@ class DeferredCopy:
                 self.stop(f"device memory could not be copied: {exc}")
                 if is_of_handler(exc):
                     with contextlib.suppress(RuntimeError):
-                        self.flights.work()  # what was ordered still writes
+                        self.flights.work()  # ordered copies still write
                     self._is_device_done = True
                     self._end_if_over()
                     raise
@@ -192,7 +192,7 @@ class DeferredCopy:
         self._end_if_over()
 
     def stop(self, why: str) -> None:
-        """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
+        """Make no further move. A thread in the middle of one finishes it, and then ends the copy."""
         self._problem = self._problem or why  # first: a thread that finds nothing left must find the reason
         self._moves.clear()
         if self.flights is not None and self.flights.drop():
@@ -261,13 +261,13 @@ class DeferredCopy:
                 self.ended.set()
 
     def _judged(self) -> str:
-        """Look once for changes: at the end, or at the fence if that comes first."""
+        """Check once for changes: at the end, or at the fence if that comes first."""
         with self._judging:
             if self._verdict is None:
                 try:
                     name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_counted_change()), "")
                     self._verdict = name and changed_message(name)
-                except Exception as exc:  # what is not known to be of one moment is not handed over
+                except Exception as exc:  # a state that may mix two moments is not handed over
                     self._verdict = f"its sources could not be compared: {exc!r}"
                     if is_of_handler(exc):
                         raise
@@ -275,5 +275,5 @@ class DeferredCopy:
 
 
 def changed_message(name: str) -> str:
-    """Say what a person has to know about a tensor that was written too early."""
+    """Return the error text for a tensor that was written to too early."""
     return f"{name} was changed before the fence: change what is put with overlap= only behind store.wait_before_step()"

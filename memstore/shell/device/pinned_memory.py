@@ -20,7 +20,7 @@ from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.arena.page_locks import runs
 
 log = logging.getLogger("memstore")
-RANGE_BYTES = 64 << 20  # of one call, which nothing interrupts
+RANGE_BYTES = 64 << 20  # of one call, which cannot be interrupted
 UNPIN_S = 60.0
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
 
@@ -32,7 +32,7 @@ def cuda_runtime() -> Any:
 
 
 class PinnedSlots:
-    """What of one mapping is registered."""
+    """The registered ranges of one mapping."""
 
     def __init__(self, mapping: ArenaMapping) -> None:
         self._mapping = mapping

@@ -1,4 +1,4 @@
-"""Copies between device tensors and host memory: on a stream beside training's, bounded in flight (R11).
+"""Copies between device tensors and host memory, on a stream beside training's, with bounded flights (R11).
 
 A side stream waits for what training's stream has been given so far, and the host for the side stream's events alone:
 other streams of the device go on. Where a device's module has no streams the copies are plain ones. A piece lies in one
@@ -47,7 +47,7 @@ class Ordered:
 
 
 class SideStream:
-    """A stream of one device beside those that compute. Made where training computes: it begins behind its stream."""
+    """A stream of one device beside the computing ones. Made in the computing thread: it begins behind its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class SideStream:
         return self.mark()
 
     def mark(self) -> Arrival:
-        """Return the end of all that was ordered."""
+        """Return the arrival of all copies ordered so far."""
         # blocking: the host sleeps until the event instead of spinning on a core that training may want.
         event = self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
         with self.on_device():
@@ -73,7 +73,7 @@ class SideStream:
         return Arrival(self, event)
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Choose the device for this thread: one that never chose any would get a context on device 0, of 500 MB."""
+        """Choose the device for this thread: otherwise it would get a context of 500 MB on device 0."""
         return self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
 
     def current(self) -> Any:
@@ -82,18 +82,18 @@ class SideStream:
 
 
 class Arrival(NamedTuple):
-    """The end of what a stream was given until then. Errors of the device show when it is waited for."""
+    """The end of the work queued on a stream so far. A wait for it raises the device's errors."""
 
     side: SideStream
     event: Any
 
     def wait(self) -> None:
-        """Return when it has come. Any thread."""
+        """Wait for it, in any thread."""
         with self.side.on_device():
             self.event.synchronize()
 
     def hold_current(self) -> None:
-        """Let what this thread's current stream is given from now on wait for it; the host does not."""
+        """Make later work of this thread's current stream wait for it; the host does not wait."""
         self.side.current().wait_event(self.event)
 
 
@@ -153,7 +153,7 @@ def _order(device: torch.device, writes: Sequence[DeviceWrite]) -> Sequence[Arri
                 under_way.popleft().wait()
             under_way.append(side.order(flight, copy_out))
     except BaseException:
-        side.mark().wait()  # the caller gives the slots back: nothing that was ordered may still be written
+        side.mark().wait()  # the caller gives the slots back: no ordered copy may still write to them
         raise
     return under_way
 

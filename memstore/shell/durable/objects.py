@@ -236,7 +236,7 @@ def mapped(action: str, path: str) -> Iterator[None]:
         if code == 507 or any(word in str(exc) for word in ("QuotaExceeded", "StorageFull", "InsufficientStorage")):
             raise CapacityError(f"{what}: free room there, or lower durable_keep", path=path) from exc
         if isinstance(exc, (theirs.PermissionDeniedError, theirs.UnauthenticatedError)) or "NoSuchBucket" in str(exc):
-            raise ConfigError(f"{what}: create the bucket, or mend the holder's credentials", path=path) from exc
+            raise ConfigError(f"{what}: create the bucket, or correct the holder's credentials", path=path) from exc
         if isinstance(exc, FileNotFoundError) or code == 416:
             raise IntegrityError(f"{what}: it is gone, or shorter than it was", path=path) from exc
         raise TransportError(f"{what}: nothing is known about the bytes, it may be tried again", path=path) from exc

@@ -1,4 +1,4 @@
-"""Tells a reader which chunks of its shard have come, while others are still coming (R27).
+"""Notifies a reader of the chunks of its shard that have come, while others are still coming (R27).
 
 EVENT bodies, holder -> rank: {"k": "came", "read", "chunks": [[index, slot], ...]}; the first one has the "manifest".
 The reader copies and digests them meanwhile, which proves what it copied: should the draft be given up under it, its

@@ -33,7 +33,7 @@ class ControllerSession:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._echo: dict[str, Any] = {}  # the controller's clock, as it told it last in this session (R17)
+        self._echo: dict[str, Any] = {}  # the controller's clock, as it was sent last in this session (R17)
 
     def open(self, up: dict[str, Any]) -> None:
         """Send the inventory, pages of a long journal first, then what was queued since, in order."""
@@ -107,7 +107,7 @@ class ControllerSessions:
         self, channel: Channel, term: int, *, inventory: Callable[[], dict[str, Any]], on_open: Callable[[], None],
         obey: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
-        """Obey a controller until its session ends; tell one of a lower term to go (R17).
+        """Obey a controller until its session ends; refuse one of a lower term (R17).
 
         Args:
             channel: The connection to it.

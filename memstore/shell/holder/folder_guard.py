@@ -26,7 +26,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.context import HolderContext
 
 log = logging.getLogger("memstore")
-NOTE_NAME = "lost"  # tells the successor what its predecessor found removed
+NOTE_NAME = "lost"  # names for the successor what its predecessor found removed
 NOTE_BYTES_MAX = 1000
 SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
 

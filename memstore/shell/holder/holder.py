@@ -265,7 +265,7 @@ class Holder:
         )  # fmt: skip
         self.info = replace(self.info, incarnation=number)
         self._identity["incarnation"] = number
-        self.peers.forget()  # they are told of this life; the next session brings their addresses again
+        self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
         self.sessions.close()
 
     def _copy_sealed(self, copy: Copy) -> None:

@@ -97,7 +97,7 @@ class OrderRouter:
         self.peer_server.keep_senders(self.context.peers.set_view(rows, gone))
 
     def _abandon(self, body: dict[str, Any]) -> None:
-        """Forget an uncommitted step and tell its tickets (R12)."""
+        """Forget an uncommitted step and notify its tickets (R12)."""
         job, attempt, step = str(body["job"]), int(body["attempt"]), int(body["step"])
         with self.replicas.lock:
             keys = [*self.replicas.index.shards, *((k[0], k[1]) for k in self.replicas.index.drafts)]
@@ -122,7 +122,7 @@ class OrderRouter:
             self.connections.grant_job(job)
 
     def _removed(self, job: str, attempt: int, *, is_refused_fork: bool) -> None:
-        """Forget a removed job up to an attempt, and tell its processes; a refused fork's name is free again."""
+        """Forget a removed job up to an attempt, and notify its processes; a refused fork's name is free again."""
         self.twins.forget(job, attempt)
         if not is_refused_fork:
             self.trained.forget(job)

@@ -54,7 +54,7 @@ class RankConnections:
         self.links: dict[str, RankConnection] = {}  # by nonce
         self.owners: dict[str, Owner] = {}  # nonce -> process, kept until it is proved dead (R8)
         self.parents: dict[str, str] = {}  # nonce of a child among `owners` -> that of the rank's process
-        self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit told, for links that come back
+        self.committed: dict[str, dict[str, Any]] = {}  # job -> last commit sent, for links that come back
 
     # -- links --------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class RankConnections:
                 each.send(message)
 
     def replicated(self, shard: ShardId) -> None:
-        """Tell the rank that put a shard that every target has sealed it (R15)."""
+        """Notify the rank that put a shard that every target has sealed it (R15)."""
         for link in self.of_job(shard.job):
             if (link.rank, link.attempt) == (shard.rank, shard.attempt):
                 self.tell_level(link, shard.attempt, shard.step, "replicated", "")
@@ -147,16 +147,16 @@ class RankConnections:
                 link.send(message)
 
     def resume(self, body: dict[str, Any]) -> None:
-        """Tell a job's ranks that a step was abandoned, and from which step all put again (R12)."""
+        """Notify a job's ranks that a step was abandoned, and from which step all put again (R12)."""
         told = {key: body[key] for key in ("attempt", "step", "level", "reason", "resume")}
         for link in self.of_job(body["job"]):
             if link.attempt == body["attempt"]:
                 link.send({"k": "level", "degraded": False, **told})
 
-    # -- what a rank is asked and told --------------------------------------------------------
+    # -- messages to ranks -------------------------------------------------------------------
 
     def room(self, job: str, done_bytes: int, wanted_bytes: int) -> None:
-        """Tell a job's ranks how far the room that they asked for has grown."""
+        """Send a job's ranks how far the room that they asked for has grown."""
         for link in self.of_job(job):
             link.send({"k": "room", "done_bytes": done_bytes, "wanted_bytes": wanted_bytes})
 
@@ -186,7 +186,7 @@ class RankConnections:
                 link.send(event)
 
     def fence(self, job: str, attempt: int, members: Collection[str] = ()) -> None:
-        """Tell older processes that they are refused.
+        """Notify older processes that they are refused.
 
         A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
         """
@@ -195,12 +195,12 @@ class RankConnections:
                 self.send_fenced(link)
 
     def removed(self, job: str, attempt: int) -> None:
-        """Tell a removed job's processes that it is gone, so that none waits for room."""
+        """Notify a removed job's processes that it is gone, so that none waits for room."""
         for link in self.of_job(job):
             if 0 < link.attempt <= attempt:
                 self.send_fenced(link)
 
     def send_fenced(self, link: RankConnection) -> None:
-        """Tell one process which attempt is the first that this host still serves."""
+        """Send one process the first attempt that this host still serves."""
         fences = self.context.fences
         link.send({"k": "fenced", "attempt": fences.first(link.job), "is_removed": fences.is_removed(link.job)})

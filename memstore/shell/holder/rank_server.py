@@ -175,7 +175,7 @@ class RankServer:
                         )
                 except (LookupError, IntegrityError) as exc:
                     error = ["CommitError", str(exc)]
-                    if verb == "lend":  # the child asks for it, and is told no more than that there is none
+                    if verb == "lend":  # the child asks for it, and learns only that there is none
                         log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send({"k": "answer", "id": call_id, "body": answer, "error": error})
 

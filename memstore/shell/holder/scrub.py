@@ -18,7 +18,7 @@ IDLE_S = 1.0
 
 
 class Scrubber:
-    """The scrub of one holder: it takes bad slots out and reports bad manifests; repair mends both."""
+    """The scrub of one holder: it takes bad slots out and reports bad manifests; repair replaces both."""
 
     def __init__(self, context: HolderContext) -> None:
         self.context = context

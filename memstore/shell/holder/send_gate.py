@@ -121,7 +121,7 @@ class PushGate:
 
         Args:
             views: Everything that is to be sent, of bytes.
-            flight: Tells what the kernel holds of this channel's bytes.
+            flight: Returns what the kernel holds of this channel's bytes.
             closed: The channel's end.
         """
         stream, began_s = threading.get_ident(), time.monotonic()

@@ -54,7 +54,7 @@ class Twins:
         self.learned: dict[tuple[str, int], tuple[int, int]] = {}
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
-        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
+        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: reported and not equal since
 
     def declare(self, job: str, attempt: int, targets: list[Any], rows: list[list[Any]]) -> None:
         """Take from the controller where this host's copies go, and which ranks copy for others."""
@@ -160,7 +160,7 @@ class Twins:
                     self._compare(own, copy)
 
     def _compare(self, own: Newest, other: StoredReplica) -> None:
-        """Learn of two ranks that their chunks are equal, or tell that declared twins' are not."""
+        """Learn that two ranks' chunks are equal, or report that declared writers' are not."""
         job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
         if own.shared_count is None:
             common = len(set(own.digests) & set(other.digests))
@@ -184,7 +184,7 @@ class Twins:
             self._tell(own.shard, twin, unequal)
 
     def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        """Tell the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
+        """Notify the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
         event = {
             "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
             "chunks": unequal[:TOLD_CHUNKS_MAX],

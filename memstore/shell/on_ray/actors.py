@@ -180,7 +180,7 @@ class ControllerActor:
                 log.warning("memstore cannot supervise its holders now: %s", exc)
 
     def _notice_drains(self) -> None:
-        """Tell the store of nodes that Ray will take away: a spot node's preemption notice, the autoscaler (R29)."""
+        """Report nodes that Ray will take away to the store: a spot node's preemption notice, the autoscaler (R29)."""
         moments_ms = ray._private.state.state.get_draining_nodes()
         last_s = time.time() + DRAIN_S
         self.drains = {

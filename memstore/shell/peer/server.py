@@ -305,7 +305,7 @@ class PeerServer:
             self.replicas.unpin(shelved, pin)
 
     def _verify(self, request: Verify) -> Verified:
-        """A peer was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
+        """A peer was sent damaged bytes or none: look at our own, and report what we lack to the controller (R25)."""
         shelved, pin = self._pinned(request)
         try:
             missing = self.replicas.verify(shelved)

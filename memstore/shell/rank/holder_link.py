@@ -61,7 +61,7 @@ class HolderLink(LeasedSlots):
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
         self.is_tool = is_tool
         self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
-        self.life = next(_LIVES)  # tells the leases of one process's stores apart
+        self.life = next(_LIVES)  # distinguishes the leases of one process's stores
         self._pid, self._start = (
             os.getpid(),
             process_start_time(os.getpid()) or 0,
@@ -238,7 +238,7 @@ class HolderLink(LeasedSlots):
             self.outbox.put(lambda: self._take_grant(slots[count:], mapping))
 
     def fenced_error(self) -> FencedError:
-        """Return what a Store of an older attempt, of an older connect() or of a removed job is told (R21)."""
+        """Return the error for a Store of an older attempt, of an older connect() or of a removed job (R21)."""
         if self.is_removed:
             why = "the job was removed; connect again to begin it from nothing"
         elif self.fenced_by == self.attempt:

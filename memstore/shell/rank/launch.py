@@ -101,9 +101,9 @@ def detect_launch(
 
 
 def launcher_name(env: Mapping[str, str]) -> str:
-    """Return a name for what started this process: a run id if the launcher tells one, else its parent process.
+    """Return a name for what started this process: a run id if the launcher sets one, else its parent process.
 
-    "none" is torchrun's default run id, so it tells two runs apart no more than an unset one.
+    "none" is torchrun's default run id, so it distinguishes runs no better than an unset one.
     """
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     if run_id and run_id != "none":

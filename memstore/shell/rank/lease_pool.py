@@ -1,7 +1,7 @@
 """Which slots of the arena a rank may write, and what became of the others (R8, R11).
 
     granted --pages entered--> free --acquire--> a put's --hand_over--> the holder's
-                                ^                  |--lend--> a child may have them
+                                ^                  |--offer--> a child may have them
                                 '-- the put is over'
 
 Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
@@ -116,7 +116,7 @@ class LeasedSlots:
     def _drop_stale(self, stale: set[int]) -> None:
         self._drop(stale)
         # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
-        # was leased to us anew is ours to fill.
+        # was leased to us again is ours to fill.
         for key, handover in self.handovers.items():
             if stale.intersection(handover.slots):
                 self._move(handover.slots, handover, NOBODY)
@@ -168,7 +168,7 @@ class LeasedSlots:
         return free[:count]
 
     def put_back(self, slots: Collection[int], tenant: Tenant) -> None:
-        """A put needs some of its slots no more, or, being over, none: tell who waits for them."""
+        """Free some slots of a put, or all if it is over, and notify the waiting threads."""
         with self.room:
             self._move(slots, tenant, NOBODY)
             self.room.notify_all()

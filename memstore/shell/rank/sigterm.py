@@ -165,7 +165,7 @@ class SigtermWatch:
         self._pass_on()
 
     def _is_asked(self, numbers: bytes) -> bool:
-        """True if some of the bytes tell of a SIGTERM that others sent; what is not for us is written on."""
+        """Return whether a byte stands for a SIGTERM that another process sent; other signals are passed on."""
         is_asked = False
         for number in numbers:
             if number == signal.SIGTERM and self._own:
@@ -178,7 +178,7 @@ class SigtermWatch:
         return is_asked
 
     def _write_on(self, number: int) -> None:
-        """Tell who was told of signals before, such as an event loop."""
+        """Pass the signal on to the earlier wakeup fd, such as an event loop's."""
         if self._former_fd >= 0:
             try:
                 os.write(self._former_fd, bytes([number]))

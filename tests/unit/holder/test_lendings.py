@@ -75,7 +75,7 @@ def test_a_child_that_comes_too_late_gets_nothing(site: Site) -> None:
     wait_for(site.is_whole, "the whole share")
     late = child.do("adopt")
     assert late["error"] == "CommitError"
-    assert "nothing staged for step 5 is lent any more" in late["message"]
+    assert "nothing staged for step 5 is on offer any more" in late["message"]
     assert site.is_whole()
 
 

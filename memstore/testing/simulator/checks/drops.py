@@ -13,7 +13,7 @@ from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
 Body = dict[str, Any]
-HEARD_S = 0.05  # a controller is told of a host's end within this
+HEARD_S = 0.05  # a controller learns of a host's end within this
 
 
 class Drops:

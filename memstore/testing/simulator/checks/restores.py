@@ -20,7 +20,7 @@ class Restores:
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
-        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was told to be it
+        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
     def ordered(self, rank: Rank, answer: Body) -> None:
         """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
