@@ -99,7 +99,7 @@ class MemstoreCallback(Callback):
 
 
 def holds_equal_models(strategy: object) -> bool:
-    """Return whether all ranks of a strategy hold the same model and optimizer; DeepSpeed's parts them, and is a DDP."""
+    """Return whether all ranks of a strategy hold the same model and optimizer; DeepSpeed's is a DDP, but does not."""
     return isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 

@@ -20,11 +20,11 @@ class Gathering:
     rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
     rewind_to: StepId | None = None  # that step, once it is found
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
-    markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
+    markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read
 
 
 def limit_s(call: Call) -> float:
-    """Return for how long a rank waits from its question on: what is left of its connect(), or that of its attempt."""
+    """Return how long a rank waits from its call on: the rest of its connect(), or of its attempt's."""
     return float(call.body.get("limit_s", call.body["config"]["connect_timeout_s"]))

@@ -27,7 +27,7 @@ from recovery.inventory import StepId
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
-WORLD_SIZE_MAX = 1 << 20  # what is missing of a launch is listed rank by rank
+WORLD_SIZE_MAX = 1 << 20  # the missing ranks of a launch are listed one by one
 FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
 
 
@@ -52,7 +52,7 @@ class Attempts:
     # -- join ---------------------------------------------------------------------------------
 
     def join(self, now: float, call: Call) -> None:
-        """A rank wants in; answer at once if it is in already, else gather (R20)."""
+        """Handle a rank's join: answer at once if it is in already, else gather (R20)."""
         body, name = call.body, str(call.body["job"])
         job = self.state.jobs.get(name)
         newest = job.newest if job is not None else None
@@ -78,7 +78,7 @@ class Attempts:
         self._gather(now, name, call)
 
     def is_repeated(self, name: str, call: Call) -> bool:
-        """True if the same question waits for its attempt to open already: this call is answered in its place."""
+        """Return whether a call of this rank waits for its attempt already; this call takes its place."""
         waiting = self.opening.get(name, [])
         for number, other in enumerate(waiting):
             if all(other.body.get(field) == call.body.get(field) for field in ("nonce", "key", "together")):
@@ -93,14 +93,14 @@ class Attempts:
         return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
 
     def _replaces_seat(self, attempt: Attempt, body: dict[str, Any]) -> bool:
-        """Until a rank completed a get or put, a newer join of one rank replaces it inside the attempt."""
+        """Let a newer join replace a rank inside the attempt, until some rank has completed a get or put."""
         is_same_launch = body["key"] is not None and body["key"] == attempt.key
         is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
         is_same_world = int(body["world_size"]) == attempt.world_size
         return is_same_launch and is_untouched and is_same_world
 
     def _contradiction(self, name: str, attempt: Attempt, body: dict[str, Any]) -> str:
-        """The process that takes a rank's place holds what that rank held (R34)."""
+        """Return why the process that takes a rank's place may not name its shard, or "" (R34)."""
         rank = int(body["rank"])  # as its launcher calls it: shards are named so
         before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
         said = (body.get("shard"), body.get("shards"))
@@ -109,7 +109,7 @@ class Attempts:
         return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
 
     def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
-        """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
+        """Record the attempt again with the new process in it: a successor must know it by its nonce."""
         unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         unapplied = [
             x for x in unapplied if x.attempt == attempt.ordinal
@@ -180,13 +180,13 @@ class Attempts:
                 self._complete(now, name, gathering)
 
     def dismiss(self, name: str, error: str, message: str) -> None:
-        """Send everybody away who gathers for the job, or rewinds it."""
+        """Refuse all ranks that gather for the job, or rewind it."""
         gathering = self.gatherings.pop(name, None)
         if gathering is not None:
             gathering.joins.refuse_all(self.out, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
-        """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
+        """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31)."""
         durable = place_of(gathering.joins[0].body["config"])
         if not durable:
             self.open(name, gathering)
@@ -220,7 +220,7 @@ class Attempts:
             self.open(name, gathering)
 
     def open(self, name: str, gathering: Gathering) -> None:
-        """All is known: the next ordinal begins as a fact."""
+        """Record the fact of the attempt with the next number."""
         del self.gatherings[name]
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0].body, self.state.jobs.get(name)
@@ -248,7 +248,7 @@ class Attempts:
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
-        """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
+        """Apply the replicated (or replayed) fact: the attempt exists and older ones are fenced."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         joined = {call.body["nonce"]: call.body for call in self.opening.get(fact.job, ())}
         seats = {
@@ -281,7 +281,7 @@ class Attempts:
         self.fence_all(now, fact.job)
 
     def fence_all(self, now: float, name: str) -> None:
-        """Fencing is a round: every live host refuses older processes and answers with its inventory (R21)."""
+        """Order every live host to refuse older processes and to answer with its inventory (R21)."""
         attempt = self.state.jobs[name].newest
         if attempt is None:
             return
@@ -299,12 +299,12 @@ class Attempts:
             self.out.send(host, "fence", body)
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
-        """A host refuses older processes now and has sent its inventory."""
+        """Take a host's inventory: it refuses older processes now."""
         newest = self.state.jobs[job].newest if job in self.state.jobs else None
         if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
             waits, _ = self.fence_waits[job]
             waits.discard(host_id)
-            if not waits:  # who died meanwhile is looked for on ticks
+            if not waits:  # ticks look for hosts that died meanwhile
                 self.progress_fence(now, job)
 
     def progress_fence(self, now: float, name: str) -> None:
@@ -346,7 +346,7 @@ class Attempts:
     # -- the end ------------------------------------------------------------------------------
 
     def rank_gone(self, now: float, nonce: str) -> None:
-        """A rank's process is dead: its seat is free and a half-gathered join of it is void."""
+        """Handle a rank's death: free its place and void its join."""
         for name, gathering in list(self.gatherings.items()):
             for rank in [rank for rank, call in gathering.joins.items() if call.body["nonce"] == nonce]:
                 del gathering.joins[rank]
@@ -370,7 +370,7 @@ class Attempts:
         self.closes.pop(name, None)
 
     def close(self, call: Call) -> None:
-        """A rank closed its store; when all have, the attempt is closed and its key spent."""
+        """Note that a rank closed its store; close the attempt and spend its key once all have."""
         job = self.state.jobs.get(str(call.body["job"]))
         attempt = job.newest if job is not None else None
         self.out.answer(call, {})
@@ -389,7 +389,7 @@ class Attempts:
             job.attempts[fact.attempt].phase = "closed"
 
     def tick(self, now: float) -> None:
-        """Deadlines: a fence that a host never answered, a gathering that misses ranks."""
+        """Check deadlines: of fences that a host has not answered, and of launches that miss ranks."""
         for name in list(self.fence_waits):
             self.progress_fence(now, name)
         for name, gathering in list(self.gatherings.items()):

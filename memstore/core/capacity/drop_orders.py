@@ -34,7 +34,7 @@ class Drops:
         self.out.send(host, "drop", {"shards": [shard_to_wire(shard) for shard in shards], "number": number})
 
     def freed(self, host: str, body: Body) -> None:
-        """A host has obeyed an order, of an earlier session or controller perhaps: it has these copies no more."""
+        """Note that a host has freed copies, perhaps for an earlier session or controller."""
         term, number = body["number"] or (0, 0)
         ordered = self._ordered.get(host, {})
         for shard in map(shard_from_wire, body["shards"]):
@@ -53,9 +53,9 @@ class Drops:
             job.drop_copy(shard, host)
 
     def is_ordered(self, host: str, shard: ShardId) -> bool:
-        """Return whether a host has yet to free a copy: what it reports of it was so before."""
+        """Return whether a host has yet to free a copy, so that a report of it is outdated."""
         return shard in self._ordered.get(host, ())
 
     def forget_host(self, host: str) -> None:
-        """A new session begins with what is there; orders of an older one may never have come."""
+        """Forget a host's orders: a new session begins with its inventory, and older orders may be lost."""
         self._ordered.pop(host, None)

@@ -27,11 +27,11 @@ class Orphans:
 
     def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: JobRemoval) -> None:
         self.state, self.out, self.journal, self.expiry = state, out, journal, expiry
-        self.used: set[str] = set()  # jobs that somebody asked for since this controller began
+        self.used: set[str] = set()  # jobs that a rank asked for since this controller began
         self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story
 
     def tick(self) -> None:
-        """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
+        """Remove forgotten jobs, if some host was idle for long enough."""
         ttl_s = self.state.rules.abandoned_arena_ttl_s
         if not ttl_s or all(state.idle_s < ttl_s for state in self.state.hosts.states.values()):
             return
@@ -43,7 +43,7 @@ class Orphans:
                 self.expiry.remove(job, story=story)
 
     def _idle_s(self, job: Job) -> float | None:
-        """For how long no holder of the job's hosts had run before they came; None where it is no orphan."""
+        """Return how long no holder of the job's hosts had run before they came; None if it is no orphan."""
         if job.name in self.used:
             return None
         ttl_s, hosts = self.state.rules.abandoned_arena_ttl_s, self.state.hosts.states
@@ -62,7 +62,7 @@ class Orphans:
         return idle_s if idle_s >= ttl_s else None
 
     def _named(self, job: Job) -> set[str]:
-        """Hosts that hold some of it, or may know more of it than those that are here."""
+        """Return the hosts that hold some of it, or may know more of it than those that are here."""
         named = {host for host, steps in job.on_host.items() if steps}
         newest = job.commits.get(max(job.commits, default=StepId(0, 0)))
         named |= {host for hosts in newest.hosts for host in hosts} if newest is not None else set()
@@ -84,10 +84,10 @@ class Orphans:
             f"abandoned_arena_ttl_s is {self.state.rules.abandoned_arena_ttl_s:g}"
         )
 
-    # -- what is remembered -------------------------------------------------------------------
+    # -- removal records ----------------------------------------------------------------------
 
     def asked(self, name: str) -> None:
-        """Somebody asks for a job: it is none that was forgotten."""
+        """Note that a rank asks for a job, so that it does not count as forgotten."""
         if name in self.state.jobs:
             self.used.add(name)
 
@@ -100,7 +100,7 @@ class Orphans:
                 self.state.stories.setdefault(name, story)
 
     def removed(self, fact: JobRemoved, *, is_replay: bool) -> None:
-        """A job is gone: by the rule, with its story; by name, without one."""
+        """Keep the removal record of a job that a rule dropped; one removed by name has none."""
         self.used.discard(fact.job)
         before = self.state.stories.pop(fact.job, "")
         self.ended.add(fact.job)
@@ -111,13 +111,13 @@ class Orphans:
             self._tell_all(fact.job, fact.story)
 
     def begun(self, name: str) -> None:
-        """An attempt was opened, or a step committed: what came before counts no more if it goes on without it."""
+        """Drop the removal record if an opened attempt or a commit goes on without the removed steps."""
         if name in self.state.stories and self._goes_on(name):
             del self.state.stories[name]
             self._tell_all(name, "")
 
     def greet(self, host: str) -> None:
-        """A host may have been away when a story began."""
+        """Send a host the removal records that it may have missed."""
         for name, story in self.state.stories.items():
             self.out.send(host, "dropped", {"job": name, "story": story})
 
@@ -126,7 +126,7 @@ class Orphans:
             self.out.send(host, "dropped", {"job": name, "story": story})
 
     def _goes_on(self, name: str) -> bool:
-        """True if a launch of the job said that it starts over, or has committed something."""
+        """Return whether a launch of the job asked to start over, or has committed something."""
         job = self.state.jobs.get(name)
         return job is not None and (bool(job.commits) or any(a.is_fresh for a in job.attempts.values()))
 

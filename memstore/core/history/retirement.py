@@ -20,7 +20,7 @@ class Retirement:
         self.state, self.out, self.journal, self.waiters, self.rounds = state, out, journal, waiters, rounds
 
     def ask(self, call: Call) -> None:
-        """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
+        """Retire a step: by command, or because its rank saw that it is torn (R25)."""
         job, body = job_of(self.state, self.out, call), call.body
         if job is None:
             return

@@ -12,7 +12,7 @@ PUSHES_PER_SOURCE_MAX = 2
 
 @dataclass(slots=True)
 class Pushes:
-    """What repair has ordered and what it was refused, for all jobs."""
+    """The pushes that repair has ordered, and the refusals, for all jobs."""
 
     #: (shard, target) -> (source, deadline)
     under_way: dict[tuple[ShardId, str], tuple[str, float]] = field(default_factory=dict)

@@ -65,12 +65,12 @@ class Repair:
             self.consider(now, job)
 
     def _has_copy(self, shard: ShardId, host: str) -> bool:
-        """False once the copy was ordered to go: its push ends without a word, and must not keep others waiting."""
+        """Return whether the copy is still wanted: a dropped one's push ends unreported, and must not block others."""
         job = self.state.jobs.get(shard.job)
         return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
     def consider(self, now: float, job: Job) -> None:
-        """Order what is missing of one job, newest step first."""
+        """Order the missing copies of one job, newest step first."""
         attempt = job.newest
         if attempt is None or attempt.phase == "fencing" or self._is_restoring(job):
             return
@@ -99,23 +99,23 @@ class Repair:
         return active is not None and active.is_due
 
     def _is_ended(self, attempt: Attempt) -> bool:
-        """True if no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
+        """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
         live = self.state.hosts.is_live
         return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
 
     def fact(self, name: str) -> None:
-        """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
+        """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed."""
         if name in self.state.jobs:
             self.look_again(self.state.jobs[name])
 
     def look_again(self, job: Job) -> None:
-        """Something beside the copies has changed: hosts, seats, pins, what is kept."""
+        """Scan again: hosts, rank placement, pins or kept steps have changed."""
         job.settled.clear()
         for step in job.changes:
             self.passes.pop((job.name, step), None)
 
     def _forget(self, job: Job) -> None:
-        """Steps without copies need nothing any more."""
+        """Forget steps without copies."""
         for step in [s for s in job.changes if s not in job.copies]:
             del job.changes[step]
             job.settled.pop(step, None)
@@ -124,7 +124,7 @@ class Repair:
             self.passes.pop((job.name, step), None)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
-        """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
+        """Return whether a host of the job died so lately that it may be back with its memory (R3, R28).
 
         A killed holder is replaced within seconds and adopts its arena: copying everything away at
         once would be work for nothing, in the moment when a restore needs the network.
@@ -154,7 +154,7 @@ class Repair:
         self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
         look: StandIns, *, may_drop: bool,
     ) -> bool:  # fmt: skip
-        """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
+        """Order the copies that one shard lacks, and drop surplus ones; True if there was neither."""
         hosts, copies = self.state.hosts, job.copies[step].get(rank, {})
         shard = ShardId(job.name, step.attempt, step.step, rank)
         good = {
@@ -181,7 +181,7 @@ class Repair:
         return not lacking and not surplus and not stand_ins  # these are free when the probation ends
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
-        """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
+        """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.
 
         While the cluster cannot hold that many apart, every copy more is worth its room.
         """
@@ -195,7 +195,7 @@ class Repair:
         if key in pushes.under_way or key in pushes.refused_s or not hosts.is_answering(target):
             return False
         is_open = StepId(shard.attempt, shard.step) not in self.state.jobs[shard.job].commits
-        # An open step's owner pushes there anyway, and waits for it. Of a kept one a stand-in is sought first; where
+        # An open step's owner pushes there anyway, and waits for it. For a kept step a stand-in is sought first; where
         # none is found, a copy that may be gone soon is better than none.
         is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
         if is_last_resort and shard not in self.pushes.vain_s:
@@ -217,11 +217,11 @@ class Repair:
         return True
 
     def pushed(self, shard: ShardId, target: str) -> None:
-        """The target sealed the shard."""
+        """Note that the target sealed the shard."""
         self.pushes.under_way.pop((shard, target), None)
 
     def push_failed(self, now: float, shard: ShardId, body: Body) -> None:
-        """A push was refused or broke: count the step without it, try again later (R18)."""
+        """Note a refused or broken push: count the step without it, try again later (R18)."""
         target, why = str(body["target"]), str(body["why"])
         job = self.state.jobs.get(shard.job)
         self.pushes.under_way.pop((shard, target), None)
@@ -237,10 +237,10 @@ class Repair:
             self.steps.evaluate(job, StepId(shard.attempt, shard.step))
 
     def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
-        """A host refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
+        """Make room on a host that refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
 
-        It claims room for the newest attempt, which may have ended before its first put did so. If it has, as much of
-        what no rank will finish goes from there: what is not whole first, then the oldest.
+        It claims room for the newest attempt, which may have ended before its first put did so. If it has, steps
+        that no rank will finish are dropped there for it: incomplete ones first, then the oldest.
         """
         attempt, spec = job.newest, job.spec(shard)
         if attempt is None or spec is None or not self._is_ended(attempt):
@@ -262,7 +262,7 @@ class Repair:
                     job.drop_copy(other, target)
 
     def host_died(self, host_id: str) -> None:
-        """Pushes from or to a dead host will not finish."""
+        """Drop pushes from or to a dead host."""
         self.pushes.under_way = {
             (shard, target): (source, deadline)
             for (shard, target), (source, deadline) in self.pushes.under_way.items()

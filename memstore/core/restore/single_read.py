@@ -95,14 +95,14 @@ class SingleReads:
         )  # fmt: skip
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
-        """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
+        """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
         return plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
     def staged(self, body: Body) -> None:
-        """A shard read by `_read` is at its reader's host, or could not be brought there."""
+        """Answer the reader: its shard is at its host, or could not be brought there."""
         number = int(body["round"])
         read = self.state.reads.get(number)
         if read is None or shard_from_wire(body["shard"]) != read.shard:

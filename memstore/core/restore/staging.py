@@ -1,6 +1,6 @@
 """Bring the decided step to every rank's host, verify, check and adopt it; then answer all ranks. Pure (R23-R26).
 
-Works on one round and returns what is to become of it; `rounds.py` owns the rounds and acts on that.
+Works on one round and returns its outcome; `rounds.py` owns the rounds and acts on that.
 
 staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact spread--> answered
    '--a source lacks chunks--> planned again under a new number (`rounds.py`)
@@ -124,7 +124,7 @@ class Staging:
             else:
                 job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
         active.notes.append(f"rank {rank}: {body['why']}")
-        if set(bad) == {"durable"}:  # the plan turns to it only for what is nowhere else
+        if set(bad) == {"durable"}:  # the plan uses it only for chunks without another source
             active.failed_steps[step] = str(body["why"])
         return PlanAgain()
 
@@ -140,7 +140,7 @@ class Staging:
                 self.out.send(call.host_id, "check", {"job": active.job, "round": active.number, "rank": rank})
 
     def checked(self, now: float, active: Round, body: Body) -> Outcome:
-        """Take a rank's word that it compared `into=` with the manifest (R26)."""
+        """Take a rank's report that it compared `into=` with the manifest (R26)."""
         if active.phase != "checking":
             return None
         if not body["ok"]:
@@ -149,7 +149,7 @@ class Staging:
         return self._adopt(now, active) if len(active.checked) == len(active.calls) else None
 
     def _adopt(self, now: float, active: Round) -> Outcome:
-        """Every byte is there and verified: adopt it as this attempt's own, then answer all ranks (R22)."""
+        """Adopt the verified step as this attempt's own, then answer all ranks (R22)."""
         job, result = self.state.jobs[active.job], active.plan
         attempt = job.attempts[active.attempt]
         if result is None or result.step is None:
@@ -171,7 +171,7 @@ class Staging:
         return None
 
     def release(self, now: float, active: Round) -> None:
-        """Answer every rank with what it has, and where its bytes lie."""
+        """Answer every rank with its shard and the slots of its bytes."""
         job, result = self.state.jobs[active.job], active.plan
         if result is None or result.step is None:
             raise ValueError("a release needs a plan")

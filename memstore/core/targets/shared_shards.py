@@ -111,7 +111,7 @@ class Twins:
     # -- targets ------------------------------------------------------------------------------
 
     def targets(self, job: Job, attempt: Attempt, rank: int, owner: str, ordinary: Iterable[str]) -> list[str]:
-        """Return the hosts that hold a rank's shard besides its owner's: of the other copiers first (R13, R34).
+        """Return the hosts that hold a rank's shard besides its owner's: those of the other writers first (R13, R34).
 
         What placement names comes after them, as far as there are too few in domains of their own.
         """
@@ -144,7 +144,7 @@ class Twins:
         return known
 
     def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[list[Any]]]:
-        """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
+        """Return, by host, [writer, its targets, the ranks that write the same] of every writer that puts there."""
         table: dict[str, list[list[Any]]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
@@ -174,7 +174,7 @@ class Twins:
             self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, int(body["chunks"])))
 
     def status(self, job: Job, attempt: Attempt) -> Body:
-        """What `memstore status` shows of it."""
+        """Return what `memstore status` shows of it."""
         now = self.state.now
         found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
         return {
@@ -187,7 +187,7 @@ class Twins:
         }
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self.routes.pop(name, None)
         self.differing.pop(name, None)
 
