@@ -41,7 +41,7 @@ class PendingPut(Tenant):
 
     @property
     def is_passed_on(self) -> bool:
-        """True if it goes on without who put: it is copied late, or on its way to the holder, or there."""
+        """Return whether it goes on without who put: it is copied late, or on its way to the holder, or there."""
         is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
         return self.is_filled_late or is_handed_over
 

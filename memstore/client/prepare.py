@@ -71,12 +71,12 @@ class PutPreparation:
 
     @property
     def is_ready(self) -> bool:
-        """True once a put finds all of it warm."""
+        """Return whether by now a put finds all of it warm."""
         return self._over.is_set() and self._error is None
 
     @property
     def has_failed(self) -> bool:
-        """True once it cannot become ready; `wait` says why."""
+        """Return whether by now it cannot become ready; `wait` says why."""
         if self._over.is_set():
             return self._error is not None
         # Its thread has yet to say so; or a signal's handler ended `begin` by an exception.

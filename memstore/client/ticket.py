@@ -47,7 +47,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """True once the level cannot change any more."""
+        """Return whether by now the level cannot change any more."""
         return self.level in TERMINAL or self.level == "durable"
 
     def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:

@@ -24,7 +24,7 @@ class PeerShare:
 
 
 def share_from_wire(body: Mapping[str, Any]) -> PeerShare:
-    """Read what the controller orders to reserve."""
+    """Decode the share that the controller orders to reserve."""
     return PeerShare(
         int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
         int(body.get("world_size", 0)), int(body.get("versions", 1)),

@@ -1,4 +1,4 @@
-"""The slot table of one arena: who may write where, and which content lies where. Pure (R6, R8, R13).
+"""The slot table of one arena: the owner and the content of each slot. Pure (R6, R8, R13).
 
     free --lease--> leased --hand-over--> receiving --digest--> sealed --last reference gone--> free
       '------------- offer, stage -----------^   '--abort--> free
@@ -94,7 +94,7 @@ class SlotTable:
         return sorted(chosen)
 
     def fill(self, numbers: Collection[int]) -> None:
-        """Hollow slots have their pages again."""
+        """Note that hollow slots have their pages again."""
         self.hollow = sorted(set(self.hollow).difference(numbers))
         self.free[:0] = sorted(numbers, reverse=True)
 
@@ -144,7 +144,7 @@ class SlotTable:
         return True
 
     def confirm(self, owner: Owner, held: Collection[int]) -> tuple[list[int], list[int]]:
-        """A rank whose link broke says what it holds; return (still leased to it, not leased to it) (R8).
+        """Compare the leases with those of a reconnected rank; return (still leased to it, not leased to it) (R8).
 
         Slots leased to it that it does not name are free again: it never got the grant.
         """
@@ -173,7 +173,7 @@ class SlotTable:
         return self._take(SlotState.RECEIVING) if self.free else None
 
     def seal(self, number: int, digest: bytes, nbytes: int, now: float) -> int:
-        """The bytes in a receiving slot have this digest; return the slot that holds the content, with one reference.
+        """Seal a receiving slot under its digest; return the slot that holds the content, with one reference.
 
         If the content is there already the slot is freed and the older one is used (content index).
         """
@@ -206,7 +206,7 @@ class SlotTable:
             self.release(number)
 
     def quarantine(self, number: int) -> None:
-        """The bytes no longer match the digest: never serve or count this slot again (R30)."""
+        """Quarantine a slot whose bytes no longer match: never serve or count it again (R30)."""
         slot = self.slots[number]
         if self.index.get(slot.digest) == number:
             del self.index[slot.digest]

@@ -1,4 +1,4 @@
-"""Choose the steps that stay in RAM: one goes only after a newer commit, and never while pinned. Pure (R10, R19, R22)."""
+"""Choose the steps that stay in RAM: one goes after a newer commit only, never while pinned. Pure (R10, R19, R22)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Attempt:
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
     has_restored: bool = False  # its get decided, or it is a rewind
-    is_released: bool = False  # and every rank may have what was decided
+    is_released: bool = False  # and every rank may have the decided step
     has_put: bool = False
     has_freed_unrestorable: bool = (
         False  # its first put came: older steps that no rank can restore any more are freed (R10)
@@ -187,7 +187,7 @@ class Job:
 
     @property
     def has_history(self) -> bool:
-        """True if something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
+        """Return whether something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
 
         An attempt that committed nothing leaves no history: the next attempt starts from the same step.
         """
@@ -222,7 +222,7 @@ class Job:
         return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
     def is_abandoned(self, step: StepId) -> bool:
-        """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
+        """Return whether some rank skipped the step, or a skip made all ranks pass over it (R12)."""
         attempt = self.attempts.get(step.attempt)
         return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
 
@@ -267,7 +267,7 @@ class Job:
         return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
 
     def add_copy(self, copy: Copy) -> None:
-        """Record a verified copy, replacing what was known of that shard on that host."""
+        """Record a verified copy, replacing the last report of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
         self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)

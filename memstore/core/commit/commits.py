@@ -1,4 +1,4 @@
-"""Seals, the commit rule and skips; `retention.py` has what a commit does to older steps. Pure (R12, R15, R18)."""
+"""Seals, the commit rule and skips; `retention.py` has the effect of a commit on older steps. Pure (R12, R15, R18)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Steps:
         return is_over or job.is_abandoned(step) or step.step < job.newest_commit(step.attempt)
 
     def sealed(self, now: float, copy: Copy) -> None:
-        """A host holds a verified copy of a shard, whole or with chunks missing."""
+        """Take a host's report of a verified copy, whole or with chunks missing."""
         if not self.take_copy(copy):
             return
         shard = copy.shard
@@ -103,7 +103,7 @@ class Steps:
             self.evaluate(job, step)
 
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
-        """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
+        """Give up older open steps without this rank: its host seals its puts in order, so they stay incomplete (R12).
 
         No rank skipped it (a copy failed, or a rank never put), and it would hold the other ranks' room for ever.
         """
@@ -125,9 +125,9 @@ class Steps:
             self._give_up(job, attempt, number, why)
 
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
-        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
+        """Give up an open step with a chunk that no copy has: it would never be whole, and keep its room (R12).
 
-        Only after `dead_after_s`: the word of another copy may be under way, a host that has one may come back.
+        Only after `dead_after_s`: a report of another copy may be under way, a host that has one may come back.
         """
         ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
@@ -143,7 +143,7 @@ class Steps:
         self.journal.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
-        """A host answered a fence with everything it has of a job (R21)."""
+        """Take a host's answer to a fence: everything it has of a job (R21)."""
         job = self.state.jobs.get(name)
         if job is not None:
             job.drop_host(host)
@@ -154,7 +154,7 @@ class Steps:
             self.evaluate_all(job)
 
     def adopt(self, job: Job, host: str | None = None) -> None:
-        """What inventories (all, or a host's) hold of the newest attempt and no fact has ended is open again."""
+        """Open again the newest attempt's steps in inventories (all, or a host's) that no fact has ended."""
         attempt = job.newest
         if attempt is None:
             return
@@ -171,7 +171,7 @@ class Steps:
                         seat.sealed_step = max(seat.sealed_step, step.step)
 
     def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
-        """A host says which step its ranks of a job train, put or not."""
+        """Take a host's report of the step that its ranks of a job train, put or not."""
         for name, (ordinal, step) in told.items():
             job = self.state.jobs.get(name)
             attempt = job.attempts.get(ordinal) if job is not None else None
@@ -222,7 +222,7 @@ class Steps:
             self.journal.record(fact)
 
     def _is_recording(self, fact: StepCommitted) -> bool:
-        """True while a commit fact of the same step has not spread yet."""
+        """Return whether a commit fact of the same step is not replicated yet."""
         key = (fact.job, fact.attempt, fact.step)
         unapplied = self.journal.log.unapplied()
         return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in unapplied)
@@ -236,7 +236,7 @@ class Steps:
         each of its ranks. A degraded commit is replaced by a whole one only.
         """
         if self.state.is_placement_stale:
-            return None  # asked again when it is known who is to have copies: with the next tick
+            return None  # evaluated again with the next tick, when the placement is known
         newest, commit, placement = job.newest, job.commits.get(step), self.view.placement(job)
         if newest is None or placement is None:
             return None
@@ -287,7 +287,7 @@ class Steps:
         self.out.emit(CommitApplied(job))
 
     def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
-        """No rank's copy of the step counts any more, nor of those up to where all put again."""
+        """Void the step, and all steps up to the one where all put again."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         attempt = job.attempts.get(fact.attempt)
         if attempt is None:
@@ -311,7 +311,7 @@ class Steps:
             self.out.send(host, "level", body)
 
     def tell_durable(self, job: Job, step: StepId) -> None:
-        """The step is on durable storage; tickets rise to that level."""
+        """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
             self._tell_level(job, attempt, step.step, "durable", {"degraded": False, "reason": ""})
@@ -332,7 +332,7 @@ class Steps:
     # -- skip ---------------------------------------------------------------------------------
 
     def skip(self, call: Call) -> None:
-        """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
+        """Abandon a step on all ranks: one found no room within its stall budget (R12)."""
         body, found = call.body, attempt_of(self.state, self.out, call)
         if found is None:
             return

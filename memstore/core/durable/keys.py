@@ -78,7 +78,7 @@ class DurableKeys:
         self.states: dict[str, KeyState] = {}
 
     def of(self, job: str) -> KeyState:
-        """Return what is known of a job's keys."""
+        """Return the known keys of a job."""
         return self.states.setdefault(job, KeyState())
 
     def ask(self, job: Job) -> None:
@@ -94,7 +94,7 @@ class DurableKeys:
             self.out.send(host, "persist", body)
 
     def answered(self, host: str, body: Body) -> None:
-        """A host said the name of its key, or why it has none."""
+        """Take a host's answer: the name of its key, or why it has none."""
         state = self.of(str(body["job"]))
         state.names.pop(host, None)
         state.faults.pop(host, None)
@@ -106,7 +106,7 @@ class DurableKeys:
         self._compare(str(body["job"]), state)
 
     def is_known(self, job: str) -> bool:
-        """True once all hosts that were asked have answered or took too long."""
+        """Return whether by now all hosts that were asked have answered or took too long."""
         state = self.of(job)
         if state.waits and self.state.now - state.asked_s > ASK_S:
             for host in state.waits:
@@ -117,7 +117,7 @@ class DurableKeys:
         return not state.waits
 
     def lost(self, job: str, host: str) -> None:
-        """A host died: its key counts for nothing."""
+        """Forget the key of a dead host."""
         state = self.of(job)
         state.names.pop(host, None)
         state.faults.pop(host, None)
@@ -134,5 +134,5 @@ class DurableKeys:
         state.problem = problem
 
     def forget(self, job: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self.states.pop(job, None)

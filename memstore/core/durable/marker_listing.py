@@ -23,7 +23,7 @@ Then = Callable[[str], None]
 
 
 class DurableMarkers:
-    """Questions to hosts for a job's markers, and what they listed."""
+    """Requests to hosts for a job's markers, and their answers."""
 
     def __init__(self, state: ClusterState, out: Effects, states: DurableStates) -> None:
         self.state, self.out, self.states = state, out, states
@@ -46,7 +46,7 @@ class DurableMarkers:
         return call
 
     def answered(self, host_id: str, body: Body) -> str:
-        """Take a list of markers, and let the one who asked for it go on; return why there is none, or ""."""
+        """Take a list of markers, and let its caller go on; return why there is none, or ""."""
         why = self.listed(host_id, body)
         then = self._then.pop(int(body["call"]), None)
         if then is not None:
@@ -54,7 +54,7 @@ class DurableMarkers:
         return why
 
     def listed(self, host_id: str, body: Body) -> str:
-        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
+        """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".
 
         Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
         """
@@ -125,6 +125,6 @@ def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
 
 
 def _moments(named: object) -> dict[int, float]:
-    """Return what a marker says of when attempts were opened."""
+    """Return the opening times of attempts in a marker."""
     rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
     return {row[0]: row[1] for row in rows if [type(value) for value in row] == [int, float]}

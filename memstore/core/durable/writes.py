@@ -87,7 +87,7 @@ class DurableOrders:
         )
 
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
-        """Write what somebody asked for before what is due; True if nothing else may begin now."""
+        """Write a requested step before a due one; True if nothing else may begin now."""
         persists = self.persists
         if state.active is not None and persists.is_wanted(job, state.active.step):
             return True
@@ -107,7 +107,7 @@ class DurableOrders:
         return optimal_every(state.write_s, mtbf_s(self.state, job)) if every.is_optimal else every
 
     def _give_up_retired(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> None:
-        """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
+        """Withhold a retired step's marker, and remove a torn step's: RAM may forget that it is torn (R25, R31).
 
         A marker that is being written is waited for, and taken back once it is there. Each controller has each torn
         step removed once, until a host says that it is: a former one may have died with the marker's order on its way.
@@ -229,7 +229,7 @@ class DurableOrders:
         state.active = None
 
     def persisted(self, now: float, host_id: str, body: Body) -> None:
-        """A host wrote a part or the marker, or removed a torn step; or could not."""
+        """Take a host's report: it wrote a part or the marker, removed a torn step, or could not."""
         job = self.state.jobs.get(str(body["job"]))
         state = self.states.of(str(body["job"]))
         write = state.active
@@ -279,7 +279,7 @@ class DurableOrders:
         self.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
-        if not self.keys.of(job.name).problem:  # else it is open whose key will be had when a step is needed
+        if not self.keys.of(job.name).problem:  # else it is unclear which key a reader will have
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
                 state.changed[old] = self.states.calls_count
@@ -322,7 +322,7 @@ class DurableOrders:
         self.keys.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
-        """A writer died: what it owed goes to other holders; if there are none the write is over."""
+        """Hand a dead writer's pieces to other holders; without one the write is over."""
         state, attempt = self.states.of(job.name), job.newest
         write = state.active
         self.keys.lost(job.name, host_id)

@@ -10,7 +10,7 @@ else. It is one msgpack array, without pickle:
     blobs     [[offset, nbytes], ...]     bytes-like leaves and long strings
     tree      a node, see `object_tree.py`
 
-A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before anybody
+A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before a reader
 allocates or reads by it: tensors lie inside their extents, extents inside the stream without overlap.
 """
 

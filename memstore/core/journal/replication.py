@@ -1,10 +1,10 @@
-"""What the holders' journals are given: new facts, what one lacks, what is to stay of them. Pure (R16).
+"""Updates of the holders' journals: new facts, missing records, compacted ones. Pure (R16).
 
     decided --within the lease--> recorded --end of the event, or an answer--> sent to all live holders
     a session begins --> what its journal lacks, or all of it
     half of the bytes are not needed --> holders are sent what to keep
 
-Read `fact_log.py` for when a fact takes effect, `records.py` for what is sent.
+Read `fact_log.py` for when a fact takes effect, `records.py` for the format.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Journal:
             self.log.waiting.append(fact)
 
     def record_waiting(self) -> None:
-        """Record what was decided without a lease, now that there is one."""
+        """Record the facts that were decided without a lease, now that there is one."""
         while self.log.waiting and self.lease.may_record():
             self.unsent.append(self.log.append(self.log.waiting.pop(0)))
 
@@ -62,7 +62,7 @@ class Journal:
                 self.out.send(host, "journal", body)
 
     def shorten(self) -> None:
-        """Have all live holders keep what the log still has: they have it, and are not sent it again."""
+        """Have all live holders reduce their journals to the log's records, which are not sent again."""
         self.send_facts()
         log = self.log
         body = {

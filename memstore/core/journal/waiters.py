@@ -54,7 +54,7 @@ class Waiters:
             self.out.answer(waiting.call, waiting.body)
 
     def fill(self, fact: Fact, values: Body) -> None:
-        """Add what is known only now to the answers of the calls that wait for a fact."""
+        """Add late fields to the answers of the calls that wait for a fact."""
         for waiting in self._waiting.get(fact, ()):
             waiting.body.update(values)
 

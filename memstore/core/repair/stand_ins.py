@@ -33,7 +33,7 @@ class StandIns:
     def of(self, shard: ShardId, wanted: list[str], good: Mapping[str, Copy]) -> list[str]:
         """Return the stand-in hosts for a shard.
 
-        A host that has the copy, or is being sent it, keeps it; a new one is chosen only where a flapping host lacks it:
+        A host that has the copy, or is being sent it, keeps it; a new one is chosen where a flapping host lacks it:
         first of another failure domain, then with the fewest copies of the step. None is asked for more than its room
         for repairs takes.
         """

@@ -1,6 +1,6 @@
 """What happened to a store, in the order it happened, for people and metrics: a bounded memory, no decisions. Pure.
 
-`memstore events` prints it, `metrics.py` counts it. "Event" there is not `events.py`'s word: that names what reaches
+`memstore events` prints it, `metrics.py` counts it. These are not the events of `events.py`, which name what reaches
 the catalog. Nothing in the store depends on a happening, so one that is lost costs a line, never a decision.
 """
 
@@ -43,7 +43,7 @@ class StoreEvent:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able; what a happening of its kind does not have is left out."""
+        """Return plain values for JSON; fields that an event of this kind lacks are left out."""
         own = {"job": self.job, "attempt": self.attempt, "step": self.step, "rank": self.rank, "host": self.host}
         named = {key: value for key, value in own.items() if value not in (None, "")}
         return {"seq": self.seq, "event": self.kind, "wall_s": round(self.wall_s, 3), **named, **self.fields}
@@ -74,7 +74,7 @@ class RecentEvents:
         ring.append(StoreEvent(self.last_seq, kind, wall_s, job, attempt, step, rank, host, fields))
 
     def since(self, seq: int) -> list[StoreEvent]:
-        """Return what is remembered of what came after `seq`, oldest first."""
+        """Return the remembered events after `seq`, oldest first."""
         if seq >= self.last_seq:
             return []
         found: list[StoreEvent] = []

@@ -13,8 +13,8 @@ from memstore.core.attempts.launches import come_text
 from memstore.core.cluster.text import listed, plural
 from memstore.core.wire.messages import Body
 
-#: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
-#: and what is worth knowing although the promise holds.
+#: Severities, worst first: the newest committed step of some job cannot be restored; barely can be;
+#: and facts worth knowing although every promise holds.
 UNRECOVERABLE, DEGRADED, NOTE = "unrecoverable", "degraded", "note"
 REMOVED_REMEDY = (
     "find what removes files there: systemd does when its user's last session ends (RemoveIPC=no in logind.conf, a "
@@ -147,7 +147,7 @@ def _descriptor_problems(host: Body) -> Iterator[Body]:
 
 
 def drain_text(host: Body) -> str:
-    """Return what a host that is to go would take along: "train step 9: 1 of 2 copies elsewhere", or that it can go."""
+    """Return what would be lost with a leaving host, as "train step 9: 1 of 2 copies elsewhere", or that it can go."""
     short, durable = host["drain_short"], host["drain_durable"]
     if short:
         return _few([_short_text(row) for row in short])
@@ -166,7 +166,7 @@ def _few(parts: list[str]) -> str:
 
 
 def _launch_problems(launch: Body) -> Iterator[Body]:
-    """Yield what a launch waits for that is not complete after a while."""
+    """Yield a problem for each launch that is incomplete after a while."""
     if launch["since_s"] < LAUNCH_IS_SLOW_S:
         return
     what, call = ("a rewind", "rewind()") if launch["is_rewind"] else ("a launch", "connect()")
@@ -181,7 +181,7 @@ def _launch_problems(launch: Body) -> Iterator[Body]:
 
 
 def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
-    """Fewer or nearer copies than asked, or none."""
+    """Yield a problem if there are fewer or nearer copies than asked, or none."""
     step, name = job["committed_step"], job["job"]
     if step is None:
         return

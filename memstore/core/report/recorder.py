@@ -1,4 +1,4 @@
-"""Turns what the catalog does into happenings: who put what and how long it took, what became of it, and why. Pure.
+"""Turns the controller's decisions into store events: puts with their times, their outcome and its reason. Pure.
 
 The catalog calls it beside its decisions, never for one. Times of a put count from its begin on the rank's host, which
 the seal's report carries (R11: nothing travels for this alone).
@@ -71,7 +71,7 @@ class EventRecorder:
         self.chronicle = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
-        self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's word on it
+        self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's report of it
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
@@ -85,7 +85,7 @@ class EventRecorder:
 
     @never_raises
     def sealed(self, copy: Copy, host: str, put: Any) -> None:
-        """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own.
+        """Record a copy; `put` has the measurements of the rank and its holder, if it is a rank's own.
 
         Its form: {stall_s, age_s}, seconds that put blocked and since it began.
         """
@@ -112,7 +112,7 @@ class EventRecorder:
             del self.puts[next(iter(self.puts))]
 
     def _put(self, key: tuple[str, StepId], putting: Putting) -> None:
-        """Every rank has put the step: one happening for all of them (D52)."""
+        """Record that every rank has put the step, as one event (D52)."""
         putting.is_told = True
         job, step = key
         slowest = max(putting.stalls_s, key=lambda rank: putting.stalls_s[rank])
@@ -142,7 +142,7 @@ class EventRecorder:
 
     @never_raises
     def twins_differ(self, event: e.ReplicasDiffer) -> None:
-        """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
+        """Record that two ranks that should hold equal state put different bytes (R34)."""
         job, attempt, step, ranks, names, chunks = (
             event.job, event.attempt, event.step, event.ranks, event.names, event.chunks_count,
         )  # fmt: skip
@@ -156,7 +156,7 @@ class EventRecorder:
 
     @never_raises
     def twins_agree(self, event: e.ReplicasAgree) -> None:
-        """Two ranks put equal bytes again."""
+        """Record that two ranks put equal bytes again."""
         self.add(
             "twins_agree", job=event.job.name, attempt=event.attempt.ordinal, step=event.step, rank=event.ranks[0],
             ranks=list(event.ranks),
@@ -164,7 +164,7 @@ class EventRecorder:
 
     @never_raises
     def skipped(self, host: str, body: Body) -> None:
-        """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
+        """Keep a rank's or holder's report of a skipped put until the fact that all skip it (R12)."""
         self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
         while len(self.skips) > SKIPS_MAX:
             del self.skips[next(iter(self.skips))]
@@ -173,7 +173,7 @@ class EventRecorder:
 
     @never_raises
     def fact(self, fact: f.Fact) -> None:
-        """A decision has spread and is about to take effect."""
+        """Record a replicated fact, just before it takes effect."""
         job = self.state.jobs.get(getattr(fact, "job", ""))
         if isinstance(fact, f.StepCommitted) and job is not None:
             self._committed(job, fact)
@@ -236,7 +236,7 @@ class EventRecorder:
                 del self.puts[job.name, step]
 
     def _pass_over(self, job: Job, newest: StepId) -> None:
-        """A commit ends the older steps: those that were never committed are superseded (R12)."""
+        """Record the older steps that a commit supersedes (R12)."""
         for key, putting in list(self.puts.items()):
             if key[0] == job.name and key[1] < newest:
                 del self.puts[key]
@@ -263,7 +263,7 @@ class EventRecorder:
 
     @never_raises
     def restored(self, event: e.RoundReleased) -> None:
-        """A round was released: every rank has the step (R23)."""
+        """Record a restored step: every rank has it (R23)."""
         active, shared = event.round, event.answer
         self.add(
             "restore", job=active.job, attempt=active.attempt, step=int(shared["step"]), verdict=shared["verdict"],
@@ -276,7 +276,7 @@ class EventRecorder:
 
     @never_raises
     def restore_failed(self, event: e.RoundFailed) -> None:
-        """A round ended with the same error on all ranks."""
+        """Record a get that failed with the same error on all ranks."""
         active = event.round
         waited_s = rounded(self.state.now - active.since_s)
         self.add(
@@ -286,14 +286,14 @@ class EventRecorder:
 
     @never_raises
     def tick(self) -> None:
-        """After everybody's turn: what began or ended meanwhile."""
+        """Record, at the end of an input, the conditions that began or ended."""
         self.watch.tick(self.state.now)
 
     # -- hosts, storage -------------------------------------------------------------------------
 
     @never_raises
     def settled(self) -> None:
-        """A controller begins to serve (R17)."""
+        """Record that a controller begins to serve (R17)."""
         state = self.state
         self.add(
             "term", term=self.term, hosts=state.hosts.live_ids()[:NAMED_MAX], jobs=len(state.jobs),
@@ -313,14 +313,14 @@ class EventRecorder:
 
     @never_raises
     def host_changed(self, change: Change) -> None:
-        """A host is live, suspect or dead (R28)."""
+        """Record that a host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
         held = sum(newest_held(job, change.host_id) for job in self.state.jobs.values())
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @never_raises
     def heard(self, host: str, stats: Any) -> None:
-        """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
+        """Record what a host's scrub found since its last heartbeat (R30), and what spilled (D87)."""
         state = self.state.hosts.states.get(host)
         found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
         if state is None:
@@ -341,18 +341,18 @@ class EventRecorder:
 
     @never_raises
     def not_expired(self, event: e.JobKept) -> None:
-        """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
+        """Record that a closed job keeps its RAM: durable storage lacks part of its newest step (R19)."""
         step = event.step
         self.add("not_expired", job=event.job, attempt=step.attempt, step=step.step, why=event.why[:300])
 
     @never_raises
     def durable_keys(self, event: e.DurableKeysDiffer) -> None:
-        """Hosts do not have one durable_key_file (R31)."""
+        """Record that hosts do not have the same durable_key_file (R31)."""
         self.add("durable_keys", job=event.job, why=event.why[:300])
 
     @never_raises
     def durable(self, event: e.DurableWriteEnded) -> None:
-        """A durable write ended as asked, failed or was abandoned (R31)."""
+        """Record that a durable write ended as asked, failed or was abandoned (R31)."""
         took_s = rounded(self.state.now - event.since_s)
         kind = f"durable_{event.outcome}" if event.outcome else "durable"
         reason = {"why": event.why[:300]} if event.why else {}
@@ -361,21 +361,21 @@ class EventRecorder:
 
 
 def newest_held(job: Job, host: str) -> int:
-    """Shards of the newest committed step that has copies of which the host has one."""
+    """Return the shards that the host holds of the newest committed step with copies."""
     step = max((s for s in job.commits if s in job.copies), default=None)
     return 0 if step is None else len(job.on_host.get(host, {}).get(step, ()))
 
 
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
-    """Copies of the shard that has the fewest."""
+    """Return the number of copies of the shard with the fewest."""
     return min((len(hosts) for hosts in hosts_by_rank), default=0)
 
 
 def rounded(value_s: float) -> float:
-    """Microseconds are enough."""
+    """Round to microseconds."""
     return round(value_s, 6)
 
 
 def phases(**took_s: float | None) -> dict[str, float]:
-    """Seconds by phase, without those that were not measured."""
+    """Return the seconds by phase, without those that were not measured."""
     return {name: value for name, value in took_s.items() if value is not None}

@@ -39,13 +39,13 @@ class RedundancyMonitor:
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
-        """A copy arrived: if repair ordered it there, it is one of its own."""
+        """Note a copy that arrived, if repair ordered it there."""
         if (copy.shard, host) in self.pushes.under_way and self._is_kept(copy.shard):
             mending = self._begin(copy.shard.job)
             mending.shards, mending.nbytes = mending.shards + 1, mending.nbytes + copy.spec.nbytes
 
     def tick(self, now: float) -> None:
-        """After repair had its turn: what it has under way, and who is short of copies."""
+        """Note, after repair's scan, its pushes under way and the jobs short of copies."""
         busy = {shard.job for shard, _ in self.pushes.under_way if self._is_kept(shard)}
         for name in sorted(busy):
             self._begin(name)
@@ -60,7 +60,7 @@ class RedundancyMonitor:
             self._look_at_drains()
 
     def short_for_s(self, job: str) -> float:
-        """Seconds since the job's newest commit has had too few or too near copies; 0 while it has enough."""
+        """Return for how long the job's newest commit has had too few or too near copies; 0 while it has enough."""
         return self.state.now - self.short_s[job] if job in self.short_s else 0.0
 
     # -- hosts that are to go -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Calls that are answered when all ranks made them: how many have, and who or what is awaited. Pure (R20, R23)."""
+"""Calls that are answered when all ranks made them: how many have, and which ranks are awaited. Pure (R20, R23)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def parse_every(value: str | int | None) -> Every:
 def optimal_every(write_s: float | None, mtbf_s: float) -> Every:
     """Return the distance that wastes least (`cadence.optimal_interval_s`), never less than a write takes.
 
-    No put waits for a durable write, so what it really costs is a share of the network and the storage for that long:
+    No put waits for a durable write, so its real cost is a share of the network and the storage for that time:
     all of its time counts, as if training stood still, and every failure, as if RAM never survived one. Both are upper
     bounds, and the optimum grows with the one and shrinks with the other.
 

@@ -142,7 +142,7 @@ class Controller:
             return sorted(self.sessions)
 
     def is_serving(self) -> bool:
-        """True once the catalog has settled."""
+        """Return whether by now the catalog has settled."""
         return self.catalog.is_settled
 
     def drains_seen(self, until_s: dict[str, float]) -> None:

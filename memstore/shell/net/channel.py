@@ -102,7 +102,7 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """True once the channel can carry nothing more."""
+        """Return whether by now the channel can carry nothing more."""
         return self._closed.is_set()
 
     def secure(self, tls: Tls, *, is_server: bool, timeout_s: float) -> None:

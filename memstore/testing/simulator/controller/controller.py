@@ -42,7 +42,7 @@ class SimSession:
 
     @property
     def is_open(self) -> bool:
-        """True while both ends use it."""
+        """Return whether both ends use it."""
         return self.down.is_open
 
     def close(self) -> None:

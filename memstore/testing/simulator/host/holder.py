@@ -93,7 +93,7 @@ class SimHolder:
 
     @property
     def is_serving(self) -> bool:
-        """True if its process lives and runs."""
+        """Return whether its process lives and runs."""
         return self.is_up and not self.is_frozen
 
     def spawn(self, work: Thread) -> None:
