@@ -47,7 +47,7 @@ class Rejected:
 
 
 def evidence_by_step(inventory: Inventory) -> dict[StepId, Evidence]:
-    """Return what the inventory knows of each step of its job; copies of other jobs are passed over."""
+    """Return the inventory's entries by step of its job; copies of other jobs are left out."""
     grouped: dict[tuple[int, int], list[Copy]] = {}
     for copy in inventory.copies:
         shard = copy.shard

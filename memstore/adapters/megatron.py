@@ -24,7 +24,7 @@ class LocalCheckpointManager:
 
     Args:
         store: Connected; a step is an iteration.
-        encode: Of the hollow state; Megatron's own manager uses pickle.dumps.
+        encode: Serialises the hollow state; Megatron's own manager uses pickle.dumps.
         decode: The reverse. pickle.loads trusts every process that may write to the store.
     """
 

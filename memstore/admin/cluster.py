@@ -34,7 +34,7 @@ from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
 log = logging.getLogger("memstore")
 START_S = 90.0
 POLL_S = 0.1
-LEAST_S = 0.1  # for the last part of what has one limit
+LEAST_S = 0.1  # for the last part of an operation with one limit
 ASK_S = 30.0
 LOOK_S = 3.0  # for all other stores, which are asked beside one another
 
@@ -55,7 +55,7 @@ class ClusterStatus:
     launches: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able."""
+        """Return plain values for JSON."""
         return {
             "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
             "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
@@ -135,7 +135,7 @@ def join_ray(
 
 def create_local_ray() -> None:
     """Start a Ray cluster that lives as long as this process; its processes die with the thread that calls this."""
-    drawn = random.getstate()  # Ray draws ports from what the caller may have seeded for training
+    drawn = random.getstate()  # Ray draws ports from the random state that the caller may have seeded for training
     try:
         ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     finally:
@@ -152,7 +152,7 @@ def _controller(config: Config) -> Any:
 def _create(config: Config) -> Any:
     parse_put_every(config.put_every)
     parse_every(config.durable_every)
-    Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
+    Tls.load(config)  # raise faults of the files here, not in an actor
     others = _stores_on_ray()
     if others:
         log.warning("memstore: starting a new store %r on a Ray cluster that runs %s", config.store, ", ".join(others))
@@ -222,7 +222,7 @@ def _check_fields(config: Config, running: dict[str, Any]) -> None:
         if k not in running or mine[k] != running[k]
     ]
     if differing:
-        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds what it leaves
+        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds the leftovers
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
             f"store name, or stop it first: {there.commands('`memstore down`')}; what is stored stays in memory"
@@ -235,7 +235,7 @@ def _said(name: str, value: Any) -> str:
 
 
 def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
-    """Return what the controller's actor says of itself; PeerTimeout at the deadline, `limit_s` after the start."""
+    """Return the controller actor's description; PeerTimeout at the deadline, `limit_s` after the start."""
     try:
         said = ray.get(actor.describe.remote(), timeout=max(LEAST_S, deadline_s - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
@@ -297,7 +297,7 @@ def ask(
 
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
-    """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
+    """Return the store's status of its hosts and jobs; works with Ray's control plane down (R4)."""
     config = config or Config()
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)

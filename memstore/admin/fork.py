@@ -9,7 +9,7 @@ from typing import Any
 from memstore.config import Config, check_name
 from memstore.shell.rank.admin_link import any_tool
 
-FORK_S = 120.0  # hosts claim room and digest again what was verified too long ago
+FORK_S = 120.0  # hosts claim room and digest chunks again that were verified too long ago
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class StoreHere:
     jobs: dict[str, int | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

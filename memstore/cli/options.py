@@ -63,7 +63,7 @@ class Where:
             raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
 
     def status(self, job: str | None = None) -> dict[str, Any]:
-        """Return the controller's status; what it advises to run names the store.
+        """Return the controller's status; the commands that it advises name the store.
 
         Raises:
             ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.

@@ -132,7 +132,7 @@ def verdict_line(row: dict[str, Any]) -> str:
 
 
 def moved_text(row: dict[str, Any]) -> str:
-    """Return how many ranks would start on a host without a copy of theirs, and what they fetch (R27)."""
+    """Return how many ranks would start on a host without their copy, and the bytes they fetch (R27)."""
     ranks = plural(len(row["ranks_moved"]), "rank")
     return f"{ranks} moved, {size_text(row['moved_bytes'])} for them" if row["ranks_moved"] else f"{ranks} moved"
 

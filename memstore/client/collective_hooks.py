@@ -34,7 +34,7 @@ def watch_module(marks: CollectiveMarks, module: torch.nn.Module) -> None:
     """Have DDP reduce its gradients by a hook that marks them, in `marks` only from now on.
 
     Raises:
-        ConfigError: It is not DDP, or has a hook already: DDP takes one, and is of no use after a second.
+        ConfigError: It is not DDP, or has a hook already: DDP takes only one.
     """
     if not isinstance(module, DistributedDataParallel):
         raise ConfigError(
@@ -87,7 +87,7 @@ def _marked(marks: CollectiveMarks, start: Callable[[], _T], future_of: Callable
 
 
 def watch_optimizer(marks: CollectiveMarks, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """An iteration begins after each step of the optimizer; return what ends this."""
+    """Mark an iteration after each step of the optimizer; return the function that ends this."""
     marks.has_iterations = True
     handle = optimizer.register_step_post_hook(lambda *_: marks.iteration())
     return handle.remove

@@ -95,7 +95,7 @@ def warn_of_new_store(config: Config, job: str) -> None:
 
 
 def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
-    """Raise what a start ended with, unless waiting may help: a holder that was here may still come back."""
+    """Raise the error of a start, unless waiting may help: a holder that was here may still come back."""
     if start.error is None:
         return
     if is_new or isinstance(start.error, ConfigError):
@@ -106,7 +106,7 @@ def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bo
 
 
 def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart | None) -> PeerUnreachable:
-    """Return the error of a rank that found no holder in its time: what it waited for, and how far Ray came."""
+    """Return the error of a rank that found no holder in time: the folder it watched, and how far Ray came."""
     asked = ""
     if start is not None:
         asked = f" Ray, asked to start it: {start.error}." if start.error is not None else f" Ray: {start.doing}."
@@ -148,7 +148,7 @@ def connect(
     """
     config = config or Config()
     check_name("job", job)
-    parse_put_every(config.put_every)  # before anybody has joined
+    parse_put_every(config.put_every)  # before any rank has joined
     parse_every(config.durable_every)
     check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
@@ -205,7 +205,7 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
 
 
 def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
-    """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
+    """Return the config with the store's defaults for its missing fields; ConfigError if that cannot work here."""
     check_store_fields(config, welcome["store"])
     config = config.with_defaults(welcome["job_defaults"])
     check_sigterm(config.persist_on_sigterm_s, config.durable)
@@ -243,11 +243,11 @@ class Reader:
         self.close()
 
     def steps(self) -> list[StepInfo]:
-        """Every step the store knows of the job, newest first."""
+        """Return every step the store knows of the job, newest first."""
         return step_infos(self._ask("steps", {"job": self.job}))
 
     def latest_step(self) -> int | None:
-        """The newest committed step of the lineage."""
+        """Return the newest committed step of the lineage."""
         return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
 
     def get(
@@ -268,7 +268,7 @@ class Reader:
         self._ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
 
     def pins(self) -> list[str]:
-        """The names of the job's pins."""
+        """Return the names of the job's pins."""
         return sorted(self._ask("steps", {"job": self.job})["pins"])
 
     def unpin(self, name: str) -> None:

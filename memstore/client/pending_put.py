@@ -28,7 +28,7 @@ class PendingPut(Tenant):
     """
 
     def __init__(self, link: HolderLink, ticket: Ticket, *, world_size: int) -> None:
-        """It has no slots until `extend` takes some."""
+        """Begin without slots; `extend` takes some."""
         super().__init__()
         self.mapping = link.mapping  # of the slots: they are never written through a later one's
         self.link, self.ticket, self.chunk_bytes = link, ticket, int(link.welcome["chunk_bytes"])
@@ -41,7 +41,7 @@ class PendingPut(Tenant):
 
     @property
     def is_passed_on(self) -> bool:
-        """Return whether it goes on without who put: it is copied late, or on its way to the holder, or there."""
+        """Return whether it goes on without the caller: it is copied late, or on its way to the holder, or there."""
         is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
         return self.is_filled_late or is_handed_over
 
@@ -101,7 +101,7 @@ class PendingPut(Tenant):
                 return
             self.is_lent = True
             offered = self.link.lend(self, self.step, self.slots, self.mapping)
-        is_answered(offered, LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
+        is_answered(offered, LEND_S)  # without the lock: giving the put up must not wait for a holder (R11)
 
     def abandon(self) -> None:
         """Give everything back; offered slots only once the holder answers that no child has them.
@@ -117,13 +117,13 @@ class PendingPut(Tenant):
             self.link.put_back((), self)
 
     def end_late(self) -> None:
-        """The overlapped copy has ended: what it did not hand over is free."""
+        """End an overlapped copy: slots that it did not hand over are free."""
         self.is_over = True  # first, so that no thread writes any more: what comes next may be interrupted
         self.is_filled_late = False
         self.link.put_back((), self)
 
     def abandon_unwritten(self) -> None:
-        """Abandon it, unless somebody writes into the slots: he gives them back. For a thread that must not wait."""
+        """Abandon it, unless a thread writes into the slots: that thread gives them back. Never waits."""
         if self.lock.acquire(blocking=False):
             try:
                 self.abandon()

@@ -23,7 +23,7 @@ from memstore.shell.threads.answers import Answer, answer_of
 from memstore.shell.threads.safe_condition import SafeEvent, SafeThread
 
 log = logging.getLogger("memstore")
-BAR_S = 0.1  # between two looks of somebody who waits
+BAR_S = 0.1  # between two updates of a progress bar
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to
 SAY_S = 5.0  # the same for a log
 
@@ -37,7 +37,7 @@ class PutPreparation:
     def __init__(
         self, link: HolderLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
     ) -> None:
-        """It asks for the room that `body` names in `begin`.
+        """Take the request; `begin` sends it.
 
         Args:
             versions: Of a put's bytes that this rank will be leased, for the progress.
@@ -84,7 +84,7 @@ class PutPreparation:
 
     @property
     def fraction(self) -> float:
-        """How much is done, from 0 to 1: this host's memory and this process's pages, by bytes."""
+        """The finished part, from 0 to 1: this host's memory and this process's pages, by bytes."""
         if self._over.is_set():
             return 1.0 if self._error is None else 0.0
         grown, lacking = self._host
@@ -93,12 +93,12 @@ class PutPreparation:
 
     @property
     def seconds(self) -> float:
-        """Seconds it took, or has taken so far."""
+        """The seconds it took, or has taken so far."""
         return self._ready_s or time.monotonic() - self._began_s
 
     @property
     def cost(self) -> str:
-        """What it cost, once, in one line for the log."""
+        """Log the cost once, in one line."""
         job, rank, grown = self._link.job, self._link.rank, self._host[1]
         host = f", {grown / 1e9:.3g} GB new on this host" if grown else ""
         return (
@@ -135,7 +135,7 @@ class PutPreparation:
         return self
 
     def say_waited(self, waited_s: float) -> None:
-        """Log, on rank 0, what a first put waited for and how to have it done before training."""
+        """Log, on rank 0, the wait of a first put and how to have it done before training."""
         if waited_s >= WAITED_S and self._link.rank == 0:
             log.warning(
                 "memstore %s: the first put blocked training for %.1f s while %.1f GiB a rank were claimed for it and "
@@ -144,9 +144,9 @@ class PutPreparation:
             )  # fmt: skip
 
     def wait_claimed(self, roll: RollCall | None = None) -> None:
-        """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`.
+        """Wait until every host has reserved the room that a first put needs before it takes slots. Errors as `wait`.
 
-        With `roll` the log says who is awaited.
+        With `roll` the log names the awaited ranks.
         """
         assert self._answer is not None
         ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
@@ -181,7 +181,7 @@ class PutPreparation:
         self._thread.join(self._timeout_s)
 
     def on_room(self, body: dict[str, Any]) -> None:
-        """This host's arena grows: bytes done, bytes wanted."""
+        """Take this host's progress in growing its arena: bytes done, bytes wanted."""
         self._host = (int(body["done_bytes"]), int(body["wanted_bytes"]))
 
     # -- following it -----------------------------------------------------------------------------

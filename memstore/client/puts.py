@@ -63,7 +63,7 @@ class Puts:
         return self.link.rank
 
     def begin_attempt(self, joined: dict[str, Any]) -> None:
-        """Take what a join or a rewind answered."""
+        """Take the answer of a join or a rewind."""
         self._resume_step = int(joined["resume_step"])
         restored = joined.get("restored_step")
         self._last_step = self._floor = int(restored) if restored is not None else -1
@@ -72,7 +72,7 @@ class Puts:
         self.close()
 
     def go_on_from(self, step: int) -> None:
-        """A get restored this step."""
+        """Note the step that a get restored."""
         self._last_step = self._floor = step
 
     def newest_first(self) -> list[Ticket]:
@@ -88,7 +88,7 @@ class Puts:
             ticket.wait("committed", RESERVE_SLACK_S)
 
     def close(self) -> None:
-        """Give back the room of what was begun and not ended."""
+        """Give back the slots of puts that were begun and not ended."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.cancel()
@@ -149,7 +149,7 @@ class Puts:
 
         Args:
             began_s: When the put began to block training, monotonic.
-            extra_slots: Slots beyond `nbytes`, for what is known only later.
+            extra_slots: Slots beyond `nbytes`, for bytes that are known only later.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
             growth_s: Longest wait for more room than the rank has claimed so far; without it such a step is skipped.
 
@@ -261,7 +261,7 @@ class Puts:
             self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
 
     def on_level(self, body: dict[str, Any]) -> None:
-        """A ticket rises; older ones that never can are superseded."""
+        """Raise a ticket; supersede older ones that can never rise."""
         step, level = int(body["step"]), str(body["level"])
         with self._lock:
             ticket = self.tickets.get(step)
@@ -282,7 +282,7 @@ class Puts:
                     room.abandon_unwritten()
 
     def fail_all(self, why: str, *, forget: bool = False) -> None:
-        """No put of before can reach anything any more."""
+        """Fail all earlier puts: they can reach no level any more."""
         with self._lock:
             tickets = list(self.tickets.values())
             if forget:
@@ -325,9 +325,9 @@ class Puts:
         return bool(stale)
 
     def prepare(self, nbytes: int) -> PutPreparation:
-        """Begin what a first put of `nbytes` would wait for, or return what is under way or done for as much (R10).
+        """Begin the preparation of a put of `nbytes`, or return the one under way or done for as much (R10).
 
-        Waits for a smaller one that is under way to end: a rank has one question of room at a time.
+        Waits for a smaller one that is under way to end: a rank has one reservation call at a time.
         """
         count = max(1, -(-nbytes // self.chunk_bytes))
         known = self._preparation
@@ -379,11 +379,11 @@ class Puts:
         return self.link.call_soon("cadence", {**self.body(step=step), **measured})
 
     def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
-        """Training goes on from elsewhere: the question is void."""
+        """Drop the call: training goes on from elsewhere."""
         self.link.forget_call(answer)
 
     def on_room(self, body: dict[str, Any]) -> None:
-        """This host makes room."""
+        """Take this host's progress in making room."""
         preparation = self._preparation
         if preparation is not None:
             preparation.on_room(body)
@@ -395,5 +395,5 @@ class Puts:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 
     def body(self, **more: int) -> dict[str, Any]:
-        """Say to the controller who asks."""
+        """Add this rank's identity to a call."""
         return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}

@@ -46,7 +46,7 @@ class SharedShard:
 
     @classmethod
     def joined(cls, answer: dict[str, Any]) -> SharedShard | None:
-        """Return what a join or a rewind answered; None if the launch named no shards."""
+        """Decode the answer of a join or a rewind; None if the launch named no shards."""
         if not answer.get("natural"):
             return None
         shard, shards, copiers, roster = answer["natural"]
@@ -59,7 +59,7 @@ class SharedShard:
         return self.rank in self.copiers
 
     def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
-        """Lay out what this rank stores, without copying it; what a rank does not copy is not even looked at.
+        """Lay out the state that this rank stores, without copying it; a state that it does not store is not inspected.
 
         The shared part fills its last chunk, so that its chunks are equal on all ranks of the shard.
 
@@ -95,7 +95,7 @@ class SharedShard:
             body: Of the get() that could not give this rank a shard; all ranks call this then.
 
         Returns:
-            The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
+            The writer's shard, the controller's answer for the step, and the state; None if there is none.
         """
         ranges = ShardRanges(link, link.job, timeout_s)
         found = self._copier_elsewhere(link, ranges, body["step"])
@@ -204,10 +204,10 @@ def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> 
 
 
 def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: SharedShard | None = None) -> None:
-    """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
+    """Compare a rank's `into` with its shard, but for shared state that the shard does not hold.
 
     Args:
-        now: What the rank shares in the present attempt.
+        now: The rank's shared shard in the present attempt.
 
     Raises:
         ManifestMismatch, ProtocolError: As check_into; or the rank's number had another shard in that step.

@@ -14,7 +14,7 @@ TERMINAL = ("skipped", "superseded", "failed")
 
 
 def check_process(what: str, pid: int, instead: str = "") -> None:
-    """Raise ClosedError where this process was forked of the one whose it is: no word of the holder comes here."""
+    """Raise ClosedError in a process forked from the ticket's: the holder's events do not reach it."""
     if os.getpid() != pid:
         raise ClosedError(
             f"{what} is that of process {pid}, of which this one ({os.getpid()}) was forked: use it there{instead}"

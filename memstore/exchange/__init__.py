@@ -1,6 +1,6 @@
 """In and out: a committed step as files that stock libraries read, and such files as a step of a new job.
 
-What a format is, for a step that `store.put` made and for one that was saved through DCP:
+The formats, for a step that `store.put` made and for one that was saved through DCP:
 
     torch         put: `rank_00000.pt` per rank, what the rank put, for torch.load. A DTensor is there as the rank's own
                   part; torch.load(weights_only=True) reads everything but numpy objects and a few containers, and the

@@ -119,7 +119,7 @@ def _have_same_tensor(one: PutShard, spec: TensorSpec, other: PutShard, other_sp
 
 
 def _scalar_bits(value: Any) -> tuple[type, Any]:
-    """A float by its bits, so that NaN equals itself and 0.0 is not -0.0; True is not 1."""
+    """Return a float's bits, so that NaN equals itself and 0.0 is not -0.0; True is not 1."""
     return type(value), struct.pack("<d", value) if isinstance(value, float) else value
 
 

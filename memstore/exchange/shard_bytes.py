@@ -1,4 +1,4 @@
-"""The bytes of one rank's shard for somebody who reads all of it in order: windows, each digested before it is used."""
+"""The bytes of one rank's shard, read in order: in windows, each digested before it is used."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ShardBytes:
         return torch.frombuffer(self.take(offset, nbytes), dtype=torch.uint8)
 
     def settle(self) -> None:
-        """Every read is done when it returns."""
+        """Return at once: every read is done when it is planned."""
 
 
 def have_same_bytes(one: ShardBytes, at: int, other: ShardBytes, other_at: int, nbytes: int) -> bool:

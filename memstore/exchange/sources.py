@@ -34,7 +34,7 @@ class Source(Protocol):
     metadata: Metadata
 
     def read(self, wanted: Iterable[MetadataIndex], give: Give) -> None:
-        """Give every wanted part or object, in any order. IntegrityError if it is not what the metadata says."""
+        """Yield every wanted part or object, in any order. IntegrityError if it contradicts the metadata."""
 
 
 class DcpSource:
@@ -86,11 +86,11 @@ class _Giving(DefaultLoadPlanner):
         return torch.empty(read_item.lengths, dtype=_tensor(self._all, read_item.storage_index).properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """A part is there."""
+        """Note that a part exists."""
         self._give(read_item.storage_index, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """An object is there; it is not looked into."""
+        """Note that an object exists; it is not decoded."""
         self._give(read_item.storage_index, value.getvalue())
 
 

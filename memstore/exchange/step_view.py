@@ -73,10 +73,10 @@ class StepView:
 
 
 def view_of_dcp_step(ranges: ShardRanges, step: int, rank: int | None) -> StepView:
-    """Return what was saved; of one rank where each saved for itself.
+    """Return the saved step; of one rank where each saved for itself.
 
     Raises:
-        RecoveryError: there is no metadata of all ranks, or none of this rank. IntegrityError: it names what is not.
+        RecoveryError: there is no metadata of all ranks, or none of this rank. IntegrityError: it names missing parts.
     """
     metadata = DcpReader(ranges, step).read_metadata(**({} if rank is None else {"rank": rank}))
     shards: dict[int, ShardBytes] = {}
@@ -124,7 +124,7 @@ class Leaf:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """Return its rank."""
         return self.shard.stream.rank
 
 
@@ -167,7 +167,7 @@ def _is_one(leaves: list[Leaf]) -> bool:
 
 
 def _groups(leaves: list[Leaf]) -> list[list[Leaf]]:
-    """DTensors of one description together, all else by rank."""
+    """Return groups of leaves: DTensors of one description together, all else by rank."""
     groups: dict[Any, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
         groups[repr(_described(leaf)) if _is_dtensor(leaf) else leaf.rank].append(leaf)
@@ -175,7 +175,7 @@ def _groups(leaves: list[Leaf]) -> list[list[Leaf]]:
 
 
 def _described(leaf: Leaf) -> list[Any]:
-    """Mesh, placements and shape of a DTensor, and what its parts are made of; strides are a rank's own matter."""
+    """Return mesh, placements, shape and dtype of a DTensor; strides may differ by rank."""
     return [*leaf.node.data[:5], leaf.shard.spec(leaf.node.children[0]).dtype]
 
 

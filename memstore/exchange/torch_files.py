@@ -19,7 +19,7 @@ def file_name(rank: int) -> str:
 
 
 def write_torch(stream: ShardBytes, folder: Path) -> dict[str, Any]:
-    """Write one rank's state; return what a reader should know of the file.
+    """Write one rank's state; return notes for readers of the file.
 
     `unsafe_globals` are the names that torch.load(weights_only=True) refuses, [] where it reads the file as it is;
     `dtensors` counts DTensors that stand there as this rank's part.
@@ -30,7 +30,7 @@ def write_torch(stream: ShardBytes, folder: Path) -> dict[str, Any]:
     shard = PutShard(stream)
     stream.expect([*shard.layout.extents, *shard.layout.blobs])
     path = folder / file_name(stream.rank)
-    with path.open("wb") as file:  # torch's own opening hides what the file system said
+    with path.open("wb") as file:  # torch's own opening hides the file system's error
         torch.save(shard.build(shard.layout.tree), file)
     return {
         "file": path.name,

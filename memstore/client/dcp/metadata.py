@@ -3,12 +3,12 @@
     [format, version, [entry, ...], planner data, [stray, ...]]      msgpack, then zlib
     entry   [fqn, nil, place]                                        an object that the planner made bytes of
             [fqn, [dtype, layout, requires_grad, memory format, pinned, size], [[offsets, sizes, place], ...]]
-    place   [rank, first byte of its stream, nbytes], or nil for what no rank wrote
+    place   [rank, first byte of its stream, nbytes], or nil if no rank wrote it
     stray   [fqn, offsets | nil, place]                              written, but no chunk of any entry
     planner data   [layout, bytes] of the state codec
 
 A shard saved through DCP has no tensors in its layout: its stream is raw items, its tree says so (`SavedLayout`),
-and on the coordinator where the metadata stands. What is decoded may come from anywhere.
+and on the coordinator where the metadata stands. Decoded bytes may come from any source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from memstore.shell.tensors.memory import DTYPE_NAMES, DTYPES
 
 FORMAT = 1
 METADATA_BYTES_MAX = 1 << 30  # of msgpack: ten million chunks
-INFLATION_MAX = 64  # bytes of msgpack for one that is stored: what it may take to read is bounded by what was stored
+INFLATION_MAX = 64  # decompressed bytes for each stored byte: bounds the memory to read it
 INFLATION_SLACK_BYTES = 1 << 16
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
@@ -75,7 +75,7 @@ class SavedLayout:
 
     @classmethod
     def decode(cls, data: bytes) -> SavedLayout | None:
-        """Return what the layout says, or None if the shard was not saved through DCP. ProtocolError."""
+        """Decode the layout; None if the shard was not saved through DCP. ProtocolError if it is malformed."""
         layout = decode_layout(data)
         if layout.extents or layout.blobs:
             return None

@@ -1,4 +1,4 @@
-"""The save process's place in its rank's attempt: it takes over what the training process staged, and hands it over.
+"""The save process's place in its rank's attempt: it takes over the staged state, and hands it over.
 
 DCP's process mode pickles the writer; what crosses is the address of the holder and the step. The child has a link
 of its own, so it needs nothing of its parent from then on (R20).
@@ -47,7 +47,7 @@ class StagedShard:
 
 
 def staged_shard(puts: Puts, ticket: Ticket) -> StagedShard:
-    """Return what a child of this process needs to hand over what was staged here."""
+    """Return the data with which a child of this process can hand over the staged state."""
     link = puts.link
     return StagedShard(
         link.folder, link.nonce, link.job, link.rank, puts.world_size, link.attempt, puts.chunk_bytes, puts.config,
@@ -71,7 +71,7 @@ class SaveProcess:
         return ticket
 
     def adopt(self, step: int) -> tuple[Ticket, PendingPut]:
-        """Take over the lease of what was staged for a step.
+        """Take over the lease of a step's staged state.
 
         Raises:
             CommitError: The training process gave it up. TransportError: the holder does not answer.
@@ -126,7 +126,7 @@ class SaveProcess:
                 self._link.call("skip", body, ADOPT_S)
 
     def close(self) -> None:
-        """Give back what was not handed over, and end the link."""
+        """Give back slots that were not handed over, and end the link."""
         if self._link is not None:
             self._link.close()
 

@@ -186,7 +186,7 @@ class StatusReport:
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
     def odds_table(self, job: Job, replicas: int) -> list[list[Any]]:
-        """Return rows of the newest committed step: hosts lost at once, chance that all shards keep a copy, is it exact."""
+        """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
         step, hosts = job.newest_committed, self.state.hosts.live_ids()
         if step is None:
             return []

@@ -19,7 +19,7 @@ def adopt(
     now: float,
     is_alive: Callable[[int, int], bool],
 ) -> list[str]:
-    """Fill an empty index from an arena; slots whose header must be rewritten are left dirty. Return what was dropped.
+    """Fill an empty index from an arena; slots whose header must be rewritten are left dirty. Return the dropped ones.
 
     Args:
         now: Time of day, seconds: the slots are verified now.

@@ -38,7 +38,7 @@ class IdleTime:
         return max(0.0, time.monotonic() - seen_s)
 
     def used(self) -> None:
-        """Somebody uses the arena: it is not idle, however long it was before."""
+        """Reset the idle time: the arena is in use."""
         self.idle_s = 0.0
 
     def keep(self) -> None:

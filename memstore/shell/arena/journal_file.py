@@ -2,7 +2,7 @@
 
 Frame: u32 length, u64 xxh3-64 of the payload, payload; little-endian. The payload is the caller's.
 A journal is read up to the first record that is torn or damaged; the rest is cut off and counted.
-No fsync: like the arena it outlives processes, not machines. What makes a fact safe is that it is
+No fsync: like the arena it outlives processes, not machines. A fact is safe because it is
 in the journals of several hosts.
 """
 

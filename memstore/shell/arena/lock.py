@@ -1,6 +1,6 @@
-"""One holder per arena: an exclusive flock held for life, and who holds it (R2, R5, R8).
+"""One holder per arena: an exclusive flock held for life, and the owner's name in it (R2, R5, R8).
 
-The lock is the kernel's, so it ends with its owner, however the owner ends. What the file says
+The lock is the kernel's, so it ends with its owner, however the owner ends. The file's text
 (pid, start time, machine, cluster, address) is for people and for replacing a frozen owner; it is
 cleared on a clean release. No lock, no service.
 """
@@ -98,7 +98,7 @@ class ArenaLock:
             time.sleep(_POLL_S)
 
     def describe(self, *, cluster: str = "", address: str = "") -> None:
-        """Rewrite what the lock file tells others, once the holder knows its address."""
+        """Rewrite the lock file's text for other processes, once the holder knows its address."""
         now = self._owner
         self._owner = LockOwner(now.pid, now.start_time, now.boot_id, now.pid_namespace, cluster, address)
         self._write()

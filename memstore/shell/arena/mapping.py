@@ -107,7 +107,7 @@ class ArenaMapping:
 
         Raises:
             ClosedError: The mapping was closed, or this process is a forked child.
-            IndexError: The slot is not claimed, or lies beyond what was mapped (the limit was raised
+            IndexError: The slot is not claimed, or lies beyond the mapping (the limit was raised
                 since: map again).
         """
         self._check_open()
@@ -173,7 +173,7 @@ class ArenaMapping:
         return done
 
     def populate(self, at: int, nbytes: int) -> int:
-        """Fault in one range that has memory behind it; returns `nbytes`. The caller answers for the range.
+        """Fault in one range with memory behind it, which the caller guarantees; return `nbytes`.
 
         By reading: the kernel then enters sixteen pages at a time, for writing too, the file being shared and in
         memory. By writing it enters them one by one and needs twice the time.

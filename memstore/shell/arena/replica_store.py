@@ -45,7 +45,7 @@ VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offere
 
 
 class Clock(Protocol):
-    """Seconds: of the day, and since some moment. The `time` module is one."""
+    """Wall clock and monotonic clock, in seconds. The `time` module is one."""
 
     def time(self) -> float:
         """Return the time of day."""
@@ -97,7 +97,7 @@ class ReplicaStore:
         cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
         admit: Admit | None = None,
     ) -> ReplicaStore:  # fmt: skip
-        """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
+        """Create the replica store of a host in an arena folder, or adopt an earlier holder's (R6)."""
         arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
         return cls(
             arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, limit_why=limit_why,
@@ -143,7 +143,7 @@ class ReplicaStore:
         self.room.ensure_free(count)
 
     def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
-        """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
+        """Lease the slots that the rank's share still allows beside its own and its save processes' (R10)."""
         with self.lock:
             count = self.index.leasable(job, rank, self.table.held_count([owner, *stand_ins_for]))
             numbers = self.table.lease(owner, count, attempt=attempt)
@@ -199,7 +199,7 @@ class ReplicaStore:
             return self.index.find(shard), slots is not None and self.table.hand_over(owner, slots)
 
     def abort_older(self, job: str, attempt: int) -> None:
-        """Give up what is being received of a job's older attempts."""
+        """Give up the incoming replicas of a job's older attempts."""
         with self.lock:
             self.index.abort_older(job, attempt)
             self.flush()
@@ -217,7 +217,7 @@ class ReplicaStore:
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         excerpt: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
-        """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
+        """Begin to receive a shard for a restore, or a part of it; hold the good chunks that are here (R23)."""
         self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
             draft = self.index.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
@@ -239,7 +239,7 @@ class ReplicaStore:
             return [i for i in indices if draft.slots[i] is None]
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
-        """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
+        """Digest old slots again before they answer for offered chunks (R13)."""
         now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
@@ -282,7 +282,7 @@ class ReplicaStore:
     def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
         """Save the manifest and turn the draft into a stored replica.
 
-        One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
+        Under one lock: no abort comes between, and no drop of the same shard unlinks the manifest just saved.
 
         Raises:
             IntegrityError: The draft was aborted meanwhile, lacks chunks, or has others than the manifest says.
@@ -303,7 +303,7 @@ class ReplicaStore:
         return shelved
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
-        """Give back what a draft holds; with `only`, if it is still that one."""
+        """Give back an incoming replica's slots; with `only`, if it is still that one."""
         with self.lock:
             if only is None or self.index.draft(name, shard) is only:
                 self.index.abort_draft(name, shard)
@@ -341,7 +341,7 @@ class ReplicaStore:
             return shelved, self.index.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
     def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> None:
-        """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
+        """Keep a replica pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
         with self.lock:
             self._discard(self.index.keep_staged(key, shelved, pin))
             if key not in self.index.staged:
@@ -394,7 +394,7 @@ class ReplicaStore:
     # -- dropping -----------------------------------------------------------------------------
 
     def drop(self, shard: ShardId) -> None:
-        """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
+        """Remove every replica of a shard, also those that a restore staged (R7)."""
         with self.lock:
             self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
@@ -422,7 +422,7 @@ class ReplicaStore:
             self.flush()
 
     def stats(self) -> dict[str, int]:
-        """Bytes used, reserved, claimed and allowed, for status."""
+        """Return the bytes used, reserved, claimed and allowed, for status."""
         with self.lock:
             used = self.table.claimed_count - len(self.table.free)
             reserved = sum(share.total for share in self.index.shares.values())

@@ -42,7 +42,7 @@ class WatchedSource:
     """Memory of one tensor between put and fence; keeps it alive even if the tensor gets other memory.
 
     Args:
-        tensors: Whose version counters rise when it is written: the tensor, and for a DTensor its local part.
+        tensors: The tensors whose version counters a write raises: the tensor, and for a DTensor its local part.
         storage: Its memory.
         is_whole: Its copy is compared with all that was there at the put; else counters tell, and samples of host
             memory.
@@ -65,12 +65,12 @@ class WatchedSource:
     def is_counted_change(self) -> bool:
         """Return whether a counter shows a change, or the memory is gone, for sources checked by counters."""
         if self.is_whole:
-            return False  # the slot holds what was put, or the copy has failed by now
+            return False  # the slot holds the put's bytes, or the copy has failed by now
         return not self.is_there() or self._versions != [tensor._version for tensor in self.tensors]
 
 
 def in_pieces(moves: Iterable[Move], limit_bytes: int = MOVE_BYTES) -> Iterator[Move]:
-    """Join moves of neighbours on both sides, and cut what is longer than `limit_bytes`.
+    """Join moves that are adjacent on both sides, and cut those longer than `limit_bytes`.
 
     >>> list(in_pieces([(0, 100, 4), (4, 104, 4), (20, 108, 9)], 8))
     [(0, 100, 8), (20, 108, 8), (28, 116, 1)]
@@ -109,7 +109,7 @@ class DeferredCopy:
     Host memory is digested when it is made: nothing may write to it until then.
 
     Args:
-        sources: What is copied, each with its moves; device memory has none.
+        sources: The sources of the copy, each with its moves; device memory has none.
         flights: The copies of device memory, if there is any.
         keep: Kept alive until the end: the slots' views.
         is_wanted: Called before every move; False ends the copy.
@@ -142,7 +142,7 @@ class DeferredCopy:
 
     @property
     def nbytes_left(self) -> int:
-        """Bytes that no thread has begun to copy."""
+        """Return the bytes that no thread has begun to copy."""
         return sum(nbytes for _, (_, _, nbytes) in list(self._moves))
 
     def work(self, deadline_s: float = float("inf")) -> None:
@@ -229,7 +229,7 @@ class DeferredCopy:
         return ""
 
     def _digested(self) -> dict[Move, bytes]:
-        """Digest what is to be moved, with as many threads as a copy of it would take."""
+        """Digest the bytes to be moved, with as many threads as a copy of them would take."""
         digests: dict[Move, bytes] = {}
         is_whole = {move: self._sources[number].is_whole for number, move in self._moves}
 
@@ -248,7 +248,7 @@ class DeferredCopy:
             return
         with self._one_end:
             if not self._is_ending:
-                self._judged()  # first: what a signal's handler raises in it leaves the end to the next call
+                self._judged()  # first: if a signal's handler raises in it, the next call ends the copy
             if not self._is_ending:
                 self._is_ending = True
                 try:

@@ -1,7 +1,7 @@
 """Copies out of device memory that are ordered while training computes, a few at a time (R11).
 
 made at the put, behind training's stream --the copy thread, flight by flight--> ordered --event--> in the slots
-a fence orders what is left, and lets the stream of the optimizer's step wait for it; the host waits for nothing
+a fence orders the rest, and makes the stream of the optimizer's step wait for it; the host waits for nothing
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeferredDeviceCopies:
             self._left.extend((side, flight) for flight in flights(mine))
 
     def work(self) -> None:
-        """Order what is left, `FLIGHTS_MAX` flights under way, and return when all ordered copies are in the slots.
+        """Order the rest, `FLIGHTS_MAX` flights under way, and return when all ordered copies are in the slots.
 
         Raises:
             RuntimeError: The device's own errors, and memory that is gone. Copies ordered before are waited for.

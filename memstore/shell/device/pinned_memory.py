@@ -43,7 +43,7 @@ class PinnedSlots:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is registered."""
+        """Return whether nothing is registered."""
         return not self._ranges
 
     def add(self, slots: Iterable[int], device: int) -> None:

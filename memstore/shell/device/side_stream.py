@@ -18,7 +18,7 @@ import torch
 
 from memstore.shell.tensors.slot_stream import tensor_at
 
-# Ordered between two events; one more flight may be under way. What another stream copies, such as the number that
+# Ordered between two events; one more flight may be under way. A copy of another stream, such as the number that
 # `.item()` asks for, stands behind both: 5 ms at 25 GB/s.
 FLIGHT_BYTES = 64 << 20
 FLIGHTS_MAX = 2
@@ -127,7 +127,7 @@ def by_device(writes: Sequence[DeviceWrite]) -> Iterator[tuple[torch.device, lis
 
 
 def order_all(writes: Sequence[DeviceWrite]) -> Ordered:
-    """Order the copies behind what the current streams have been given; wait() on the result ends them.
+    """Order the copies behind the current streams' work; wait() on the result ends them.
 
     Blocks for all but the last `FLIGHTS_MAX` flights of each device.
     """

@@ -25,7 +25,7 @@ _NOT_OURS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO
 
 @contextmanager
 def mapped(action: str, path: str) -> Iterator[None]:
-    """Turn an OSError into the error of ours that says what it proves; our own errors pass."""
+    """Turn an OSError into the memstore error for it; memstore's own errors pass."""
     try:
         yield
     except MemstoreError:  # first: a PeerTimeout raised by the caller's chunks is an OSError too
