@@ -1,4 +1,4 @@
-"""The prose of the product is the field's plain English: private words stay out of it, each with the word to use."""
+"""Private words stay out of prose; each has the plain word to use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ WORDS = {
     "goodbyes?|farewells?": "`bye`, the message",
     "condemn|condemns|condemned": "quarantine",
     "hurts?": "damages, harms",
-    "tombstones?": "removal record",
     "mend|mends|mended|mending": "repair, fix",
 }  # fmt: skip
 PRIVATE = {word: re.compile(rf"(?<![\w-])(?:{word})(?![\w-])", re.IGNORECASE) for word in WORDS}

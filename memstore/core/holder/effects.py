@@ -82,7 +82,7 @@ class Link(Protocol):
     owner: Owner
     job: str
     rank: int
-    is_retired: bool  # the same process came back on another link and sends again what was not sealed
+    is_retired: bool  # the same process came back on another link and sends unsealed puts again
 
 
 # -- time ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
 def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
-    If other readers have the room, the read gives back what it holds and waits; only one read waits at a time.
+    If other readers have the room, the read gives its chunks back and waits; only one read waits at a time.
 
     Raises:
         TransportError, CapacityError: No evidence about the bytes (R25).
@@ -93,7 +93,7 @@ def _elsewhere(state: HolderState, body: Body) -> Body:
 
 
 def take(state: HolderState, number: int) -> Excerpt:
-    """Return what was staged for a read. IntegrityError if it is gone."""
+    """Return the replica that was staged for a read. IntegrityError if it is gone."""
     excerpt = state.excerpts.known.get(number)
     if excerpt is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
@@ -108,7 +108,7 @@ def release(state: HolderState, number: int) -> None:
 
 
 def expire(state: HolderState) -> None:
-    """Let go of what no reader took, what was kept past the deadline, and what is of a dropped step (R7)."""
+    """Release reads that no reader took, that are past their deadline, or that are of a dropped step (R7)."""
     now = state.now()
     for number, excerpt in list(state.excerpts.known.items()):
         if min(excerpt.deadline_s, excerpt.draft.deadline_s) < now:

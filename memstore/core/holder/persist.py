@@ -40,7 +40,7 @@ def stop(state: HolderState, body: Body) -> None:
 
 
 def slices(state: HolderState, body: Body) -> list[Steps[None]]:
-    """Return the procedures that write what an order names; slices of another step of the job stop (one at a time)."""
+    """Return the procedures that write the pieces of an order; those of another step of the job stop."""
     job, step = key = _key(body)
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
@@ -141,7 +141,7 @@ def say_key(state: HolderState, body: Body) -> Steps[None]:
 
 
 def markers(state: HolderState, body: Body) -> Steps[None]:
-    """List the durable markers of a job, and report them with what is wrong with the others."""
+    """List the durable markers of a job, and report them with the faults of the others."""
     report: Body = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": [], "key": ""}
     report["lacks"] = ""
     try:

@@ -141,7 +141,7 @@ def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[
     try:
         peer = yield Reach(push.target)
     except TransportError:
-        silent_since_s.pop(push.target, None)  # dead: the controller knows, and orders what is to be done
+        silent_since_s.pop(push.target, None)  # dead: the controller knows it, and orders repairs
         raise
     try:
         if push.target in silent_since_s:

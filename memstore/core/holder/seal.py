@@ -83,7 +83,7 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
 
 
 def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
-    """Digest what was handed over, store it, report it, push it; return why it cannot be, or ""."""
+    """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
     sealing = state.puts.sealing
     if not (yield WaitFor(lambda: shard not in sealing, SEAL_S)):
         raise IntegrityError(f"{shard} was not sealed within {SEAL_S:g} s on behalf of a link that ended")

@@ -27,7 +27,7 @@ class Store(Protocol):
         """Store a draft whose chunks are all here; IntegrityError if it was aborted meanwhile."""
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
-        """Give back what a draft holds, if there is one; with `only`, if it is still that one."""
+        """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Store(Protocol):
         """Free slots that were taken over and hold nothing that is to be stored."""
 
     def abort_older(self, job: str, attempt: int) -> None:
-        """Give up what is being received of a job's older attempts."""
+        """Give up the incoming replicas of a job's older attempts."""
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""

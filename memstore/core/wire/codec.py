@@ -23,7 +23,7 @@ from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
 from memstore.errors import ProtocolError
 
 ERROR_CHARS_MAX = 300
-"""Of what the decoder says: it may quote the peer."""
+"""Most characters of a decoder's error: it may quote the peer."""
 
 Scalar = None | bool | int | float | str
 """A plain value of a type that only the reader knows."""
@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="k"):
-    """The base of all messages: what a frame's body is."""
+    """The base of all messages: the type of a frame's body."""
 
 
 class Request(Message, Generic[R], frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Decoder(Generic[T]):
         self._items_max, self._bytes_max = items_max, bytes_max
 
     def __call__(self, data: bytes | bytearray | memoryview) -> T:
-        """Return the message that a body is; ProtocolError says what is wrong with it."""
+        """Decode a body to its message; ProtocolError names its fault."""
         try:
             check_body(data, items_max=self._items_max, bytes_max=self._bytes_max)
             message: T = self._decoder.decode(data)

@@ -95,7 +95,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """A reset connection or Ray's word: the holder process is gone (R28)."""
+    """A reset connection or Ray's notice: the holder process is gone (R28)."""
 
     host_id: str
     why: str

@@ -1,4 +1,4 @@
-"""Controller to holder: what a holder is to do, and the answers to its ranks' calls. Pure.
+"""Controller to holder: orders, and the answers to its ranks' calls. Pure.
 
 In EVENT frames, in the order in which they were decided; what one of them comes to is reported (`reports.py`).
 
@@ -102,7 +102,7 @@ class Fence(Message, frozen=True, tag="fence"):
 
 
 class CopierTargets(Row, frozen=True):
-    """Where the shard of a rank goes that copies what others hold too (R34)."""
+    """The targets of a rank that writes a shared shard (R34)."""
 
     rank: Ordinal
     targets: tuple[str, ...]
@@ -173,7 +173,7 @@ class FreeCopies(Message, frozen=True, tag="free"):
 
     shards: tuple[WireShard, ...]
     number: DropNumber | None
-    """None: of a rank that no attempt has."""
+    """None: the rank is in no attempt."""
 
 
 class DropJob(Message, frozen=True, tag="drop_job"):

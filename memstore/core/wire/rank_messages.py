@@ -3,7 +3,7 @@
     rank -> holder   a hello, then calls, puts and what else it has to say
     holder -> rank   Welcome, or an ErrorMessage and the end; then answers, leases, levels, fences
 
-In EVENT frames. Nothing of it is acknowledged: a link that comes back says what it holds, and what was not answered is
+In EVENT frames. Nothing of it is acknowledged: a link that comes back reports its leases, and unanswered messages are
 sent again.
 
 Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
@@ -72,13 +72,13 @@ class Lent(Message, frozen=True, tag="lent"):
 
 
 class AdoptSlots(Request[Lent], frozen=True, tag="adopt"):
-    """Take over what the parent process offers."""
+    """Take over the slots that the parent process offers."""
 
     step: Ordinal
 
 
 class UnlendSlots(Request[Lent], frozen=True, tag="unlend"):
-    """End an offer: what no child has adopted is this process's again."""
+    """End an offer: slots that no child has adopted are this process's again."""
 
     step: Ordinal
     slots: tuple[Ordinal, ...]
@@ -111,7 +111,7 @@ class PutReady(Message, frozen=True, tag="put_ready"):
 
 
 class Unpin(Message, frozen=True, tag="unpin"):
-    """Let go of what an answer pinned."""
+    """Release the pin of an answer."""
 
     pin: Ordinal
 
@@ -135,7 +135,7 @@ class PutWaits(Message, frozen=True, tag="put_waits"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The store is closed: what it leased and did not hand over is free."""
+    """The store is closed: slots that it leased and did not hand over are free."""
 
 
 Hello = RankHello | ToolHello

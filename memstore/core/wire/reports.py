@@ -1,4 +1,4 @@
-"""Holder to controller: its inventory, heartbeats, what it has done, and its ranks' calls. Pure.
+"""Holder to controller: its inventory, heartbeats, results, and its ranks' calls. Pure.
 
 In EVENT frames. A session begins with InventoryPages, if the journal is long, and an Inventory (R16).
 
@@ -24,7 +24,7 @@ class InventoryPage(Message, frozen=True, tag="inventory_page"):
 
 
 class Inventory(Message, frozen=True, tag="inventory"):
-    """What a controller must know of a host first: who it is, what it holds, its journal."""
+    """A host's first report to a controller: its identity, its inventory, its journal."""
 
     incarnation: Ordinal
     address: str
@@ -127,7 +127,7 @@ class PushFailed(Message, frozen=True, tag="push_failed"):
 
 
 class Fenced(Message, frozen=True, tag="fenced"):
-    """Older processes are refused, and this is what is here of the job (R21)."""
+    """Older processes are refused; the job's inventory here (R21)."""
 
     job: Name
     attempt: Ordinal

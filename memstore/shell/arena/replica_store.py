@@ -31,11 +31,11 @@ from memstore.core.format.manifest import (
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError
 from memstore.shell.arena.adoption import adopt
 from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
 from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
-from memstore.shell.arena.vault_room import Admit, VaultRoom
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
@@ -84,7 +84,7 @@ class ReplicaStore:
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
         self.index = ReplicaIndex(self.table)
-        self.room = VaultRoom(
+        self.room = ClaimedMemory(
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
@@ -135,11 +135,11 @@ class ReplicaStore:
     def claim(
         self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
     ) -> None:
-        """Reserve room for a job; see VaultRoom.claim."""
+        """Reserve room for a job; see ClaimedMemory.claim."""
         self.room.claim(job, share, on_step)
 
     def ensure_free(self, count: int) -> None:
-        """Have so many slots free for staging; see VaultRoom.ensure_free."""
+        """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
         self.room.ensure_free(count)
 
     def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:

@@ -137,7 +137,7 @@ class Controller:
         self.event_log.close()
 
     def connected(self) -> list[str]:
-        """Hosts with a session now."""
+        """Return the hosts with a session now."""
         with self.lock:
             return sorted(self.sessions)
 
@@ -146,11 +146,11 @@ class Controller:
         return self.catalog.is_settled
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
-        """The cluster manager will take these hosts away, each at its moment (wall clock)."""
+        """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
         self.events.put((None, {"k": "drains", "until_s": until_s}))
 
     def status_soon(self) -> Future[dict[str, Any]]:
-        """What `memstore status` shows, made on the catalog's thread; for metrics."""
+        """Return what `memstore status` shows, made on the machine's thread; for metrics."""
         future: Future[dict[str, Any]] = Future()
         self.events.put((None, {"k": "status", "future": future}))
         return future
@@ -308,7 +308,7 @@ class Controller:
             session.channel.abort()
 
     def _close_dead(self) -> None:
-        """A host that was declared dead by silence needs a new session before it counts again (R28)."""
+        """End the sessions of hosts declared dead by silence: they need new ones before they count again (R28)."""
         with self.lock:
             dead = [
                 s for h, s in self.sessions.items()

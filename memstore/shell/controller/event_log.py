@@ -36,7 +36,7 @@ class EventLog:
         self._thread.start()
 
     def take(self, chronicle: RecentEvents) -> None:
-        """Queue what is new, dropping what the writer is too late for; never waits."""
+        """Queue new events, dropping those beyond the writer's backlog; never waits."""
         if chronicle.last_seq <= self._seen_seq:
             return
         for happening in chronicle.since(self._seen_seq):
@@ -75,7 +75,7 @@ class EventLog:
                 file.write(line + "\n")
 
     def _complain(self, exc: Exception) -> None:
-        """Say once what is wrong, not for every line."""
+        """Log a fault once, not for every line."""
         self.failed_count += 1
         if str(exc) != self._problem:
             self._problem = str(exc)

@@ -1,4 +1,4 @@
-"""A holder's sessions with its controllers: what is queued for the newest, and the thread that sends it (R16, R28).
+"""A holder's sessions with its controllers: the queue for the newest, and the thread that sends it (R16, R28).
 
 The queue opens before the inventory is taken and is sent after it, so nothing that is sealed in
 between is missed; what both contain is reported twice, which changes nothing. Without a session

@@ -273,10 +273,10 @@ class Holder:
         self.context.sealed(copy)
         self.twins.compare(copy.shard)
 
-    # -- what is done all the time --------------------------------------------------------------
+    # -- periodic work --------------------------------------------------------------------------
 
     def _heartbeat_loop(self) -> None:
-        """A thread of its own that touches no bulk data (R28)."""
+        """Send heartbeats, on a thread of its own that touches no bulk data (R28)."""
         while not self.stopping.wait(self.config.heartbeat_s):
             self.sessions.beat(self.stats)
 

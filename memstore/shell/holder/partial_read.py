@@ -1,4 +1,4 @@
-"""The excerpts that this host's readers of ranges hold; what they are is in core/holder/partial_read.py."""
+"""The partial reads that this host's readers hold; core/holder/partial_read.py explains them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Excerpts:
         self.context, self.runner = context, runner
 
     def take(self, number: int) -> Excerpt:
-        """Return what was staged for a read. IntegrityError if it is gone."""
+        """Return the replica that was staged for a read. IntegrityError if it is gone."""
         with self.runner.state():
             return procedure.take(self.context.state, number)
 
@@ -25,6 +25,6 @@ class Excerpts:
             procedure.release(self.context.state, number)
 
     def expire(self) -> None:
-        """Let go of what was kept for too long (R7)."""
+        """Release reads that were kept for too long (R7)."""
         with self.runner.state():
             procedure.expire(self.context.state)

@@ -96,11 +96,11 @@ class RankConnections:
     # -- leases -------------------------------------------------------------------------------
 
     def grant_current(self, link: RankConnection) -> None:
-        """Lease a store whose put is over what its share allows now."""
+        """Lease to a store whose put is over the slots that its share allows now."""
         self.grant(self.current(link))
 
     def grant(self, link: RankConnection) -> None:
-        """Lease a rank what its share allows, and send it the slots; do nothing on a link that has ended."""
+        """Lease a rank the slots that its share allows, and send them; do nothing on a link that has ended."""
         with link.grants:
             with self.lock:
                 if self.links.get(link.nonce) is not link or link.channel.is_closed:
@@ -117,7 +117,7 @@ class RankConnections:
         for link in self.of_job(job):
             self.grant(link)
 
-    # -- what a put came to -------------------------------------------------------------------
+    # -- outcomes of puts ---------------------------------------------------------------------
 
     def tell_level(self, link: RankConnection, attempt: int, step: int, level: str, reason: str) -> None:
         """Send a store the level of one of its tickets, on its newest link."""

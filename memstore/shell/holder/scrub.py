@@ -77,7 +77,7 @@ class Scrubber:
         return len(hurt)
 
     def verify_all(self, job: str | None) -> dict[str, Any]:
-        """Re-digest everything (of one job) now; return what was checked and found."""
+        """Re-digest everything (of one job) now; return the counts of checked and damaged chunks."""
         shards = self._shelved(job)
         with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})

@@ -55,7 +55,7 @@ class Traffic:
             self._gate.release(job, rank, order)
 
     def stats(self) -> dict[str, Any]:
-        """Return what a heartbeat carries."""
+        """Return the heartbeat's fields."""
         return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ class Stager:
         self.workers.shutdown(wait=False, cancel_futures=True)
 
     def check(self, body: dict[str, Any]) -> None:
-        """Let the rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
+        """Let the rank compare `into=` with its staged shard; answer an order that cannot be done (R26)."""
         found = self.replicas.index.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
         why = f"what was staged for rank {body['rank']} on host {self.context.host_id} is gone: call get() again"
         try:

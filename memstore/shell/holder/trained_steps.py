@@ -18,5 +18,5 @@ class TrainedSteps:
         self._newest.pop(job, None)
 
     def stats(self) -> dict[str, list[int]]:
-        """Return what a heartbeat carries: job -> attempt and step."""
+        """Return the heartbeat's fields: job -> attempt and step."""
         return {job: list(newest) for job, newest in list(self._newest.items())}

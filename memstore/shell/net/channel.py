@@ -36,7 +36,7 @@ SKIP_BUFFER_BYTES = 256 << 10
 WAKE_BYTES = 1 << 20
 """A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
 PIECE_BYTES = 1 << 20
-"""Most bytes received before `on_piece` gets them: well within a core's share of the cache."""
+"""Most bytes received before `seen` gets them: well within a core's share of the cache."""
 _UCRED = struct.Struct("3i")
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 

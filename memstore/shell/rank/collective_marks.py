@@ -30,7 +30,7 @@ class CollectiveMarks:
     def __init__(self, link: HolderLink) -> None:
         self._link = link
         self._lock = threading.RLock()  # a signal's handler may put
-        self.has_iterations = False  # somebody marks them; else every put does
+        self.has_iterations = False  # the loop marks them; else every put does
         self._depth = 0  # collectives under way
         self._count = 0
         self._busy_s = 0.0  # when the first of them began
@@ -38,7 +38,7 @@ class CollectiveMarks:
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
 
     def begin(self) -> None:
-        """A collective begins."""
+        """Mark the begin of a collective."""
         with self._lock:
             now = time.monotonic()
             if now - self._busy_s > BUSY_MAX_S:  # what began then will never end: its group was given up
@@ -49,19 +49,19 @@ class CollectiveMarks:
                 self._mark(Kind.BUSY)
 
     def end(self) -> None:
-        """A collective has ended."""
+        """Mark the end of a collective."""
         with self._lock:
             self._depth = max(0, self._depth - 1)
             if not self._depth:
                 self._mark(Kind.IDLE)
 
     def iteration(self) -> None:
-        """The next iteration begins."""
+        """Mark the begin of an iteration."""
         with self._lock:
             self._mark(Kind.ITERATION)
 
     def put(self) -> None:
-        """A put has ended, and an iteration, if collectives are marked and iterations are not."""
+        """Mark the end of a put, and of an iteration if collectives are marked and iterations are not."""
         if self._known is not None and not self.has_iterations:
             self.iteration()
 

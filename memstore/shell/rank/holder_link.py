@@ -2,7 +2,7 @@
 
 `put` only takes free slots and appends to `outbox`; one thread writes and pre-faults, one
 reads. If the holder goes away the link comes back by itself: it confirms which slots are still its
-own, sends again what was not sealed, and asks again what was not answered.
+own, and sends unsealed puts and unanswered calls again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HolderLink(LeasedSlots):
     # -- connection ---------------------------------------------------------------------------
 
     def _connect(self) -> Channel:
-        """Connect and say what we hold; drop what the holder says is no longer ours (R8)."""
+        """Connect and report our slots; drop those that the holder no longer leases to us (R8)."""
         deadline_s = time.monotonic() + self._connect_s
         channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
@@ -186,7 +186,7 @@ class HolderLink(LeasedSlots):
     # -- events -------------------------------------------------------------------------------
 
     def take_event(self, body: dict[str, Any]) -> None:
-        """The holder, or this process, says something."""
+        """Handle a message of the holder, or of this process."""
         kind = body["k"]
         if kind == "answer":
             with self.room:
@@ -296,7 +296,7 @@ class HolderLink(LeasedSlots):
         return number
 
     def unsubscribe(self, number: int) -> None:
-        """The read is over."""
+        """End the read."""
         with self.room:
             self.listeners.pop(number, None)
 
@@ -351,7 +351,7 @@ class HolderLink(LeasedSlots):
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
-            # First, for it sends nothing unless what follows was done: a handler's exception may come between.
+            # First, because it sends nothing before the rest is done: a handler's exception may come between.
             self.outbox.put(lambda: self._send_handover(handover))
             self.handovers[handover.attempt, step] = handover
             self.tenants.update(passed_on)

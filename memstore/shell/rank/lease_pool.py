@@ -7,8 +7,8 @@
 Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
 is over still has is free: a put that a signal's handler ends by an exception, wherever it was, loses nothing.
 
-All of it belongs to one arena, that of `mapping`. With another arena nothing of before is ours: who still copies into
-the old one, through the mapping that his put began with, is refused when he hands over.
+All of it belongs to one arena, that of `mapping`. With another arena earlier leases end: a put that still copies into
+the old one, through the mapping that it began with, is refused when it hands over.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LeasedSlots:
 
         Args:
             mapping: Of that arena. If it is another one than before, all that was held is stale.
-            stale: What the holder says is not ours.
+            stale: Slots that the holder does not lease to us.
         """
         with self.room:
             if mapping.arena != self.mapping.arena:
@@ -154,7 +154,7 @@ class LeasedSlots:
             return Taken(free, self.mapping)
 
     def wait_free(self, count: int, budget_s: float) -> None:
-        """Wait until so many slots are free to fill, at most `budget_s`."""
+        """Wait until `count` slots are free to fill, at most `budget_s`."""
         with self.room:
             self._wait_free(count, budget_s)
 

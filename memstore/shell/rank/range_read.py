@@ -2,7 +2,7 @@
 
 A reader asks for the chunks that its ranges lie in; the holder brings those, and only those (`partial_read.py`). The
 bytes are copied out of the slots first and digested again after, chunk by chunk: a reader that was fenced or too slow
-may have copied what others wrote.
+may have copied another owner's bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpenRanges:
         return data
 
     def verify(self) -> None:
-        """Digest every chunk that was copied from. DigestMismatch: what was copied is not what was put."""
+        """Digest every chunk that was copied from. DigestMismatch: the copied bytes are not those of the put."""
         for index, view in self.views.items():
             if chunk_digest(view) != self.manifest.chunks[index].digest:
                 raise DigestMismatch(f"chunk {index} of {self.manifest.shard} changed while it was read: read again")
@@ -116,7 +116,7 @@ class ShardRanges:
         return Asked(self.link.call_soon("read", body), step, attempt, rank)
 
     def open(self, asked: Asked) -> OpenRanges:
-        """Wait for what was asked for.
+        """Wait for the chunks asked for.
 
         Raises:
             RecoveryError: the step or the rank is not there, or some chunk has no good copy.

@@ -57,7 +57,7 @@ class StagedShard:
         return memoryview(b"") if slot is None else self.link.view(slot, self.manifest.chunks[index].nbytes)
 
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        """Have the holder digest its copies of these chunks again, and bring from elsewhere what is bad (R27)."""
+        """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
         shard, chunk_bytes = self.manifest.shard, self.manifest.chunk_bytes
         ranges = ShardRanges(self.link, shard.job, MEND_TIMEOUT_S)
         spans = [(index * chunk_bytes, self.manifest.chunks[index].nbytes) for index in wanted]
@@ -92,7 +92,7 @@ class StagedShard:
 class ShardRead:
     """One rank's shard on its way to this host: chunks can be taken while others are still coming (R27).
 
-    A context manager; what was staged stays pinned until its end.
+    A context manager; the staged shard stays pinned until its end.
 
     Raises:
         PeerTimeout: from any wait, once `timeout_s` have passed.
@@ -138,7 +138,7 @@ class ShardRead:
         return self._manifest
 
     def answer(self) -> dict[str, Any]:
-        """Wait until the whole shard is here, or cannot be brought; return what the controller answered."""
+        """Wait until the whole shard is here, or cannot be brought; return the controller's answer."""
         while self._staged is None:
             self._listen()
         return answer_of(self._future)
@@ -166,7 +166,7 @@ class ShardRead:
             self._staged.mend(wanted, use)
 
     def _named(self, told: Mapping[str, Any]) -> Manifest:
-        """Return the manifest of what is read; a call sent again after a link broke may get another answer."""
+        """Return the manifest of the shard; a call sent again after a link broke may get another answer."""
         named = decode_manifest(bytes(told["manifest"]))
         if self._manifest is None:
             self._manifest = named
@@ -178,7 +178,7 @@ class ShardRead:
         return self._manifest
 
     def _listen(self) -> None:
-        """Wait for one word of the holder."""
+        """Wait for one message of the holder."""
         try:
             if self._heard.empty():
                 with waiting():

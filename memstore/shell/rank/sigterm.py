@@ -29,7 +29,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
 log = logging.getLogger("memstore")
-ANSWER_PART = 0.9  # of the time, for the controller: what it says of a write that is late comes before the end
+ANSWER_PART = 0.9  # of the time, for the controller: its error for a late write must come before the end
 ASKED, CATCH_UP, END = 0, 254, 255  # bytes of the pipe that are no signal's number
 END_S = 5.0  # beyond its time, for the thread to end what it does
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
@@ -60,7 +60,7 @@ def check_sigterm(limit_s: float, durable: str | None) -> None:
 
 
 class SigtermWatch:
-    """Of one process, for all its stores; installed while one is watched."""
+    """The SIGTERM handling of one process, for all its stores; installed while one is watched."""
 
     def __init__(self) -> None:
         self._limits_s: dict[HolderLink, float] = {}
@@ -83,7 +83,7 @@ class SigtermWatch:
         self._limits_s[link] = limit_s
         if self._is_on and self._is_ours():
             return
-        if self._is_on:  # somebody's handler is in the place of ours: ours goes in front of it
+        if self._is_on:  # another handler replaced ours: ours goes in front of it
             self._put_back()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -113,13 +113,13 @@ class SigtermWatch:
         return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def _put_back(self) -> None:
-        """End the thread. A signal that it has not read is sent again, to what was there before."""
+        """End the thread. A signal that it has not read is sent again, to the former handler."""
         self._restore()
         os.write(self._write_fd, bytes([END]))
         os.close(self._write_fd)
 
     def _restore(self) -> None:
-        """Set the former handler and descriptor, unless somebody has put another one in the place of ours."""
+        """Set the former handler and descriptor, unless another one has replaced ours."""
         if self._is_ours():
             signal.signal(signal.SIGTERM, self._former)
         self._is_on = False
@@ -233,7 +233,7 @@ class SigtermWatch:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def after_in_child(self) -> None:
-        """A child has no store of its own: SIGTERM is what it was before."""
+        """Restore SIGTERM in a child, which has no store of its own."""
         mask = self._masks.pop(threading.get_ident(), None)
         if self._is_on:
             self._restore()

@@ -15,7 +15,7 @@ from memstore.shell.arena.memory_limits import beyond_limit, gib
 Admit = Callable[[int, int], str | None]  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None
 
 
-class VaultRoom:
+class ClaimedMemory:
     """Grows and empties one arena; `lock` is held meanwhile, and never the lock of the index for long.
 
     Args:
@@ -42,7 +42,7 @@ class VaultRoom:
     ) -> None:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
 
-        A share that was refused elsewhere shrinks again, and so does that of a job that ended: slots that no job reserves
+        A share that was refused elsewhere shrinks again, and so does that of an ended job: slots that no job reserves
         then are given back. Guests that only moved to another host come again, and their room stays.
         """
         with self.lock:
