@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from recovery.candidates import Evidence, Rejected, Whole, evidence_by_step, judge, name_some
 from recovery.inventory import Inventory, ShardSpec, StepId
 from recovery.lineage import Span, in_lineage
-from recovery.transfers import DURABLE, LOCAL, PEER, Transfer, transfers_for
+from recovery.transfers import DURABLE, LOCAL, PEER, Tier, Transfer, transfers_for
 
 NONE, WAIT, MIXED = "none", "wait", "mixed"
 
@@ -183,7 +183,7 @@ def _chosen(
     )
 
 
-def _verdict(tiers: set[str]) -> str:
+def _verdict(tiers: set[Tier]) -> str:
     if DURABLE in tiers:
         return MIXED if len(tiers) > 1 else DURABLE
     return PEER if PEER in tiers else LOCAL

@@ -9,12 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Literal
 
 from recovery.balance import share
 from recovery.candidates import Whole
 from recovery.inventory import Copy, ShardSpec
 
-LOCAL, PEER, DURABLE = "local", "peer", "durable"
+Tier = Literal["local", "peer", "durable"]
+LOCAL: Tier = "local"
+PEER: Tier = "peer"
+DURABLE: Tier = "durable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Transfer:
     rank: int
     target_host: str
     source: str | None  # a host; None: durable storage
-    tier: str  # "local", "peer" or "durable"
+    tier: Tier
     first_chunk: int
     chunks_count: int
     nbytes: int
@@ -128,7 +132,7 @@ def _portions(left: Sequence[int], total: int, count: int) -> list[int]:
     return portions
 
 
-def _transfer(run: _Run, spec: ShardSpec, source: str | None, tier: str) -> Transfer:
+def _transfer(run: _Run, spec: ShardSpec, source: str | None, tier: Tier) -> Transfer:
     begin = run.first_chunk * spec.chunk_bytes
     end = min(spec.nbytes, begin + run.chunks_count * spec.chunk_bytes)
     return Transfer(run.rank, run.target_host, source, tier, run.first_chunk, run.chunks_count, end - begin)

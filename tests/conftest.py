@@ -8,7 +8,9 @@ begins, so a cluster that a module shares is not held against its tests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -19,6 +21,8 @@ from typing import Any
 import pytest
 from _pytest import runner
 
+from memstore.testing.clusters import processes
+from memstore.testing.clusters.nursery import Nursery
 from memstore.testing.clusters.store_name import maker_pid
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.rank_process import RankNursery
@@ -30,6 +34,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # else Ray warns about a change to come, and warnings are errors
     OMP_NUM_THREADS="1",  # sums in one order on every machine
+    RAY_TMPDIR=f"/tmp/memstore-ray-{os.getpid()}",  # where Ray writes which cluster is the newest: each run has its own
 )
 # What a launcher or a shell may have left; a test that wants one of them sets it.
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
@@ -82,12 +87,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Modules(config, log)
 
 
+@functools.cache
+def cluster_nursery() -> Nursery:
+    """Return the process that forks holders and controllers; it ends with this process."""
+    return Nursery("memstore.testing.clusters.process_main")
+
+
+processes.shared_nursery = cluster_nursery
+
+
 def live_children() -> set[str]:
-    """Return "pid command" of this process's children that still run."""
+    """Return "pid command" of this process's children that still run, and of what its nursery forked."""
+    nursery_pids = {str(cluster_nursery().pid)} if cluster_nursery.cache_info().currsize else set()
     found = set()
-    for task in Path("/proc/self/task").iterdir():
+    for task in (path for pid in ("self", *nursery_pids) for path in Path(f"/proc/{pid}/task").iterdir()):
         with contextlib.suppress(OSError):
-            for pid in (task / "children").read_text().split():
+            for pid in {*(task / "children").read_text().split()} - nursery_pids:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if state not in "ZX" and not any(name in command for name in _KEPT_BY_PYTHON):
@@ -208,6 +223,10 @@ def _session_leaves_nothing_behind() -> Iterator[None]:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         pytest.fail("Ray is still initialised at the end of the run: a fixture does not shut it down", pytrace=False)
     left = left_behind(before)
+    if cluster_nursery.cache_info().currsize:
+        cluster_nursery().close()
+        cluster_nursery.cache_clear()
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
     if left:
         pytest.fail("the run left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
 

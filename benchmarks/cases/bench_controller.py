@@ -19,9 +19,12 @@ from typing import Any
 import xxhash
 
 from benchmarks.report.harness import Options, Record
-from benchmarks.rigs.controller_rig import CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
+from benchmarks.rigs.controller_rig import BEAT, CHUNKS, JOB, RANKS_PER_HOST, SILENCE_S, Cost, Fleet, Rig
 from memstore.config import Config
+from memstore.core.wire.reports import Called
 from memstore.shell.controller.controller import collect_rarely
+from memstore.shell.controller.holder_session import SessionEnded
+from memstore.testing.requests import request_of
 
 HOSTS = 2048
 RACK = 32
@@ -92,10 +95,10 @@ def nonce(launch: int, rank: int) -> str:
 def call(rig: Rig, verb: str, body: dict[str, Any]) -> None:
     """Every rank asks; RuntimeError unless each got an answer."""
 
-    def calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    def calls() -> Iterator[tuple[str, Called]]:
         for rank in range(rig.fleet.world_size):
             more = {"job": JOB, "rank": rank, "pid": 1000 + rank, "nonce": nonce(rig.fleet.launch, rank)}
-            yield rig.fleet.host_of(rank), {"k": "call", "id": rank, "verb": verb, "body": {**body, **more}}
+            yield rig.fleet.host_of(rank), Called(id=rank, call=request_of(verb, more, **body))
 
     rig.answers.clear()
     rig.tell(calls())
@@ -121,12 +124,12 @@ def suspect(rig: Rig, name: str) -> None:
     state.heard_at_s -= SILENCE_S + 1
     while state.status != "suspect":
         rig.settle()
-    rig.tell([(name, {"k": "beat", "stats": {}})])
+    rig.tell([(name, BEAT)])
 
 
 def lose(rig: Rig, name: str) -> None:
     """A host's connection ends."""
-    rig.controller.events.put((rig.sessions[name], {"k": "ended", "why": "reset by peer"}))
+    rig.controller.events.put((rig.sessions[name], SessionEnded("reset by peer")))
 
 
 def in_turn(what: Callable[[Rig, str], None], rig: Rig, names: list[str]) -> None:

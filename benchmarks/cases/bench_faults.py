@@ -55,7 +55,7 @@ class Faults:
         try:
             yield watch
         finally:
-            watch.stop()
+            watch.end()
 
     def committed_since(self, started_s: float) -> float:
         """Put as training does until a step put after now is committed; seconds since `started_s`."""

@@ -20,6 +20,7 @@ from benchmarks.report.harness import MIB, Options, Record, require
 from benchmarks.rigs import gpt_tensors, rig
 from benchmarks.rigs.process_costs import anonymous_bytes
 from memstore.client.connect import connect
+from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError
 from memstore.testing.clusters.processes import ProcessCluster
 
@@ -44,7 +45,7 @@ class Sampler:
     def _run(self) -> None:
         while not self._is_over.wait(0.05):
             try:
-                rows = self.cluster.ask("status", timeout_s=2.0)["hosts"]
+                rows = self.cluster.ask(AskStatus(), timeout_s=2.0)["hosts"]
                 pids = [holder.pid for holder in list(self.cluster.holders.values()) if holder.poll() is None]
                 self.holder_bytes = max([self.holder_bytes, *(anonymous_bytes(pid) for pid in pids)])
             except (MemstoreError, OSError):

@@ -22,7 +22,7 @@ def run(options: Options) -> list[Record]:
     """Return stalls beside a plain copy, and what travels beside the state."""
     seconds: dict[str, list[float]] = {COPIER: [], OTHER: [], PLAIN: [], "put until committed": []}
     percent: list[float] = []
-    with ranks_on_hosts(options, min(options.nbytes, NBYTES_MAX), is_equal=True, shards=1) as (cluster, workers):
+    with ranks_on_hosts(options, min(options.nbytes, NBYTES_MAX), shards=1) as (cluster, workers):
         nbytes, hosts = workers.ask("nbytes")[0], list(cluster.labels)
         copiers = [rank for rank, is_copier in enumerate(workers.ask("is_copier")) if is_copier]
         workers.ask("threads", 1)

@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.report.harness import MIB, Options, Record, interleave, require
 from benchmarks.report.targets import SHARING
 from benchmarks.rigs import rig, sharing_priority
+from memstore.core.wire.calls import AskEvents
 from memstore.testing.clusters import namespaces
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.processes import ProcessCluster
@@ -102,7 +103,9 @@ class Training:
         """What the puts blocked, and what the store says of idle time."""
         lines = [f"{name}: a put blocked {statistics.median(s) * 1e3:.1f} ms" for name, s in self.stalls_s.items()]
         cluster = self.clusters[INTERLEAVED]
-        told = {event["host"]: event["why"] for event in cluster.ask("events")["events"] if event["event"] == "spill"}
+        told = {
+            event["host"]: event["why"] for event in cluster.ask(AskEvents())["events"] if event["event"] == "spill"
+        }
         for row in cluster.status()["hosts"]:
             spilled = row["stats"]["spilled_bytes"] / MIB
             lines.append(f"{row['host']}, interleaved: spilled {spilled:.1f} MiB; told: {told.get(row['host'], '-')}")

@@ -1,4 +1,4 @@
-"""How many bytes travel when little has changed, or when all ranks put the same?
+"""How many bytes travel when little has changed?
 
 Every byte that the store's processes send over TCP counts, headers, acknowledgements, heartbeats and facts included:
 the loopback interface's counter from the put until the commit. 100 percent is what a put of nothing but new bytes
@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import targets
-from benchmarks.report.harness import MIB, Options, Record, require
+from benchmarks.report.harness import Options, Record, require
 from benchmarks.rigs import gpt_tensors, rig
-from benchmarks.rigs.rank_workers import ranks_on_hosts
 
-EQUAL_BYTES = 64 * MIB
 TENTH = 10
 SCATTER_ELEMENTS = 16384  # 64 KiB of float32
 ALL, NONE, RUN, LAYERS, SCATTERED = (
@@ -27,8 +25,8 @@ ALL, NONE, RUN, LAYERS, SCATTERED = (
 
 
 def run(options: Options) -> list[Record]:
-    """Return what travels when one rank puts again, and when four ranks put the same."""
-    return [again(options), equal(options)]
+    """Return what travels when one rank puts again."""
+    return [again(options)]
 
 
 def again(options: Options) -> Record:
@@ -96,29 +94,6 @@ def change_scattered(state: Any, number: int) -> None:
     for tensor in gpt_tensors.tensors(state):
         for block in tensor.view(-1).split(SCATTER_ELEMENTS)[::TENTH]:
             block.add_(1)
-
-
-def equal(options: Options) -> Record:
-    """Four ranks of one state on four hosts that do not say so: the bytes of a put by all at once.
-
-    Of a warm put: holders have learned by then whose chunks are equal (R34). bench_natural.py has ranks that say so.
-    """
-    percent: list[float] = []
-    seconds: list[float] = []
-    with ranks_on_hosts(options, min(options.nbytes, EQUAL_BYTES), is_equal=True) as (cluster, workers):
-        nbytes, hosts = sum(workers.ask("nbytes")), list(cluster.labels)
-        for step in range(options.warmups + options.rounds):
-            workers.ask("touch")
-            before, begun_s = sent_bytes(), time.perf_counter()
-            workers.ask("put", step)
-            took_s, sent = time.perf_counter() - begun_s, sent_bytes() - before
-            require(all(workers.ask("is_same", step, hosts[0])), f"a shard of step {step}")
-            if step >= options.warmups:
-                seconds.append(took_s)
-                percent.append(100.0 * sent / nbytes)
-    record = Record("equal ranks", nbytes, {"put until committed": seconds})
-    record.figure("on the wire", percent, "percent")
-    return record
 
 
 def sent_bytes() -> int:

@@ -24,12 +24,35 @@ import xxhash
 
 from memstore.config import Config
 from memstore.core.journal.records import journal_after, whole_order
-from memstore.core.wire import frame
-from memstore.core.wire.frame import Kind, pack_frame
-from memstore.core.wire.messages import Action, Answer, Note, Tell
-from memstore.shell.controller.controller import Controller
+from memstore.core.wire.codec import encode, encode_frame
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
+from memstore.core.wire.messages import Action, Answer, LeaseRenewed, Note, Tell
+from memstore.core.wire.orders import (
+    DropJob,
+    Fence,
+    FreeCopies,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    PushTargets,
+    Reserve,
+)
+from memstore.core.wire.reports import (
+    FactsWritten,
+    Fenced,
+    Heartbeat,
+    HolderMessage,
+    Inventory,
+    Reserved,
+    Sealed,
+    decode_holder_message,
+)
+from memstore.shell.controller.controller import Controller, FromInside
 from memstore.shell.controller.holder_session import Session
 from memstore.shell.net.channel import Channel
+from memstore.testing.controller.catalog_holder import host_stats
 
 JOB = "train"
 RANKS_PER_HOST = 8
@@ -39,7 +62,8 @@ QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the control
 DEADLINE_S = 80.0
 READ_BYTES = 1 << 20
 BEATS_EVERY_S = 0.01  # a part of all hosts beats, then the next
-STATS = dict.fromkeys(("used_bytes", "reserved_bytes", "limit_bytes", "received_bytes", "sent_bytes"), 1 << 30)
+STATS = host_stats(used_bytes=1 << 30, reserved_bytes=1 << 30, limit_bytes=1 << 30, received_bytes=1 << 30)
+BEAT = Heartbeat(stats=STATS, trained={}, clock_s=None)
 _COUNT = struct.Struct("<Q")
 
 
@@ -80,7 +104,7 @@ class SimHost:
     name: str
     number: int
     incarnation: int = 1
-    copies: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)  # (attempt, step, rank) -> as reported
+    copies: dict[tuple[int, int, int], WireCopy] = field(default_factory=dict)  # (attempt, step, rank) -> as reported
 
 
 class Fleet:
@@ -100,46 +124,46 @@ class Fleet:
         """Ranks fill one host after the other."""
         return self.names[rank // RANKS_PER_HOST]
 
-    def up(self, host: SimHost) -> dict[str, Any]:
+    def up(self, host: SimHost) -> Inventory:
         """What a holder's session begins with."""
-        return {
-            "k": "up", "host": host.name, "incarnation": host.incarnation, "port": 7000,
-            "address": f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}",
-            "machine": f"machine-{host.name}", "is_explicit": False, "labels": {"rack": f"rack-{host.number // 32}"},
-            "limit_bytes": 1 << 40, "copies": list(host.copies.values()), "journal": self.journal, "notes": [],
-            "ranks": [], "up_s": 0.0, "idle_s": 0.0, "dropped": {},
-        }  # fmt: skip
+        return Inventory(
+            incarnation=host.incarnation, port=7000,
+            address=f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}",
+            machine=f"machine-{host.name}", is_explicit=False, labels={"rack": f"rack-{host.number // 32}"},
+            limit_bytes=1 << 40, copies=tuple(host.copies.values()), journal=tuple(self.journal), ranks=(), up_s=0.0,
+            idle_s=0.0, dropped={},
+        )  # fmt: skip
 
-    def keep(self, order: Tell) -> dict[str, Any] | None:
+    def keep(self, action: Tell) -> HolderMessage | None:
         """Obey an order; return the report that answers it, if there is one."""
-        host, body = self.hosts[order.host_id], order.body
-        if order.kind == "journal":
-            if host.number == 0 and (whole := whole_order(self.pages, body)) is not None:
-                self.journal = journal_after(self.journal, whole)
-            return None if body.get("is_page") else {"k": "ack", "seq": body["seq"]}
-        if order.kind == "fence":
-            return {"k": "fenced", "job": JOB, "attempt": body["attempt"], "copies": list(host.copies.values())}
-        if order.kind == "reserve":
-            call = {"job": JOB, "attempt": body["attempt"], "call": body["call"]}
-            return {"k": "reserved", **call, "ok": True, "why": ""}
-        if order.kind == "targets":
-            self.targets[host.name] = list(body["targets"])
-        elif order.kind == "drop":
-            for _, attempt, step, rank in body["shards"]:
-                host.copies.pop((attempt, step, rank), None)
+        host, order = self.hosts[action.host_id], action.order
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                if host.number == 0 and (whole := whole_order(self.pages, order)) is not None:
+                    self.journal = journal_after(self.journal, whole)
+                return None if isinstance(order, JournalPage) else FactsWritten(seq=order.seq)
+            case Fence():
+                return Fenced(job=JOB, attempt=order.attempt, copies=tuple(host.copies.values()))
+            case Reserve():
+                return Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None)
+            case PushTargets():
+                self.targets[host.name] = list(order.targets)
+            case FreeCopies() | DropJob():
+                for shard in order.shards:
+                    host.copies.pop((shard.attempt, shard.step, shard.rank), None)
         return None
 
-    def seals(self, step: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    def seals(self, step: int) -> Iterator[tuple[str, Sealed]]:
         """Every rank's seals, its own host's first: (host, report)."""
         for is_own in (True, False):
             for rank in range(self.world_size):
                 own = self.host_of(rank)
                 digest = xxhash.xxh3_128_hexdigest(f"{step}-{rank}".encode())
-                spec = [digest, CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size]
+                spec = WireSpec(digest, CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size)
                 for host in [own] if is_own else self.targets[own]:
-                    item = [[JOB, self.attempt, step, rank], spec, []]
-                    self.hosts[host].copies[self.attempt, step, rank] = item
-                    yield host, {"k": "sealed", "copies": [item]}
+                    copy = WireCopy(WireShard(JOB, self.attempt, step, rank), spec, ())
+                    self.hosts[host].copies[self.attempt, step, rank] = copy
+                    yield host, Sealed(copy=copy, put=None)
 
 
 class _Listening(Controller):
@@ -147,15 +171,15 @@ class _Listening(Controller):
 
     seen: Callable[[Action], None]
 
-    def _execute(self, action: Action, frames: dict[tuple[str, int], bytes]) -> None:
+    def _execute(self, action: Action, frames: dict[int, bytes]) -> None:
         super()._execute(action, frames)
         self.seen(action)
 
-    def _take(self, session: Session | None, body: dict[str, Any]) -> None:
-        if body.get("k") == "wake":
-            body["event"].set()
+    def _take_inside(self, taken: FromInside | threading.Event) -> None:
+        if isinstance(taken, threading.Event):
+            taken.set()
         else:
-            super()._take(session, body)
+            super()._take_inside(taken)
 
 
 class Rig:
@@ -209,12 +233,12 @@ class Rig:
     def hear(self, host: str, data: bytes) -> None:
         """A holder's packed message arrives."""
         self.heard_bytes += len(data)
-        self.controller.events.put((self.sessions[host], frame.unpack_body(data)))
+        self.controller.events.put((self.sessions[host], decode_holder_message(data)))
 
-    def tell(self, messages: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    def tell(self, messages: Iterable[tuple[str, HolderMessage]]) -> None:
         """Holders send these; the making and packing of them is not the controller's work."""
-        for host, body in self._outside(messages):
-            self.hear(host, self._ours(lambda b=body: frame.pack_body(b)))  # type: ignore[misc]
+        for host, message in self._outside(messages):
+            self.hear(host, self._ours(lambda m=message: encode(m)))  # type: ignore[misc]
 
     def start(self) -> None:
         """All hosts announce themselves; the catalog need not wait for others, nor outlast anybody, and has a lease."""
@@ -222,7 +246,7 @@ class Rig:
         self.tell((host.name, fleet.up(host)) for host in fleet.hosts.values())
         self.settle()
         catalog.state.rules = replace(catalog.state.rules, settle_s=0.0, outlast_s=0.0)
-        self.controller.events.put((None, {"k": "lease", "until_s": time.monotonic() + SILENCE_S}))
+        self.controller.events.put(LeaseRenewed(time.monotonic() + SILENCE_S))
         while not self.controller.is_serving():
             self.settle()
 
@@ -276,7 +300,7 @@ class Rig:
                 raise TimeoutError(f"the controller was not done within {DEADLINE_S:g} s")
 
     def _answer(self, orders: list[Tell]) -> None:
-        def messages() -> Iterator[tuple[str, dict[str, Any]]]:
+        def messages() -> Iterator[tuple[str, HolderMessage]]:
             for order in orders:
                 report = self.fleet.keep(order)
                 if report is not None:
@@ -287,7 +311,7 @@ class Rig:
     def _wake(self, until_s: float) -> None:
         """Wait until all events so far were taken."""
         event = threading.Event()
-        self.controller.events.put((None, {"k": "wake", "event": event}))
+        self.controller.events.put(event)  # type: ignore[arg-type]
         if not event.wait(until_s - time.monotonic()):
             raise TimeoutError(f"the catalog was not done within {DEADLINE_S:g} s")
 
@@ -326,7 +350,7 @@ class _Beats:
 
     def __init__(self, ends: list[socket.socket], every_s: float) -> None:
         self.ends, self.every_s = ends, every_s
-        self.frame = pack_frame(Kind.EVENT, {"k": "beat", "stats": STATS})
+        self.frame = encode_frame(Kind.EVENT, BEAT)
         self.begun_s, self.sent_count = time.monotonic(), 0
 
     def send_due(self) -> float | None:

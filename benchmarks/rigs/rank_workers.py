@@ -28,11 +28,11 @@ READY_S, ANSWER_S, STOP_S = 120.0, 120.0, 10.0
 
 @contextlib.contextmanager
 def ranks_on_hosts(
-    options: Options, nbytes: int, *, count: int = 4, is_equal: bool = False, shards: int | None = None
+    options: Options, nbytes: int, *, count: int = 4, shards: int | None = None
 ) -> Iterator[tuple[ProcessCluster, RankWorkers]]:
     """Yield a store on `count` hosts in as many racks, two copies, and a connected rank of `nbytes` on each host.
 
-    With `is_equal` all ranks have the same state, as under data parallelism; with `shards=1` they say so (R34).
+    With `shards=1` all ranks have the same state, as under data parallelism, and say so (R34).
     """
     hosts = {f"h{number}": {"rack": f"r{number}"} for number in range(count)}
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ def ranks_on_hosts(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
         )  # fmt: skip
-        with cluster, RankWorkers(cluster.config, list(hosts), nbytes, is_equal=is_equal, shards=shards) as workers:
+        with cluster, RankWorkers(cluster.config, list(hosts), nbytes, shards=shards) as workers:
             yield cluster, workers
 
 
@@ -49,14 +49,15 @@ class RankWorkers:
     """One process for every host of a list. A context manager: ends them all."""
 
     def __init__(
-        self, config: Config, hosts: Sequence[str], nbytes: int, *, is_equal: bool, shards: int | None = None
+        self, config: Config, hosts: Sequence[str], nbytes: int, *, shards: int | None = None
     ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank, host in enumerate(hosts):
             mine, theirs = context.Pipe()
-            arguments = (theirs, config, rank, len(hosts), host, nbytes, 0 if is_equal else rank, shards)
+            seed = rank if shards is None else rank % shards
+            arguments = (theirs, config, rank, len(hosts), host, nbytes, seed, shards)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(mine)

@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.rank, world = int(spec["rank"]), int(spec["world"])
-        keys = dist.FileStore(spec["meeting"], world)  # type: ignore[attr-defined]
+        keys = dist.FileStore(spec["meeting"], world)
         dist.init_process_group("cpu:gloo", store=keys, rank=self.rank, world_size=world)
         self.spans_s, self.nbytes = list(spec["spans_s"]), int(spec["nbytes"])
         self.gradients = torch.zeros(int(spec["reduce_bytes"]) // 4)

@@ -58,8 +58,8 @@ class AppState:
 def watch_collectives(store: Store) -> WatchedCollectives:
     """Mark every bulk collective that goes through torch.distributed's functions, until the result is closed.
 
-    For what `Store.watch` does not cover, such as FSDP on a CPU backend; libraries that took the functions before
-    (`from torch.distributed import all_reduce`) are not seen.
+    For what `Store.instrument_ddp` does not cover, such as FSDP on a CPU backend; libraries that took the functions
+    before (`from torch.distributed import all_reduce`) are not seen.
     """
     return WatchedCollectives(store.marks)
 

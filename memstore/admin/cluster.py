@@ -20,6 +20,7 @@ from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.report.problems import name_commands
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
+from memstore.core.wire.calls import AskLastCopies, AskStatus, RankCall
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena.arena import Arena
@@ -191,7 +192,7 @@ def stores_having(job: str, config: Config) -> list[str]:
     """Return the other stores of the Ray cluster that know a job, of those that answer within `LOOK_S`."""
     names = [name for name in _stores_on_ray() if name != config.store]
     actors = {name: _controller(config.with_fields({"store": name})) for name in names}
-    asked = {a.ask.remote("status", {}, LOOK_S): name for name, a in actors.items() if a is not None}
+    asked = {a.ask.remote(AskStatus(), LOOK_S): name for name, a in actors.items() if a is not None}
     answered = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)[0] if asked else []
     found = []
     for answer in answered:
@@ -273,13 +274,8 @@ def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config)
 
 
 def ask(
-    verb: str,
-    body: dict[str, Any] | None = None,
-    *,
-    config: Config | None = None,
-    timeout_s: float = ASK_S,
-    avoid: Collection[str] = (),
-) -> dict[str, Any]:
+    request: RankCall, *, config: Config | None = None, timeout_s: float = ASK_S, avoid: Collection[str] = ()
+) -> Any:
     """Ask the controller through a holder on this machine, else through Ray if this process is connected to it.
 
     `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
@@ -287,13 +283,12 @@ def ask(
     config = config or Config()
     try:
         with any_tool(config, avoid) as tool:
-            answer: dict[str, Any] = tool.ask(verb, body, timeout_s)
-            return answer
+            return tool.ask(request, timeout_s)
     except PeerUnreachable:
         actor = _controller(config) if ray.is_initialized() else None
         if actor is None:
             raise
-    return dict(ray.get(actor.ask.remote(verb, body or {}, timeout_s), timeout=timeout_s + ASK_S))
+    return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + ASK_S)
 
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
@@ -301,7 +296,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     config = config or Config()
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)
-    body = ask("status", config=config)
+    body = ask(AskStatus(), config=config)
     name_commands(body["problems"], config)
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
     return ClusterStatus(
@@ -350,7 +345,7 @@ def refuse_last_copies(config: Config) -> None:
 
     What is durable is looked for on the storage, now.
     """
-    found = ask("last_copies", {"job": None}, config=config, timeout_s=CHECK_DEADLINE_S + ASK_S)["lost"]
+    found = ask(AskLastCopies(job=None), config=config, timeout_s=CHECK_DEADLINE_S + ASK_S).lost
     lost = [f"job {name!r}: {' and '.join(words)}" for name, words in found.items()]
     if lost:
         more = f"; and {len(lost) - 10} more jobs" if len(lost) > 10 else ""

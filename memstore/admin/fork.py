@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from memstore.config import Config, check_name
+from memstore.core.wire.calls import ForkJob
+from memstore.core.wire.codec import fields_of
 from memstore.shell.rank.admin_link import any_tool
 
 FORK_S = 120.0  # hosts claim room and digest chunks again that were verified too long ago
@@ -51,16 +52,16 @@ def fork(
         CapacityError: A host has no room for the chunks on the day that `job` drops them; nothing was made.
     """
     check_name("job", new_job)
-    body = fork_body(job, step, new_job, attempt)
+    request = fork_request(job, step, new_job, attempt)
     if address is not None:
         from memstore.admin.cluster import ask, join_ray
 
         join_ray(address, config=config)
-        return Fork(**ask("fork", body, config=config, timeout_s=timeout_s))
+        return Fork(**fields_of(ask(request, config=config, timeout_s=timeout_s)))
     with any_tool(config or Config()) as tool:
-        return Fork(**tool.ask("fork", body, timeout_s))
+        return Fork(**fields_of(tool.ask(request, timeout_s)))
 
 
-def fork_body(job: str, step: int | None, new_job: str, attempt: int | None) -> dict[str, Any]:
+def fork_request(job: str, step: int | None, new_job: str, attempt: int | None) -> ForkJob:
     """Return the question, about the newest step if None; its nonce makes it the same fork when it is asked again."""
-    return {"job": job, "step": step, "of_attempt": attempt, "new_job": new_job, "nonce": os.urandom(8).hex()}
+    return ForkJob(job=job, step=step, of_attempt=attempt, new_job=new_job, nonce=os.urandom(8).hex())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config, check_name
+from memstore.core.wire.calls import AskStatus
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.folder import held_bytes
 from memstore.shell.arena.lock import is_held
@@ -63,7 +64,7 @@ def stores_here(config: Config) -> list[StoreHere]:
 def _jobs(folder: Path, deadline_s: float) -> dict[str, int | None]:
     """Return a store's jobs with their newest committed steps, by its holder in a folder; none if it is silent."""
     with contextlib.suppress(MemstoreError, OSError), Tool(folder, max(0.0, deadline_s - time.monotonic())) as tool:
-        rows = tool.ask("status", timeout_s=max(0.0, deadline_s - time.monotonic()))["jobs"]
+        rows = tool.ask(AskStatus(), timeout_s=max(0.0, deadline_s - time.monotonic()))["jobs"]
         return {row["job"]: row.get("committed_step") for row in rows}
     return {}
 

@@ -11,6 +11,7 @@ from memstore.cli.options import Where, address_option, check_host, store_option
 from memstore.cli.output import ExitCode, print_json, say
 from memstore.config import Config
 from memstore.core.report.problems import drain_text
+from memstore.core.wire.calls import DrainHost
 
 POLL_S = 0.2
 
@@ -37,7 +38,7 @@ def drain(
     if not 0 < within_s < float("inf"):
         raise click.UsageError(f"--within {within_s:g}: the notice must leave some time, in seconds")
     until_s = time.monotonic() + within_s
-    where.ask("drain", {"host": host, "within_s": None if cancel else within_s})
+    where.ask(DrainHost(host=host, within_s=None if cancel else within_s))
     row = _wait(where, host, is_draining=not cancel, until_s=until_s)
     if row["status"] == "dead":
         say(f"host {host} died before all that it held was known to be elsewhere: `memstore status` says what is left")

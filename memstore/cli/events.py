@@ -14,6 +14,7 @@ from memstore.config import Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
 from memstore.core.report.problems import drain_text
+from memstore.core.wire.calls import AskEvents
 from memstore.errors import MemstoreError
 
 POLL_S = 0.5
@@ -72,7 +73,7 @@ def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tup
     """Return the events after a number, no older than an age, a note of missing ones, and the number to resume at."""
     rows: list[Event] = []
     while True:
-        page = where.ask("events", {"job": job, "since": since})
+        page = where.ask(AskEvents(job=job, since=since))
         rows += [row for row in page["events"] if age_s is None or row["wall_s"] >= page["wall_s"] - age_s]
         since = page["next"]
         if not page["has_more"]:

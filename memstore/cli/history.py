@@ -8,6 +8,8 @@ from memstore.cli.options import Where, address_option, step_or_latest, store_op
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
+from memstore.core.wire.calls import PersistStep, PinStep, UnpinStep
+from memstore.core.wire.codec import fields_of
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
@@ -31,11 +33,11 @@ def pin(
     """
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("pin", {"job": job, "step": step, "name": name, "of_attempt": attempt}, CLAIM_S)
+    answer = where.ask(PinStep(job=job, step=step, name=name, of_attempt=attempt), CLAIM_S)
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
-    say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is pinned as {name}")
+    say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is pinned as {name}")
 
 
 @click.command(short_help="Take a pin back.")
@@ -47,11 +49,11 @@ def unpin(config: Config, address: str | None, job: str, name: str, as_json: boo
     """Take the pin NAME of JOB back: retention decides about its step again."""
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("unpin", {"job": job, "name": name})
+    answer = where.ask(UnpinStep(job=job, name=name))
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
-    say(f"step {answer['step']:,} of {job} is not pinned as {name} any more")
+    say(f"step {answer.step:,} of {job} is not pinned as {name} any more")
 
 
 @click.command(short_help="Write a committed step to durable storage now.")
@@ -72,14 +74,14 @@ def persist(
         raise click.UsageError(f"--within {within_s:g}: the write must have some time, at most {WITHIN_MAX_S:g} s")
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("persist", {"job": job, "step": step, "within_s": within_s}, within_s + CLAIM_S)
+    answer = where.ask(PersistStep(job=job, step=step, within_s=within_s), within_s + CLAIM_S)
     if as_json:
-        print_json(answer)
-    elif answer["is_durable"]:
-        say(f"step {answer['step']:,} of {job} (attempt {answer['attempt']}) is durable")
+        print_json(fields_of(answer))
+    elif answer.is_durable:
+        say(f"step {answer.step:,} of {job} (attempt {answer.attempt}) is durable")
     else:
-        say(f"step {answer['step']:,} of {job} is not durable after {within_s:g} s: {answer['problem']}")
-    ctx.exit(ExitCode.FINE if answer["is_durable"] else ExitCode.DEGRADED)
+        say(f"step {answer.step:,} of {job} is not durable after {within_s:g} s: {answer.problem}")
+    ctx.exit(ExitCode.FINE if answer.is_durable else ExitCode.DEGRADED)
 
 
 @click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
@@ -96,15 +98,15 @@ def fork(
 
     No byte is copied; JOB goes on untouched, and either may be removed.
     """
-    from memstore.admin.fork import FORK_S, fork_body
+    from memstore.admin.fork import FORK_S, fork_request
 
     where = Where(config, address)
     where.status(job)
-    answer = where.ask("fork", fork_body(job, step, new_job, attempt), FORK_S)
+    answer = where.ask(fork_request(job, step, new_job, attempt), FORK_S)
     if as_json:
-        print_json(answer)
+        print_json(fields_of(answer))
         return
     say(
-        f"{new_job} begins with step {answer['step']:,} of {job}: {plural(answer['shards'], 'shard')} in "
-        f"{plural(answer['copies'], 'copy')}, {size_text(answer['nbytes'])} shared, none copied"
+        f"{new_job} begins with step {answer.step:,} of {job}: {plural(answer.shards, 'shard')} in "
+        f"{plural(answer.copies, 'copy')}, {size_text(answer.nbytes)} shared, none copied"
     )

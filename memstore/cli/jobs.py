@@ -8,6 +8,8 @@ from memstore.cli.options import ASK_S, Where, address_option, store_options
 from memstore.cli.output import plural, print_json, say
 from memstore.config import Config
 from memstore.core.durable.checks import CHECK_DEADLINE_S
+from memstore.core.wire.calls import AskLastCopies, RemoveJob
+from memstore.core.wire.codec import fields_of
 from memstore.errors import CapacityError
 
 
@@ -26,18 +28,18 @@ def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as
     where = Where(config, address)
     status = where.status(job)
     row = next(row for row in status["jobs"] if row["job"] == job)
-    lost = [] if yes else where.ask("last_copies", {"job": job}, CHECK_DEADLINE_S + ASK_S)["lost"].get(job)
+    lost = [] if yes else where.ask(AskLastCopies(job=job), CHECK_DEADLINE_S + ASK_S).lost.get(job)
     if lost:
         needs_force = force or row["pins"] or row.get("ranks_alive")
         command = f"`memstore rm {job} --yes --force`" if needs_force else f"`memstore rm {job} --yes`"
         raise CapacityError(
             f"job {job!r}: {' and '.join(lost)}. Dropping it would lose that for good: if it is not needed, {command}"
         )
-    answer = where.ask("rm", {"job": job, "force": force})
+    answer = where.ask(RemoveJob(job=job, force=force))
     durable = row.get("durable")
     if as_json:
-        print_json({**answer, "durable": durable})
+        print_json({**fields_of(answer), "durable": durable})
         return
     kept = f"; its durable steps stay in {durable}" if durable else ""
-    kept += "".join(f"; pin {name} of step {step:,} is gone" for name, _, step in answer["pins"])
-    say(f"dropped job {job}: {plural(answer['shards'], 'shard')} in RAM{kept}")
+    kept += "".join(f"; pin {pin.name} of step {pin.step:,} is gone" for pin in answer.pins)
+    say(f"dropped job {job}: {plural(answer.shards, 'shard')} in RAM{kept}")

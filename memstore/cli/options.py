@@ -15,6 +15,8 @@ import click
 from memstore.cli.output import STORE_CONFIG, say
 from memstore.config import Config
 from memstore.core.report.problems import name_commands
+from memstore.core.wire.calls import AskStatus, RankCall
+from memstore.core.wire.codec import tag_of
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
 ASK_S = 10.0
@@ -28,7 +30,7 @@ class Where:
     config: Config
     address: str | None = None
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller.
 
         Raises:
@@ -42,16 +44,17 @@ class Where:
             if self.address is not None:
                 from memstore.admin.cluster import ask
 
-                return ask(verb, body, config=self.config, timeout_s=timeout_s)
+                return ask(request, config=self.config, timeout_s=timeout_s)
             from memstore.shell.rank.admin_link import any_tool
 
             with any_tool(self.config) as tool:
-                return dict(tool.ask(verb, body, timeout_s))
+                return tool.ask(request, timeout_s)
         except PeerTimeout as error:
+            verb = tag_of(request)
             raise PeerTimeout(
                 f"the controller of store {self.config.store!r} did not answer {verb!r} within {timeout_s:g} s, though "
-                "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, run "
-                "`memstore up`. What is stored is not touched by this",
+                "a holder does: it is down, or still rebuilding. Ray restarts it by itself; if it stays away, "
+                "run `memstore up`. What is stored is not touched by this",
                 operation=verb, waited_s=timeout_s, limit_s=timeout_s,
             ) from error  # fmt: skip
         except PeerUnreachable as error:
@@ -68,7 +71,7 @@ class Where:
         Raises:
             ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.
         """
-        body = self.ask("status")
+        body: dict[str, Any] = self.ask(AskStatus())
         known = [row["job"] for row in body["jobs"]]
         if job is not None and job not in known:
             raise _unknown("job", job, known, "`memstore ls` lists its jobs", self._elsewhere(job))

@@ -11,6 +11,7 @@ from memstore.cli.output import ExitCode, data_console, plain_table, plural, pri
 from memstore.cli.timeline import gone_text
 from memstore.config import Config
 from memstore.core.cluster.text import lost_text
+from memstore.core.wire.calls import AskPlan
 from memstore.errors import ConfigError
 
 SPANS_MAX = 3  # runs of steps that are gone
@@ -59,7 +60,7 @@ def plan(
     running = [name for name in names if attempt_of(status, name) is not None]
     if not running:
         raise ConfigError(f"no rank has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
-    plans = [where.ask("plan", {"job": name, "lose": hosts}) for name in running]
+    plans = [where.ask(AskPlan(job=name, lose=tuple(hosts))) for name in running]
     if as_json:
         print_json({"lost_hosts": hosts, "plans": [{**row, "outcome": outcome(row)} for row in plans]})
     else:

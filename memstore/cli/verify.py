@@ -13,6 +13,7 @@ from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text, words_console
 from memstore.cli.plan import outcome
 from memstore.config import Config
+from memstore.core.wire.calls import AskPlan, VerifyStore
 
 VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
 
@@ -33,7 +34,7 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
     names = [job] if job is not None else [r["job"] for r in status["jobs"]]
     answer = _ask_with_spinner(where, job, status)
     plans = [
-        where.ask("plan", {"job": row["job"], "lose": []})
+        where.ask(AskPlan(job=row["job"]))
         for row in status["jobs"]
         if row["job"] in names and row["attempt"] is not None
     ]
@@ -61,10 +62,11 @@ def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> 
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with ThreadPoolExecutor(1) as pool, progress:
         progress.add_task(words, total=None)
-        asked = pool.submit(where.ask, "verify", {"job": job}, VERIFY_S)
+        asked = pool.submit(where.ask, VerifyStore(job=job), VERIFY_S)
         while True:
             try:
-                return asked.result(timeout=1.0)
+                found: dict[str, Any] = asked.result(timeout=1.0)
+                return found
             except FutureTimeout:
                 if asked.done():
                     raise  # the answer itself is a timeout

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.client.restore import OpenShard
-from memstore.client.shared_shard import Read, check_shard, load_natural, reader_of
+from memstore.client.shared_shard import check_shard, load_natural, reader_of
 from memstore.core.cluster.text import lost_text, plural
-from memstore.core.format.manifest import decode_manifest
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
-from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.shard_read import ShardRead, StagedShard
+from memstore.shell.rank.shard_read import ShardRead
 
 log = logging.getLogger("memstore")
 PATHS_SHOWN = 10
@@ -65,46 +63,21 @@ class Checkpoint:
 
 
 @copying()
-def open_shard(
-    link: HolderLink, answer: dict[str, Any], into: Any, *, rank_state_into: Any = None, timeout_s: float = 600.0
-) -> Checkpoint:
-    """Copy a staged shard out, verify every chunk after its copy, and unpin it (R7).
+def open_shard(read: ShardRead, into: Any, *, rank_state_into: Any = None, timeout_s: float = 600.0) -> Checkpoint:
+    """Copy a shard out, each chunk once it has come, verify every chunk after its copy, and unpin it (R7, R27).
 
     A chunk that is bad here by then is brought again from another copy, and copied again.
-
-    Raises:
-        DigestMismatch: Some chunk has no good copy; what was given as `into` or `rank_state_into` and written to is
-            unusable then, and the message says so.
-    """
-    manifest = decode_manifest(bytes(answer["manifest"]))
-    source = StagedShard(link, manifest, answer)
-    try:
-        return _opened(
-            OpenShard(source, manifest), lambda: answer, reader_of(link, manifest, timeout_s), into, rank_state_into
-        )
-    finally:
-        source.close()
-
-
-@copying()
-def read_shard(
-    link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float, *, rank_state_into: Any = None
-) -> Checkpoint:
-    """Ask for one rank's shard and copy it out, chunk by chunk while others are still coming (R27).
 
     Raises:
         RecoveryError, TransportError, DigestMismatch: It cannot be brought here. Once the first chunk was copied, a
             state given as `into` or `rank_state_into` is unusable then, and the message says so.
     """
-    with ShardRead(link, body, timeout_s) as read:
-        manifest = read.manifest()
-        others = reader_of(link, manifest, timeout_s)
-        return _opened(OpenShard(read, manifest), read.answer, others, into, rank_state_into)
+    with read:
+        return _opened(read, into, rank_state_into, timeout_s)
 
 
-def _opened(
-    staged: OpenShard, answered: Callable[[], dict[str, Any]], others: Read, into: Any, rank_state_into: Any
-) -> Checkpoint:
+def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) -> Checkpoint:
+    staged, others = OpenShard(read, read.manifest()), reader_of(read.link, read.manifest(), timeout_s)
     started_s, rank_state = time.perf_counter(), None
     natural = NaturalLayout.decode(staged.manifest)
     with staged.naming_partial_writes():
@@ -113,7 +86,7 @@ def _opened(
         else:
             check_shard(staged.manifest, None, rank_state_into)
             state = staged.build(staged.manifest.layout, into)
-        answer = answered()
+        answer = read.answer()
     if isinstance(state, dict) and DCP_KEY in state:
         raise ManifestMismatch(
             f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "

@@ -12,13 +12,15 @@ from types import TracebackType
 from typing import Any
 
 from memstore.admin.stores import naming_others, others_here
-from memstore.client.checkpoint import Checkpoint, StepInfo, read_shard, step_infos
+from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
 from memstore.client.pin_verbs import persisted
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_name
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
+from memstore.core.wire.calls import AskSteps, Join, PersistStep, PinStep, RankCall, ReadStep, UnpinStep
+from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
@@ -28,6 +30,7 @@ from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch, detect_launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 log = logging.getLogger("memstore")
@@ -159,12 +162,12 @@ def connect(
         config = fitted_to_store(config, link.welcome)
         limit_s = max(LEAST_S, deadline_s - time.monotonic())
         joined = ask_with_all(
-            link, "join",
-            {
-                "job": job, "rank": launch.rank, "world_size": launch.world_size, "key": launch.key,
-                "launcher": launch.launcher, "nonce": nonce, "pid": os.getpid(), "config": config.job_fields(),
-                "fresh": fresh, "takeover": takeover, "shard": shard_rank, "shards": shard_count, "limit_s": limit_s,
-            },
+            link,
+            Join(
+                job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
+                nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
+                shard=shard_rank, shards=shard_count, limit_s=limit_s,
+            ),
             limit_s=limit_s,
         )  # fmt: skip
         if config.durable is None and launch.rank == 0:
@@ -186,7 +189,7 @@ def end_former(store: Store) -> None:
         if former is None or (former.puts.link.folder, former.puts.link.nonce) != (link.folder, link.nonce):
             continue
         if former is not store and former.attempt <= store.attempt:
-            former.puts.link.take_event({"k": "fenced", "attempt": store.attempt, "is_removed": False})
+            former.puts.link.take_event(AttemptFenced(attempt=store.attempt, is_removed=False))
             former.close()
     number = id(store)
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
@@ -204,10 +207,10 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
         )  # fmt: skip
 
 
-def fitted_to_store(config: Config, welcome: dict[str, Any]) -> Config:
+def fitted_to_store(config: Config, welcome: Welcome) -> Config:
     """Return the config with the store's defaults for its missing fields; ConfigError if that cannot work here."""
-    check_store_fields(config, welcome["store"])
-    config = config.with_defaults(welcome["job_defaults"])
+    check_store_fields(config, welcome.store)
+    config = config.with_defaults(welcome.job_defaults)
     check_sigterm(config.persist_on_sigterm_s, config.durable)
     return config
 
@@ -244,7 +247,7 @@ class Reader:
 
     def steps(self) -> list[StepInfo]:
         """Return every step the store knows of the job, newest first."""
-        return step_infos(self._ask("steps", {"job": self.job}))
+        return step_infos(self._ask(AskSteps(job=self.job)))
 
     def latest_step(self) -> int | None:
         """Return the newest committed step of the lineage."""
@@ -259,34 +262,34 @@ class Reader:
         Raises:
             StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
         """
-        body = {"job": self.job, "step": step, "rank": rank, "of_attempt": attempt}
+        request = ReadStep(job=self.job, step=step, of_attempt=attempt, rank=rank)
         with naming_others(self._config, self.job):
-            return read_shard(self._tool.link, body, into, timeout_s)
+            return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
-        self._ask("pin", {"job": self.job, "step": step, "name": check_name("pin", name), "of_attempt": attempt})
+        self._ask(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
 
     def pins(self) -> list[str]:
         """Return the names of the job's pins."""
-        return sorted(self._ask("steps", {"job": self.job})["pins"])
+        return sorted(self._ask(AskSteps(job=self.job))["pins"])
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""
-        self._ask("unpin", {"job": self.job, "name": check_name("pin", name)})
+        self._ask(UnpinStep(job=self.job, name=check_name("pin", name)))
 
     def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Write a committed step to durable storage now; as `Store.persist`."""
-        body = {"job": self.job, "step": step, "within_s": timeout_s}
-        return persisted(self._ask("persist", body, timeout_s + ASK_S), timeout_s)
+        request = PersistStep(job=self.job, step=step, within_s=timeout_s)
+        return persisted(self._ask(request, timeout_s + ASK_S), timeout_s)
 
     def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
         return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
 
-    def _ask(self, verb: str, body: dict[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
+    def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         with naming_others(self._config, self.job):
-            return self._tool.ask(verb, body, timeout_s)
+            return self._tool.ask(request, timeout_s)
 
     def close(self) -> None:
         """End the reader's link."""

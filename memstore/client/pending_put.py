@@ -31,7 +31,7 @@ class PendingPut(Tenant):
         """Begin without slots; `extend` takes some."""
         super().__init__()
         self.mapping = link.mapping  # of the slots: they are never written through a later one's
-        self.link, self.ticket, self.chunk_bytes = link, ticket, int(link.welcome["chunk_bytes"])
+        self.link, self.ticket, self.chunk_bytes = link, ticket, link.welcome.chunk_bytes
         self.slots: list[int] = []
         self.step = ticket.step
         self.attempt, self.world_size = link.attempt, world_size
@@ -81,12 +81,11 @@ class PendingPut(Tenant):
                 return False
             try:
                 self._keep(range(-(-nbytes // self.chunk_bytes)))
-                body = {
-                    "attempt": self.attempt, "world_size": self.world_size, "layout": layout, "nbytes": nbytes,
-                    "began_s": self.ticket.began_s, "stall_s": self.stall_s(),  # for people
-                    "shared_chunks": shared_chunks,
-                }  # fmt: skip
-                return self.link.hand_over(self, self.step, self.slots, self.mapping, body)
+                return self.link.hand_over(
+                    self, self.step, self.slots, self.mapping, attempt=self.attempt, world_size=self.world_size,
+                    layout=layout, nbytes=nbytes, shared_chunks=shared_chunks, began_s=self.ticket.began_s,
+                    stall_s=self.stall_s(),
+                )  # fmt: skip
             finally:
                 self.is_over = True
 

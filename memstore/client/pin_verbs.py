@@ -6,6 +6,8 @@ from typing import Any
 
 from memstore.client.checkpoint import StepInfo, step_infos
 from memstore.config import check_name
+from memstore.core.wire.calls import AskSteps, PersistStep, PinStep, UnpinStep
+from memstore.core.wire.replies import Persisted
 from memstore.errors import PeerTimeout
 from memstore.shell.rank.collective import CALL_SLACK_S
 from memstore.shell.rank.holder_link import HolderLink
@@ -28,7 +30,7 @@ class PinVerbs:
     def steps(self) -> list[StepInfo]:
         """Return every step the store knows of this job, newest first, for people."""
         self._check_open()
-        return step_infos(self._link.call("steps", {"job": self.job}, self.config.connect_timeout_s))
+        return step_infos(self._link.call(AskSteps(job=self.job), self.config.connect_timeout_s))
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name, beside what `keep_steps` keeps, until `unpin` (R19).
@@ -40,11 +42,11 @@ class PinVerbs:
             CapacityError: A pin takes room of its own, and there is none; nothing changed.
             ConfigError: The name is not allowed, or another step has it.
         """
-        self._ask_pin("pin", {"step": step, "name": check_name("pin", name), "of_attempt": attempt})
+        self._ask_pin(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""
-        self._ask_pin("unpin", {"name": check_name("pin", name)})
+        self._ask_pin(UnpinStep(job=self.job, name=check_name("pin", name)))
 
     def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Write a committed step to durable storage now, ahead of the schedule; return its number once it is there.
@@ -60,19 +62,19 @@ class PinVerbs:
             PeerTimeout: It is not there after `timeout_s`; names what it waits for. The write goes on.
         """
         self._check_open()
-        body = {"job": self.job, "step": step, "within_s": timeout_s}
-        return persisted(self._link.call("persist", body, timeout_s + CALL_SLACK_S), timeout_s)
+        request = PersistStep(job=self.job, step=step, within_s=timeout_s)
+        return persisted(self._link.call(request, timeout_s + CALL_SLACK_S), timeout_s)
 
-    def _ask_pin(self, verb: str, body: dict[str, Any]) -> None:
+    def _ask_pin(self, request: PinStep | UnpinStep) -> None:
         self._check_open()
-        self._link.call(verb, {"job": self.job, **body}, self.config.connect_timeout_s + CALL_SLACK_S)
+        self._link.call(request, self.config.connect_timeout_s + CALL_SLACK_S)
 
 
-def persisted(answer: dict[str, Any], timeout_s: float) -> int:
+def persisted(answer: Persisted, timeout_s: float) -> int:
     """Return the step that was made durable; PeerTimeout if it was not in time."""
-    if not answer["is_durable"]:
+    if not answer.is_durable:
         raise PeerTimeout(
-            f"step {answer['step']} of job {answer['job']!r} is not durable after {timeout_s:g} s: {answer['problem']}",
+            f"step {answer.step} of job {answer.job!r} is not durable after {timeout_s:g} s: {answer.problem}",
             operation="persist", waited_s=timeout_s, limit_s=timeout_s,
         )  # fmt: skip
-    return int(answer["step"])
+    return answer.step

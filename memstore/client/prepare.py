@@ -16,6 +16,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.core.wire.calls import ReserveRoom
+from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
@@ -35,15 +37,15 @@ class PutPreparation:
     """
 
     def __init__(
-        self, link: HolderLink, body: dict[str, Any], chunk_bytes: int, *, versions: int, timeout_s: float
+        self, link: HolderLink, request: ReserveRoom, chunk_bytes: int, *, versions: int, timeout_s: float
     ) -> None:
-        """Take the request; `begin` sends it.
+        """It asks for the room that `request` names in `begin`.
 
         Args:
             versions: Of a put's bytes that this rank will be leased, for the progress.
             timeout_s: Longest wait for the hosts, and then for this process's pages.
         """
-        self.slots_count = int(body["slots"])
+        self.slots_count = request.slots
         self.nbytes = self.slots_count * chunk_bytes
         self._link, self._timeout_s = link, timeout_s
         self._pages_bytes = self.nbytes * versions
@@ -56,13 +58,13 @@ class PutPreparation:
         self._cancelled: Future[None] = Answer()
         self._failed: Future[None] = Answer()  # with the error, so that a put that waits raises it
         self._pid = os.getpid()
-        self._body = body
+        self._request = request
         self._answer: Future[dict[str, Any]] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:
         """Send the request. Route events to `on_room` before: the first one may arrive at once."""
-        self._answer = self._link.call_soon("reserve", self._body)
+        self._answer = self._link.call_soon(self._request)
         self._thread.start()
         return self
 
@@ -180,15 +182,15 @@ class PutPreparation:
             self._link.room.notify_all()
         self._thread.join(self._timeout_s)
 
-    def on_room(self, body: dict[str, Any]) -> None:
+    def on_room(self, event: RoomGrown) -> None:
         """Take this host's progress in growing its arena: bytes done, bytes wanted."""
-        self._host = (int(body["done_bytes"]), int(body["wanted_bytes"]))
+        self._host = (event.done_bytes, event.wanted_bytes)
 
     # -- following it -----------------------------------------------------------------------------
 
     def _follow(self) -> None:
         try:
-            self.wait_claimed(RollCall(self._link, "reserve", self._body, self._timeout_s))
+            self.wait_claimed(RollCall(self._link, self._request, self._timeout_s))
             self._claimed_s = time.monotonic() - self._began_s
             if not self._wait_pages():
                 if self._link.fenced_by:

@@ -10,10 +10,10 @@ import logging
 import statistics
 import time
 from concurrent.futures import Future, wait
-from typing import Any
 
 from memstore.client.puts import Puts
 from memstore.core.schedule.put_interval import Schedule, parse_put_every
+from memstore.core.wire.replies import Joined, PutInterval
 
 log = logging.getLogger("memstore")
 
@@ -24,14 +24,14 @@ class Cadence:
     def __init__(self, puts: Puts, stall_budget_s: float) -> None:
         self._puts, self._budget_s = puts, stall_budget_s
         self._every = parse_put_every("step")
-        self._answer: Future[dict[str, Any]] | None = None
+        self._answer: Future[PutInterval] | None = None
         self.restart(-1)
 
-    def begin_attempt(self, joined: dict[str, Any]) -> None:
+    def begin_attempt(self, joined: Joined) -> None:
         """Take the answer of a join or a rewind."""
-        self._every = parse_put_every(joined.get("put_every", "step"))
-        restored = joined.get("restored_step")
-        self.restart(-1 if restored is None else int(restored))
+        self._every = parse_put_every(joined.put_every)
+        restored = joined.restored_step
+        self.restart(-1 if restored is None else restored)
 
     def restart(self, base_step: int) -> None:
         """Note the step from which training goes on: of a get, or -1 if nothing was restored."""
@@ -43,7 +43,7 @@ class Cadence:
         self._since: tuple[int, float] | None = None  # step and time from which a step's time is taken
 
     def due(self, step: int) -> bool:
-        """Do what `Store.due` promises."""
+        """Do what `Store.should_put` promises."""
         schedule = self._schedule
         if schedule.is_fixed:
             return schedule.due(step)
@@ -75,7 +75,7 @@ class Cadence:
             if self._answer.done():  # refused: to be asked again
                 self._answer = None
             return False
-        self._schedule.take(int(self._answer.result()["steps"]))
+        self._schedule.take(self._answer.result().steps)
         self._answer, self._is_late = None, False
         self._since = (step, time.monotonic())
         return True

@@ -20,6 +20,9 @@ from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
+from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
+from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
+from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
 from memstore.shell.codec.interpreter import copying, waiting
@@ -39,7 +42,7 @@ class Puts:
 
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
-        self.chunk_bytes = int(link.welcome["chunk_bytes"])
+        self.chunk_bytes = link.welcome.chunk_bytes
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not handed over yet
@@ -62,10 +65,10 @@ class Puts:
         """The rank in the present attempt."""
         return self.link.rank
 
-    def begin_attempt(self, joined: dict[str, Any]) -> None:
+    def begin_attempt(self, joined: Joined) -> None:
         """Take the answer of a join or a rewind."""
-        self._resume_step = int(joined["resume_step"])
-        restored = joined.get("restored_step")
+        self._resume_step = joined.resume_step
+        restored = joined.restored_step
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
         self.natural = SharedShard.joined(joined)
@@ -204,13 +207,13 @@ class Puts:
 
         def resume(future: Any) -> None:
             if future.exception() is None:
-                self._resume_step = max(self._resume_step, int(future.result()["resume"]))
+                self._resume_step = max(self._resume_step, future.result().resume)
 
-        body = {
-            **self.body(step=ticket.step), "why": why, "stall_s": time.monotonic() - ticket.began_s,
-            "is_failed": level == "failed",
-        }  # fmt: skip
-        self._skipping = self.link.call_soon("skip", body, resume)
+        request = SkipStep(
+            **self.who(), step=ticket.step, why=why, stall_s=time.monotonic() - ticket.began_s,
+            is_failed=level == "failed",
+        )  # fmt: skip
+        self._skipping = self.link.call_soon(request, resume)
 
     def retire(self, ticket: Ticket, why: str) -> None:
         """Give up a step that is torn, and if it is committed, now or by then, have no get return it (R12, R25)."""
@@ -219,7 +222,9 @@ class Puts:
             "memstore %s rank %d: step %d is torn and will not be restored: %s", self.job, self.rank, ticket.step, why
         )
         self.skip(ticket, why, "failed")
-        self.link.call_soon("retire", {**self.body(step=ticket.step), "reason": why, "is_torn": True})
+        self.link.call_soon(
+            RetireStep(job=self.job, attempt=self.link.attempt, step=ticket.step, reason=why, is_torn=True)
+        )
 
     def give_up(self, step: int, why: str) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
@@ -260,15 +265,15 @@ class Puts:
             self.tickets.pop(step, None)
             self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
 
-    def on_level(self, body: dict[str, Any]) -> None:
+    def on_level(self, event: StepLevel) -> None:
         """Raise a ticket; supersede older ones that can never rise."""
-        step, level = int(body["step"]), str(body["level"])
+        step, level = event.step, event.level
         with self._lock:
             ticket = self.tickets.get(step)
             older = [t for s, t in self.tickets.items() if s < step]
-        self._resume_step = max(self._resume_step, int(body.get("resume", 0)))
+        self._resume_step = max(self._resume_step, event.resume)
         if ticket is not None:
-            ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
+            ticket.rise(level, event.reason, degraded=event.degraded)
         for room in self._open:
             # A child of this process has handed it over, or it will not be handed over any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
@@ -305,7 +310,7 @@ class Puts:
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
         has_room = room.extend(count, 0.0)
         if not has_room:
-            self.link.notify({"k": "waits", "step": ticket.step})  # room comes with commits, which copies are held for
+            self.link.notify(PutWaiting(step=ticket.step))  # room comes with commits, which copies are held for
             has_room = room.extend(count, budget_s) or (self._abandon_open() and room.extend(count, budget_s))
         if self.link.fenced_by:
             raise self.link.fenced_error()
@@ -339,7 +344,7 @@ class Puts:
         count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
         config = self.config
         self._preparation = PutPreparation(
-            self.link, self.body(slots=count), self.chunk_bytes,
+            self.link, ReserveRoom(**self.who(), slots=count), self.chunk_bytes,
             versions=config.keep_steps + 1 + (config.durable is not None),
             timeout_s=config.connect_timeout_s + RESERVE_SLACK_S,
         )  # fmt: skip
@@ -367,26 +372,26 @@ class Puts:
                 self.link.wait_free(count, self.config.connect_timeout_s)
             preparation.say_waited(time.monotonic() - began_s)
             return
-        body = self.body(slots=count)
-        grown = self.link.call_soon("reserve", body, lambda answer: self._grown(count, answer.exception()))
+        request = ReserveRoom(**self.who(), slots=count)
+        grown = self.link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
         with waiting():
             if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
-    def ask_cadence(self, step: int, measured: dict[str, float]) -> Future[dict[str, Any]]:
+    def ask_cadence(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
-        return self.link.call_soon("cadence", {**self.body(step=step), **measured})
+        return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
 
-    def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
+    def forget_cadence(self, answer: Future[PutInterval]) -> None:
         """Drop the call: training goes on from elsewhere."""
         self.link.forget_call(answer)
 
-    def on_room(self, body: dict[str, Any]) -> None:
+    def on_room(self, event: RoomGrown) -> None:
         """Take this host's progress in making room."""
         preparation = self._preparation
         if preparation is not None:
-            preparation.on_room(body)
+            preparation.on_room(event)
 
     def _grown(self, count: int, error: BaseException | None) -> None:
         if error is None:
@@ -394,6 +399,6 @@ class Puts:
         else:
             log.warning("memstore %s rank %d: no room for the grown state: %s", self.job, self.rank, error)
 
-    def body(self, **more: int) -> dict[str, Any]:
-        """Add this rank's identity to a call."""
-        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank, **more}
+    def who(self) -> dict[str, Any]:
+        """Return the fields of a request that say which rank asks."""
+        return {"job": self.job, "attempt": self.link.attempt, "rank": self.rank}

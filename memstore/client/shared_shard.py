@@ -14,16 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from memstore.client.restore import OpenShard
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
+from memstore.core.wire.calls import Get, ReadStep, TellDiffering
+from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.core.wire.replies import Joined
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.collective import collective
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.range_read import OpenRanges, ShardRanges
+from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 
 log = logging.getLogger("memstore")
@@ -45,13 +50,12 @@ class SharedShard:
     roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
 
     @classmethod
-    def joined(cls, answer: dict[str, Any]) -> SharedShard | None:
+    def joined(cls, answer: Joined) -> SharedShard | None:
         """Decode the answer of a join or a rewind; None if the launch named no shards."""
-        if not answer.get("natural"):
+        place = answer.shared_shard
+        if place is None:
             return None
-        shard, shards, copiers, roster = answer["natural"]
-        by_shard = tuple(tuple(map(int, ranks)) for ranks in roster)
-        return cls(int(shard), int(shards), tuple(map(int, copiers)), int(answer["rank"]), by_shard)
+        return cls(place.shard, place.shards, place.copiers, answer.rank, place.roster)
 
     @property
     def is_copier(self) -> bool:
@@ -86,29 +90,28 @@ class SharedShard:
 
     # -- another world size ---------------------------------------------------------------------
 
-    def get_resized(
-        self, link: HolderLink, body: dict[str, Any], into: Any, timeout_s: float
-    ) -> tuple[OpenShard, dict[str, Any], Any] | None:
+    def get_resized(self, link: HolderLink, request: Get, into: Any) -> tuple[OpenShard, dict[str, Any], Any] | None:
         """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
 
         Args:
-            body: Of the get() that could not give this rank a shard; all ranks call this then.
+            request: The get() that could not give this rank a shard; all ranks call this then.
 
         Returns:
             The writer's shard, the controller's answer for the step, and the state; None if there is none.
         """
+        timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
-        found = self._copier_elsewhere(link, ranges, body["step"])
+        found = self._copier_elsewhere(link, ranges, request.step)
         adopted: dict[str, Any] = {}
-        if found is not None and body["step"] is None:
-            adopted = collective(link, "get", {**body, "is_agreement": True}, timeout_s)
+        if found is not None and request.step is None:
+            adopted = collective(link, replace(request, is_agreement=True), timeout_s)
             agreed = (adopted["step"], adopted["attempt"])
             if agreed != found[:2]:  # a late host brought a newer one, of other copiers
                 found = self._copier_elsewhere(link, ranges, *agreed)
         if found is None:
             return None
         step, attempt, copier = found
-        wanted = {"job": link.job, "step": step, "of_attempt": attempt, "rank": copier}
+        wanted = ReadStep(job=link.job, step=step, of_attempt=attempt, rank=copier)
         with copying(), ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
@@ -121,18 +124,15 @@ class SharedShard:
         self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
     ) -> tuple[int, int, int] | None:
         """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
-        opened = ranges.open(ranges.ask(step, 0, attempt=attempt))
-        try:
-            natural = NaturalLayout.decode(opened.manifest)
-        finally:
-            opened.close()
+        with ranges.ask(step, 0, attempt=attempt) as read:
+            natural, answer = NaturalLayout.decode(read.manifest()), read.answer()
         if natural is None or natural.shards != self.shards or not natural.roster:
             return None
-        return opened.step, opened.attempt, _chosen(link, natural.roster[self.shard])
+        return int(answer["step"]), int(answer["attempt"]), _chosen(link, natural.roster[self.shard])
 
     # -- writers that differ ----------------------------------------------------------------------
 
-    def name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
+    def name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
 
         Args:
@@ -143,61 +143,57 @@ class SharedShard:
             target=self._name_differing, args=(link, event, wait), name="memstore-twins", daemon=True
         ).start()
 
-    def _name_differing(self, link: HolderLink, event: dict[str, Any], wait: Callable[[int], object]) -> None:
-        step, twin, names = int(event["step"]), int(event["twin"]), list[str]()
+    def _name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
+        step, twin, names = event.step, event.twin, list[str]()
         try:
-            if event["count"]:
+            if event.count:
                 with contextlib.suppress(MemstoreError, TimeoutError):  # reported all the same, without names
                     wait(step)
-                    names = self._differing_names(link, event, step, twin)
-                where = ", ".join(names) or f"{event['count']} chunks"
+                    names = self._differing_names(link, event)
+                where = ", ".join(names) or f"{event.count} chunks"
                 both = f"ranks {self.rank} and {twin}"
                 log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
-            body = {
-                "job": link.job, "attempt": int(event["attempt"]), "step": step, "ranks": [self.rank, twin],
-                "chunks": int(event["count"]), "names": names,
-            }  # fmt: skip
-            link.call("twins", body, NAMING_S)
+            told = TellDiffering(
+                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, twin), chunks=event.count,
+                names=tuple(names),
+            )  # fmt: skip
+            link.call(told, NAMING_S)
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)
 
-    def _differing_names(self, link: HolderLink, event: dict[str, Any], step: int, twin: int) -> list[str]:
+    def _differing_names(self, link: HolderLink, event: ReplicasDiffer) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)
-        chunks = [int(chunk) for chunk in event["chunks"]][:COMPARED_CHUNKS_MAX]
+        chunks = list(event.chunks[:COMPARED_CHUNKS_MAX])
         with contextlib.ExitStack() as stack:
             both = []
-            for rank in (self.rank, twin):
-                there = ranges.open(ranges.ask(step, rank, attempt=int(event["attempt"])))
-                there.close()
-                size, count = there.manifest.chunk_bytes, len(there.manifest.chunks)
+            for rank in (self.rank, event.twin):
+                with ranges.ask(event.step, rank, attempt=event.attempt) as known:
+                    size, count = known.manifest().chunk_bytes, len(known.manifest().chunks)
                 wanted = [(chunk * size, 1) for chunk in chunks if chunk < count]
-                opened = ranges.open(ranges.ask(step, rank, wanted, size, attempt=int(event["attempt"])))
-                stack.callback(opened.close)
-                both.append(opened)
-            names = differing_names(both[0], both[1], chunks)
-            for opened in both:
-                opened.verify()
-        return names[:NAMES_MAX]
+                read = ranges.ask(event.step, rank, wanted, size, attempt=event.attempt)
+                both.append(stack.enter_context(read))
+            return differing_names(both[0], both[1], chunks)[:NAMES_MAX]
 
 
-def differing_names(mine: OpenRanges, theirs: OpenRanges, chunks: list[int]) -> list[str]:
+def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:
     """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    rank_state, other = NaturalLayout.decode(mine.manifest), NaturalLayout.decode(theirs.manifest)
+    rank_state, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
     if rank_state is None or rank_state.shared is None:
         return []
-    size = mine.manifest.chunk_bytes
-    is_alike = other is not None and other.shared is not None and other.shared.layout == rank_state.shared.layout
-    names: list[str] = []
-    for extent in extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size):
-        for chunk in chunks if is_alike else ():
-            start, end = max(extent.offset, chunk * size), min(extent.offset + extent.nbytes, (chunk + 1) * size)
-            if start < end and mine.read(start, end - start) != theirs.read(start, end - start):
-                break
-        else:
-            if is_alike:
-                continue
-        names += extent.names
-    return names
+    size = mine.manifest().chunk_bytes
+    extents = list(extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size))
+    if other is None or other.shared is None or other.shared.layout != rank_state.shared.layout:
+        return [name for extent in extents for name in extent.names]
+    parts = [
+        (number, start, end - start)
+        for number, extent in enumerate(extents)
+        for chunk in chunks
+        if (start := max(extent.offset, chunk * size)) < (end := min(extent.offset + extent.nbytes, (chunk + 1) * size))
+    ]
+    spans = [(start, nbytes) for _, start, nbytes in parts]
+    pairs = zip(parts, mine.bytes_of(spans), theirs.bytes_of(spans), strict=True)
+    unequal = {number for (number, _, _), one, two in pairs if one != two}
+    return [name for number, extent in enumerate(extents) if number in unequal for name in extent.names]
 
 
 # -- getting ------------------------------------------------------------------------------------------
@@ -236,8 +232,8 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
 def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
     """Return what reads other ranks' shards of the step that a shard is of."""
     shard = manifest.shard
-    body = {"job": shard.job, "step": shard.step, "of_attempt": shard.attempt}
-    return lambda ranks: ShardRead(link, {**body, "rank": _chosen(link, ranks)}, timeout_s)
+    asked = ReadStep(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank)
+    return lambda ranks: ShardRead(link, replace(asked, rank=_chosen(link, ranks)), timeout_s)
 
 
 def _chosen(link: HolderLink, ranks: Sequence[int]) -> int:

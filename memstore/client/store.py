@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, read_shard, restore_line
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
@@ -23,12 +23,24 @@ from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.config import Config
 from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    CheckInto,
+    HolderEvent,
+    ReplicasDiffer,
+    RoomGrown,
+    StepLevel,
+)
+from memstore.core.wire.replies import Joined
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch
 from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH
 from memstore.shell.rank.trained import TrainedWord
 from memstore.shell.threads.reentrancy import ReentrancyGuard
@@ -45,7 +57,7 @@ log = logging.getLogger("memstore")
 class Store(PinVerbs, MarkVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
-    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: dict[str, Any], *, job: str) -> None:
+    def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: Joined, *, job: str) -> None:
         self.job, self.world_size = job, launch.world_size
         self.config = config
         self._link = link
@@ -63,8 +75,8 @@ class Store(PinVerbs, MarkVerbs):
         self._under_way = ReentrancyGuard(job)
         link.on_event = self.on_event
 
-    def _take_attempt(self, joined: dict[str, Any]) -> None:
-        self.attempt, self.rank = int(joined["attempt"]), int(joined["rank"])
+    def _take_attempt(self, joined: Joined) -> None:
+        self.attempt, self.rank = joined.attempt, joined.rank
         self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
         self._cadence.begin_attempt(joined)
@@ -104,15 +116,14 @@ class Store(PinVerbs, MarkVerbs):
             ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self._launch.rank, "nonce": self._link.nonce,
-            "together": together,
-        }  # fmt: skip
+        request = AssignRanks(
+            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce, together=together
+        )
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
-        joined = ask_with_all(self._link, "mesh_order", body, limit_s=limit_s)
-        self.rank = self._link.rank = int(joined["rank"])
+        joined = ask_with_all(self._link, request, limit_s=limit_s)
+        self.rank = self._link.rank = joined.rank
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
-        return tuple(joined["order"]) or tuple(range(self.world_size))
+        return joined.order or tuple(range(self.world_size))
 
     @property
     def natural(self) -> SharedShard | None:
@@ -219,29 +230,29 @@ class Store(PinVerbs, MarkVerbs):
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
-    def on_event(self, body: dict[str, Any]) -> None:
+    def on_event(self, event: HolderEvent) -> None:
         """Take a holder's event: a level for tickets, a check for a get under way, a fence."""
-        if body["k"] == "level":
-            self.puts.on_level(body)
-        elif body["k"] == "check":
-            self._on_check(body)
-        elif body["k"] == "room":
-            self.puts.on_room(body)
-        elif body["k"] == "twins" and self.natural is not None and body["attempt"] == self.attempt:
-            self.natural.name_differing(self._link, body, self.puts.wait_committed)
-        elif body["k"] == "fenced":
-            self.puts.fail_all(str(self._link.fenced_error()))
+        match event:
+            case StepLevel():
+                self.puts.on_level(event)
+            case CheckInto():
+                self._on_check(event)
+            case RoomGrown():
+                self.puts.on_room(event)
+            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
+                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case AttemptFenced():
+                self.puts.fail_all(str(self._link.fenced_error()))
 
-    def _on_check(self, body: dict[str, Any]) -> None:
-        error: list[str] | None = None
+    def _on_check(self, order: CheckInto) -> None:
+        error: IntoError | None = None
         try:
-            check_shard(decode_manifest(bytes(body["manifest"])), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
         except MemstoreError as exc:
-            error = [type(exc).__name__, str(exc)]
+            error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
-            error = ["ManifestMismatch", f"into= cannot be compared: {exc!r}"]
-        told = {"job": self.job, "round": body["round"], "rank": self.rank, "ok": error is None, "error": error}
-        self._link.notify({"k": "checked", **told})
+            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
+        self._link.notify(IntoChecked(job=self.job, round=order.round, rank=self.rank, error=error))
 
     # -- get ----------------------------------------------------------------------------------
 
@@ -269,24 +280,20 @@ class Store(PinVerbs, MarkVerbs):
         self._check_open()
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
-            body: dict[str, Any] = {"job": self.job, "attempt": self.attempt, "rank": self.rank, "timeout_s": timeout_s}
             if rank is not None:
-                return read_shard(
-                    self._link, {**body, "rank": rank, "step": step}, into, timeout_s, rank_state_into=rank_state_into
-                )
+                request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
+                read = ShardRead(self._link, request, timeout_s)
+                return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
-                return self._get({**body, "timeout_s": left_s}, step, into, rank_state_into, must_exist, left_s)
+                return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
-    def _get(
-        self, body: dict[str, Any], step: int | None, into: Any, rank_state_into: Any, must_exist: bool,
-        timeout_s: float,
-    ) -> Checkpoint | None:  # fmt: skip
+    def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
+        step, timeout_s = request.step, request.timeout_s
         self._into, self._own_into = into, rank_state_into
         try:
-            answer = collective(self._link, "get", {**body, "step": step}, timeout_s)
+            answer = collective(self._link, request, timeout_s)
         except WorldSizeError:
-            body["step"] = step
-            found = self.natural.get_resized(self._link, body, into, timeout_s) if self.natural else None
+            found = self.natural.get_resized(self._link, request, into) if self.natural else None
             if found is None:
                 raise
             return self._restored(step, checkpoint(*found), found[1])
@@ -296,7 +303,8 @@ class Store(PinVerbs, MarkVerbs):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
-        got = open_shard(self._link, answer, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
+        read = ShardRead(self._link, None, timeout_s, answer)
+        got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
     def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
@@ -312,13 +320,11 @@ class Store(PinVerbs, MarkVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
-        body: dict[str, Any] = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": None, "is_agreement": True,
-        }  # fmt: skip
         with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
-                answer = collective(self._link, "get", {**body, "timeout_s": left_s}, left_s)
+                request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
+                answer = collective(self._link, request, left_s)
         if answer["step"] is None:
             return None
         self._go_on_from(int(answer["step"]))
@@ -366,13 +372,13 @@ class Store(PinVerbs, MarkVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
-        body = {
-            "job": self.job, "attempt": self.attempt, "rank": self.rank, "step": step, "of_attempt": attempt,
-            "nonce": self._link.nonce, "key": self._launch.key, "world_size": self.world_size,
-        }  # fmt: skip
+        request = Rewind(
+            **self.puts.who(), step=step, of_attempt=attempt, nonce=self._link.nonce, key=self._launch.key,
+            world_size=self.world_size,
+        )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
-            self._take_attempt(ask_with_all(self._link, "rewind", body, limit_s=self.config.connect_timeout_s))
+            self._take_attempt(ask_with_all(self._link, request, limit_s=self.config.connect_timeout_s))
             self.puts.fail_all(f"the job was rewound to step {step} in attempt {self.attempt}", forget=True)
 
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
@@ -398,7 +404,7 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.close()
             if not self._link.fenced_by:
                 with contextlib.suppress(MemstoreError):
-                    self._link.call("close", self.puts.body(), CALL_SLACK_S)
+                    self._link.call(CloseStore(**self.puts.who()), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:

@@ -30,20 +30,17 @@ class Check:
 
 
 RESUMED, NOTHING_REDONE, FROM_PEER, SAME_LOSSES = "resumed", "nothing-redone", "from-peer", "same-losses"
-NEED_RESTORE = (
-    RESUMED,
-    NOTHING_REDONE,
-    FROM_PEER,
-)  # not SAME_LOSSES: a fresh start repeats the same losses, only later
+# Without SAME_LOSSES: a fresh start repeats the same losses, only later.
+NEED_RESTORE = (RESUMED, NOTHING_REDONE, FROM_PEER)
 
 
 def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
     """Return every check of a run that lost a host."""
     return [
-        check_resumed(run, kill),
-        check_nothing_redone(run, kill),
-        check_from_peer(run, kill),
-        check_same_losses(run, undisturbed, steps_count),
+        _check_resumed(run, kill),
+        _check_nothing_redone(run, kill),
+        _check_from_peer(run, kill),
+        _check_same_losses(run, undisturbed, steps_count),
     ]
 
 
@@ -60,8 +57,8 @@ def committed_step(run: Run, kill: Kill) -> int:
     """
     killed = killed_attempt(run, kill)
     announced = [s.committed for s in run.steps if s.attempt == killed]
-    restored = [(r.attempt, r.step) for r in run.restored if r.attempt > killed]
-    return max([kill.committed, *announced, *[step for _, step in sorted(restored)[:1]]])
+    restored = sorted((r.attempt, r.step) for r in run.restored if r.attempt > killed)
+    return max([kill.committed, *announced, *(step for _, step in restored[:1])])
 
 
 def steps_redone(run: Run) -> list[int]:
@@ -70,23 +67,18 @@ def steps_redone(run: Run) -> list[int]:
     return sorted(step for step, count in runs.items() if count > 1)
 
 
-def killed_ranks(run: Run, kill: Kill) -> list[int]:
-    """Return the ranks that ran on the killed host."""
-    killed = killed_attempt(run, kill)
-    return sorted({j.rank for j in run.joined if j.attempt == killed and j.host == kill.host})
-
-
-def check_resumed(run: Run, kill: Kill) -> Check:
+def _check_resumed(run: Run, kill: Kill) -> Check:
     """Check that the first step after the kill is the newest committed step + 1."""
     committed, killed = committed_step(run, kill), killed_attempt(run, kill)
-    later = sorted({(s.attempt, s.step) for s in run.steps if s.attempt > killed})
-    if not later:
+    later = min(((s.attempt, s.step) for s in run.steps if s.attempt > killed), default=None)
+    if later is None:
         return Check(RESUMED, False, f"no step ran after the kill; step {committed} was committed")
-    first = later[0][1]
-    return Check(RESUMED, first == committed + 1, f"first step after the kill {first}, newest committed {committed}")
+    return Check(
+        RESUMED, later[1] == committed + 1, f"first step after the kill {later[1]}, newest committed {committed}"
+    )
 
 
-def check_nothing_redone(run: Run, kill: Kill) -> Check:
+def _check_nothing_redone(run: Run, kill: Kill) -> Check:
     """Check that no committed step ran twice; a step that was not committed at the kill may, and is counted."""
     committed, redone = committed_step(run, kill), steps_redone(run)
     bad = [step for step in redone if step <= committed]
@@ -94,23 +86,22 @@ def check_nothing_redone(run: Run, kill: Kill) -> Check:
     return Check(NOTHING_REDONE, not bad, detail)
 
 
-def check_from_peer(run: Run, kill: Kill) -> Check:
+def _check_from_peer(run: Run, kill: Kill) -> Check:
     """Check that the ranks of the killed host got bytes from a peer's memory, and none from durable storage."""
-    ranks, killed = killed_ranks(run, kill), killed_attempt(run, kill)
+    killed = killed_attempt(run, kill)
+    ranks = sorted({j.rank for j in run.joined if j.attempt == killed and j.host == kill.host})
     restored = [r for r in run.restored if r.attempt > killed]
-    peer_nbytes = max((r.bytes_by_tier.get("peer", 0) for r in restored), default=0)
-    durable_nbytes = max((r.bytes_by_tier.get("durable", 0) for r in restored), default=0)
+    nbytes = {t: max((r.bytes_by_tier.get(t, 0) for r in restored), default=0) for t in ("peer", "durable")}
     moved = {rank for r in restored for rank in r.ranks_moved}
-    is_ok = bool(ranks) and set(ranks) <= moved and peer_nbytes > 0 and durable_nbytes == 0
-    detail = f"ranks of {kill.host}: {ranks}, ranks restored over the wire: {sorted(moved)}, {peer_nbytes:,} bytes"
+    is_ok = bool(ranks) and set(ranks) <= moved and nbytes["peer"] > 0 and nbytes["durable"] == 0
+    detail = f"ranks of {kill.host}: {ranks}, ranks restored over the wire: {sorted(moved)}, {nbytes['peer']:,} bytes"
     return Check(FROM_PEER, is_ok, detail)
 
 
-def check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
+def _check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:
     """Check that every loss of every rank and attempt equals the uninterrupted run's, and that none is missing."""
     expected = undisturbed.losses()
-    ran = {s.step for s in run.steps}
-    missing = [step for step in range(steps_count) if step not in ran or step not in expected]
+    missing = sorted(set(range(steps_count)) - (run.losses().keys() & expected.keys()))
     other = sorted({s.step for s in [*run.steps, *undisturbed.steps] if s.loss != expected.get(s.step)})
     detail = f"{steps_count - len(missing) - len(other)} of {steps_count} values equal, bit for bit"
     if missing or other:

@@ -6,15 +6,14 @@ that they check; so this file uses nothing of the store.
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True)
-class Joined:
+
+class Joined(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
     """The record of a rank that entered its training function and joined the job."""
 
     attempt: int
@@ -25,8 +24,7 @@ class Joined:
     wall_s: float
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(msgspec.Struct, frozen=True, tag="restored", tag_field="kind"):
     """The result of one rank's get(); `bytes_by_tier` and `ranks_moved` belong to the whole job."""
 
     attempt: int
@@ -42,8 +40,7 @@ class Restored:
     wall_s: float
 
 
-@dataclass(frozen=True)
-class StepRun:
+class StepRun(msgspec.Struct, frozen=True, tag="step", tag_field="kind"):
     """The record of one step of one rank; `loss` is the mean of the ranks, as the exact text of `float.hex`."""
 
     attempt: int
@@ -56,51 +53,34 @@ class StepRun:
 
 
 Record = Joined | Restored | StepRun
-_KINDS: dict[str, type[Any]] = {"joined": Joined, "restored": Restored, "step": StepRun}
+_DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
-class Journal:
-    """A file of records of one process."""
-
-    def __init__(self, folder: str | Path, rank: int) -> None:
-        self._file = (Path(folder) / f"rank{rank}-{os.getpid()}.jsonl").open("a", encoding="utf-8", buffering=1)
-
-    def write(self, record: Record) -> None:
-        """Append one record; it survives a kill of this process."""
-        kind = next(kind for kind, cls in _KINDS.items() if isinstance(record, cls))
-        self._file.write(json.dumps({"kind": kind, **asdict(record)}) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """The records of all ranks of one training run."""
 
-    joined: list[Joined] = field(default_factory=list)
-    restored: list[Restored] = field(default_factory=list)
-    steps: list[StepRun] = field(default_factory=list)
+    joined: list[Joined] = []
+    restored: list[Restored] = []
+    steps: list[StepRun] = []
 
     def losses(self) -> dict[int, str]:
         """Return step -> loss of the newest attempt that ran the step."""
         return {s.step: s.loss for s in sorted(self.steps, key=lambda s: s.attempt)}
 
 
+def write(folder: str | Path, record: Record) -> None:
+    """Append one record to the journal of this process; it survives a kill of the process."""
+    with (Path(folder) / f"rank{record.rank}-{os.getpid()}.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
 def read_run(folder: str | Path) -> Run:
     """Return the records of a folder's journals, without lines that a kill has cut short."""
-    run = Run()
-    lists: dict[type[Any], list[Any]] = {Joined: run.joined, Restored: run.restored, StepRun: run.steps}
-    for path in sorted(Path(folder).glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue
-            values = json.loads(line)
-            cls = _KINDS[values.pop("kind")]
-            if cls is Restored:
-                values["ranks_moved"] = tuple(values["ranks_moved"])
-            lists[cls].append(cls(**values))
-    for records in lists.values():
-        records.sort(key=lambda r: (r.wall_s, r.rank))
-    return run
+    lines = [line for path in Path(folder).glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
+    records = [_DECODER.decode(line) for line in lines if line.endswith(b"\n")]
+    records.sort(key=lambda record: (record.wall_s, record.rank))
+
+    def of(kind: type[Any]) -> list[Any]:
+        return [record for record in records if isinstance(record, kind)]
+
+    return Run(of(Joined), of(Restored), of(StepRun))

@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from memstore.demo.checks import Check, committed_step, killed_attempt, steps_redone
-from memstore.demo.records import Run
 from memstore.demo.run import LostHostRun, Outcome
-from memstore.demo.watcher import mib, restore_seconds
+from memstore.demo.watcher import restore_seconds, tiers_text
 
 DISK_EVERY = 50  # steps between checkpoints to disk, to compare with
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """The seconds that the lost host cost, by phase; None for a phase that did not happen."""
+def seconds(lost: LostHostRun) -> dict[str, float | None]:
+    """Return the seconds that the lost host cost, by phase; None for a phase that did not happen.
 
-    detect: float | None  # from the kill until the store notices it
-    restart: float | None  # from the kill until the last rank is in its training function again; Ray's part
-    connect: float | None  # the slowest rank's connect()
-    get: float | None  # the slowest rank's get(), with its wait for the others
-    restore: float | None  # the part of get() for transfer, verification and load
-    lost: float | None  # from the last step before the kill to the first one after, less one ordinary step
-
-
-def seconds(lost: LostHostRun) -> Seconds:
-    """Measure the phases from the ranks' records."""
+    detect: from the kill until the store notices it. restart: from the kill until the last rank is in its training
+    function again; Ray's part. connect, get: of the slowest rank, with its wait for the others. restore: the part of
+    get for transfer, verification and load. lost: from the last step before the kill to the next one, less a step.
+    """
     run, killed = lost.run, killed_attempt(lost.run, lost.kill)
     joined = [j for j in run.joined if j.attempt > killed]
-    before = [s for s in run.steps if s.attempt == killed]
-    after = [s for s in run.steps if s.attempt > killed]
+    before, after = ([s.wall_s for s in run.steps if (s.attempt > killed) == is_later] for is_later in (False, True))
+    found: dict[str, float | None] = dict.fromkeys(("detect", "restart", "connect", "get", "restore", "lost"))
+    found["detect"] = lost.detect_s
     if not joined or not before or not after:
-        return Seconds(lost.detect_s, None, None, None, None, None)
-    gap_s = min(s.wall_s for s in after) - max(s.wall_s for s in before)
-    return Seconds(
-        detect=lost.detect_s,
-        restart=max(j.entered_s for j in joined) - lost.kill.wall_s,
-        connect=max(j.connect_s for j in joined),
-        get=max((r.get_s for r in run.restored), default=None),
-        restore=restore_seconds(run) if run.restored else None,
-        lost=max(0.0, gap_s - step_seconds(run)),
-    )
-
-
-def step_seconds(run: Run) -> float:
-    """Return the median seconds from one step of rank 0 to its next in the same attempt."""
+        return found
     walls = [(s.attempt, s.wall_s) for s in run.steps if s.rank == 0]
     gaps = [b[1] - a[1] for a, b in pairwise(walls) if a[0] == b[0]]
-    return statistics.median(gaps) if gaps else 0.0
+    found["restart"] = max(j.entered_s for j in joined) - lost.kill.wall_s
+    found["connect"] = max(j.connect_s for j in joined)
+    found["get"] = max((r.get_s for r in run.restored), default=None)
+    found["restore"] = restore_seconds(run) if run.restored else None
+    found["lost"] = max(0.0, min(after) - max(before) - (statistics.median(gaps) if gaps else 0.0))
+    return found
 
 
 def _text(value: float | None, digits: int = 1) -> str:
@@ -62,29 +47,27 @@ def table(outcome: Outcome, plot: str) -> str:
     """Return the table that `make demo` prints."""
     lost = outcome.disturbed
     run, took = lost.run, seconds(lost)
-    committed, redone = committed_step(run, lost.kill), steps_redone(run)
-    got = run.restored[0] if run.restored else None
     last = outcome.options.steps - 1
     first = min((s.step for s in run.steps if s.attempt > killed_attempt(run, lost.kill)), default=0)
-    disk = (committed + 1) % DISK_EVERY
+    disk = (committed_step(run, lost.kill) + 1) % DISK_EVERY
     expected, losses = outcome.undisturbed.losses(), run.losses()
     equal = sum(losses.get(step) == expected.get(step) for step in range(first, last + 1))
-    tiers = got.bytes_by_tier if got is not None else {}
+    ours = _text((took["connect"] or 0.0) + (took["get"] or 0.0)) if run.restored else "-"
     rows = [
         (f"loss at steps {first}-{last}", f"{equal} of {last + 1 - first} equal the uninterrupted run, bit for bit"),
-        ("steps redone", f"{len(redone):<3d}  a checkpoint on disk every {DISK_EVERY} steps would have redone {disk}"),
-        ("bytes restored", " · ".join(f"{mib(nbytes)} {tier}" for tier, nbytes in tiers.items()) or "none"),
-        ("time lost", f"{_text(took.lost)}, of which Ray's restart {_text(took.restart)}, memstore connect + get "
-         f"{_text((took.connect or 0.0) + (took.get or 0.0)) if got else '-'}"),
-        ("detected", f"{_text(took.detect, 2)} after the kill, while Ray restarts the workers"),
+        ("steps redone", f"{len(steps_redone(run)):<3d}  a checkpoint on disk every {DISK_EVERY} steps would have "
+         f"redone {disk}"),
+        ("bytes restored", tiers_text(run.restored[0].bytes_by_tier) if run.restored else "none"),
+        ("time lost", f"{_text(took['lost'])}, of which Ray's restart {_text(took['restart'])}, memstore connect + get "
+         f"{ours}"),
+        ("detected", f"{_text(took['detect'], 2)} after the kill, while Ray restarts the workers"),
     ]  # fmt: skip
     lines = [f"  {name:<22}{value}" for name, value in rows]
-    lines += ["", "  checks", *(_check_line(check) for check in lost.checks)]
+    lines += ["", "  checks", *map(_check_line, lost.checks)]
     if outcome.control is not None:
         lines += ["", f"  the same checks with restore off: {len(outcome.control_failed)} of 3 must-fail checks failed"]
-        lines += [_check_line(check) for check in outcome.control.checks]
-    lines += ["", f"  plot: {plot} · {outcome.total_s:.0f} s in all", verdict(outcome)]
-    return "\n".join(lines)
+        lines += map(_check_line, outcome.control.checks)
+    return "\n".join([*lines, "", f"  plot: {plot} · {outcome.total_s:.0f} s in all", verdict(outcome)])
 
 
 def _check_line(check: Check) -> str:
@@ -106,32 +89,22 @@ def verdict(outcome: Outcome) -> str:
 def as_dict(outcome: Outcome, plot: str) -> dict[str, Any]:
     """Return the object that `memstore demo --json` prints."""
     return {
-        "ok": outcome.is_ok,
-        "steps": outcome.options.steps,
-        "restore": outcome.options.is_restoring,
+        "ok": outcome.is_ok, "steps": outcome.options.steps, "restore": outcome.options.is_restoring,
         "demo": _run_dict(outcome.disturbed),
         "control": _run_dict(outcome.control) if outcome.control is not None else None,
-        "control_failed": outcome.control_failed,
-        "seconds_total": outcome.total_s,
-        "plot": plot,
-    }
+        "control_failed": outcome.control_failed, "seconds_total": outcome.total_s, "plot": plot,
+    }  # fmt: skip
 
 
 def _run_dict(lost: LostHostRun) -> dict[str, Any]:
     got = lost.run.restored[0] if lost.run.restored else None
     return {
-        "kill": asdict(lost.kill),
-        "lost_nbytes": lost.lost_nbytes,
-        "detected_by": lost.detect_why,
-        "step_committed": committed_step(lost.run, lost.kill),
-        "step_restored": got.step if got is not None else None,
-        "verdict": got.verdict if got is not None else None,
-        "bytes": got.bytes_by_tier if got is not None else {},
-        "ranks_moved": list(got.ranks_moved) if got is not None else [],
-        "steps_redone": steps_redone(lost.run),
-        "seconds": asdict(seconds(lost)),
-        "checks": [asdict(check) for check in lost.checks],
-    }
+        "kill": asdict(lost.kill), "lost": lost.done, "detected_by": lost.detect_why,
+        "step_committed": committed_step(lost.run, lost.kill), "step_restored": got.step if got is not None else None,
+        "verdict": got.verdict if got is not None else None, "bytes": got.bytes_by_tier if got is not None else {},
+        "ranks_moved": list(got.ranks_moved) if got is not None else [], "steps_redone": steps_redone(lost.run),
+        "seconds": seconds(lost), "checks": [asdict(check) for check in lost.checks],
+    }  # fmt: skip
 
 
 def draw(outcome: Outcome, path: Path) -> None:
@@ -146,18 +119,17 @@ def draw(outcome: Outcome, path: Path) -> None:
     from matplotlib import pyplot
 
     lost, run = outcome.disturbed, outcome.disturbed.run
-    killed = killed_attempt(run, lost.kill)
+    killed, start_s = killed_attempt(run, lost.kill), run.joined[0].wall_s
     figure, (by_step, by_time) = pyplot.subplots(2, 1, figsize=(9, 7), layout="constrained")
     calm = sorted(outcome.undisturbed.losses().items())
     by_step.plot(*_columns(calm), color="#9bbfe0", linewidth=6, label="uninterrupted", solid_capstyle="round")
     again = "after the restore" if run.restored else "started over"
     for is_later, color, name in ((False, "#1f3a5f", "until the kill"), (True, "#d1495b", again)):
         steps = [s for s in run.steps if s.rank == 0 and (s.attempt > killed) == is_later]
-        points = [(s.step, s.loss) for s in steps]
-        by_step.plot(*_columns(points), color=color, linewidth=1.5, marker=".", markersize=4, label=name)
-        timed = [(s.wall_s - run.joined[0].wall_s, s.loss) for s in steps]
-        by_time.plot(*_columns(timed), color=color, linewidth=1.5, marker=".", markersize=4, label=name)
-    committed = committed_step(run, lost.kill)
+        for axes, xs in ((by_step, [s.step for s in steps]), (by_time, [s.wall_s - start_s for s in steps])):
+            points = _columns([(x, s.loss) for x, s in zip(xs, steps, strict=True)])
+            axes.plot(*points, color=color, linewidth=1.5, marker=".", markersize=4, label=name)
+    committed, killed_s = committed_step(run, lost.kill), lost.kill.wall_s - start_s
     told = f"step {run.restored[0].step} restored" if run.restored else "nothing restored"
     by_step.axvline(committed + 0.5, color="gray", linestyle="--", linewidth=1)
     by_step.annotate(
@@ -165,11 +137,10 @@ def draw(outcome: Outcome, path: Path) -> None:
         xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9,
     )  # fmt: skip
     by_step.set(xlabel="step", ylabel="loss (nats per character)", title="Losses by step: one curve on the other")
-    start_s, killed_s = run.joined[0].wall_s, lost.kill.wall_s
-    by_time.axvline(killed_s - start_s, color="gray", linestyle="--", linewidth=1, label="kill")
+    by_time.axvline(killed_s, color="gray", linestyle="--", linewidth=1, label="kill")
     if run.restored:
-        restored_s = max(r.wall_s for r in run.restored)
-        by_time.axvspan(killed_s - start_s, restored_s - start_s, color="#eeeeee", label="kill to restored")
+        restored_s = max(r.wall_s for r in run.restored) - start_s
+        by_time.axvspan(killed_s, restored_s, color="#eeeeee", label="kill to restored")
     by_time.set(xlabel="seconds since the first rank joined", ylabel="loss", title="The same run by time")
     for axes in (by_step, by_time):
         axes.legend(loc="upper right", fontsize=9)

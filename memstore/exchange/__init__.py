@@ -23,6 +23,6 @@ whole or absent; `memstore.json` in it says what it is and what is not in it. By
 store and before they are written; never more than one window, one tensor or one rank's shard is in this memory (a file
 of safetensors, too). Nothing that is imported is unpickled but under a list of harmless classes.
 
-Reading order: `shard_bytes`, `put_tree`, `step_view`, then a file per format, `new_folder`, `exporting`; for imports
-`dcp_metadata_file`, `sources`, `dcp_shares`, `importing`.
+Reading order: `shard_bytes`, `put_tree`, `step_view`, `dcp_files`, `safetensors_files`, `exporting`; for imports
+`dcp_shares`, `importing`.
 """

@@ -6,8 +6,9 @@ Every rank computes the same shares from the metadata, so they need not talk; ob
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -17,10 +18,19 @@ from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.errors import CapacityError, IntegrityError
-from memstore.exchange.sources import Source
 from memstore.shell.tensors.slot_stream import SlotStream
 
 ROOM_S = 120.0  # no training waits for it
+Give = Callable[[MetadataIndex, "torch.Tensor | bytes"], None]
+
+
+class Source(Protocol):
+    """What a step is made of; `metadata` has no storage."""
+
+    metadata: Metadata
+
+    def read(self, wanted: Iterable[MetadataIndex], give: Give) -> None:
+        """Yield every wanted part or object, in any order. IntegrityError if it contradicts the metadata."""
 
 
 @dataclass

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,12 @@ from memstore.client.connect import Reader
 from memstore.client.dcp.metadata import SavedLayout
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
-from memstore.exchange.dcp_folder import write_dcp
-from memstore.exchange.new_folder import new_folder
+from memstore.exchange.dcp_files import write_dcp
+from memstore.exchange.put_tree import write_torch
 from memstore.exchange.safetensors_files import stock_safetensors, write_safetensors
 from memstore.exchange.shard_bytes import ShardBytes
-from memstore.exchange.step_view import StepView, view_of_dcp_step, view_of_put_step
-from memstore.exchange.torch_files import write_torch
+from memstore.exchange.step_view import view_of_dcp_step, view_of_put_step
 from memstore.shell.arena.lock import boot_id, is_alive, process_start_time
-from memstore.shell.rank.range_read import ShardRanges
 
 FORMATS = ("dcp", "torch", "safetensors")
 NOTE_NAME = "memstore.json"  # in every export: its description, and the parts it lacks
@@ -77,7 +77,10 @@ def export_step(
                 )
             note["files"] = [write_torch(ShardBytes(ranges, info.step, r), folder) for r in ranks]
         else:
-            view = _view(ranges, info.step, rank, ranks, is_dcp)
+            view = (
+                view_of_dcp_step(ranges, info.step, rank) if is_dcp
+                else view_of_put_step([ShardBytes(ranges, info.step, r) for r in ranks])
+            )  # fmt: skip
             note["per_rank"] = view.per_rank
             if format == "dcp":
                 write_dcp(view, folder)
@@ -86,14 +89,6 @@ def export_step(
         note["nbytes"] = sum(path.stat().st_size for path in folder.iterdir())
         (folder / NOTE_NAME).write_text(json.dumps(note, indent=1))
     return {**note, "directory": str(target), "not_pinned": not_pinned}
-
-
-def _view(
-    ranges: ShardRanges, step: int, rank: int | None, ranks: range | list[int], is_dcp: bool
-) -> StepView:  # fmt: skip
-    if is_dcp:
-        return view_of_dcp_step(ranges, step, rank)
-    return view_of_put_step([ShardBytes(ranges, step, r) for r in ranks])
 
 
 def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
@@ -113,12 +108,10 @@ def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
 def _pinned(reader: Reader, info: StepInfo) -> Iterator[str]:
     """Keep the step while it is read; yield "", or why it could not be kept: it may be dropped meanwhile then."""
     machine = f"export-{boot_id()[:8]}-"
-    for left in reader.pins():  # by an export that was killed
-        pid, _, rest = left.removeprefix(machine).partition("-")
-        start = rest.partition("-")[0]
-        if left.startswith(machine) and pid.isdigit() and start.isdigit() and not is_alive(int(pid), int(start)):
+    for left in reader.pins():
+        if _is_left_over(left, machine):
             reader.unpin(left)
-    name, why = f"{machine}{os.getpid()}-{process_start_time(os.getpid()) or 0}-{secrets.token_hex(2)}", ""
+    name, why = f"{machine}{_this_process()}-{secrets.token_hex(2)}", ""
     try:
         reader.pin(info.step, name, attempt=info.attempt)
     except (CapacityError, RecoveryError) as error:  # no room for one more, or it lies on durable storage only
@@ -128,3 +121,62 @@ def _pinned(reader: Reader, info: StepInfo) -> Iterator[str]:
     finally:
         if not why:
             reader.unpin(name)
+
+
+# -- a folder that appears whole or not at all ----------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder beside `target` to fill; synced and renamed at the end, removed if anything is raised.
+
+    What a killed process of this host left beside the same target is removed first.
+
+    Raises:
+        ConfigError: the target exists, or its parent does not.
+        OSError: the file system refused something, such as for want of room.
+    """
+    _check_absent(target)
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no folder: create it first", field="DIR", value=str(target))
+    prefix = f".{target.name}.partial-{socket.gethostname()}-"
+    for left in target.parent.iterdir():
+        if _is_left_over(left.name, prefix):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = target.parent / f"{prefix}{_this_process()}"
+    folder.mkdir()
+    try:
+        yield folder
+        for path in [*sorted(folder.rglob("*")), folder]:
+            _sync(path)
+        _check_absent(target)
+        folder.rename(target)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch's archive cannot be closed after the disk said no
+        raise
+    _sync(target.parent)
+
+
+def _check_absent(target: Path) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists: name a folder that does not, or remove it first", field="DIR")
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _this_process() -> str:
+    return f"{os.getpid()}-{process_start_time(os.getpid()) or 0}"
+
+
+def _is_left_over(name: str, prefix: str) -> bool:
+    """Return whether an export that was killed left what has this name."""
+    pid, start = [*name.removeprefix(prefix).split("-"), ""][:2]
+    return name.startswith(prefix) and pid.isdigit() and start.isdigit() and not is_alive(int(pid), int(start))

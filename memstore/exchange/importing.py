@@ -22,11 +22,13 @@ from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.config import Config
+from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
-from memstore.exchange.dcp_shares import put_share, shares_of
+from memstore.exchange.dcp_files import DcpSource
+from memstore.exchange.dcp_shares import Source, put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
-from memstore.exchange.sources import DcpSource, SafetensorsSource, Source
-from memstore.exchange.torch_files import file_name
+from memstore.exchange.put_tree import file_name
+from memstore.exchange.safetensors_files import SafetensorsSource
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.rank.admin_link import any_tool
 
@@ -81,7 +83,7 @@ def import_job(
     except BaseException as error:
         if opened and not isinstance(error, FencedError):  # a fenced import has no job to remove: it is another's now
             with contextlib.suppress(MemstoreError), any_tool(config) as tool:
-                tool.ask("rm", {"job": job, "force": True})
+                tool.ask(RemoveJob(job=job, force=True))
         raise
     return {
         "job": job, "step": step, "format": format, "made_by": "put" if format == "torch" else "dcp",
@@ -110,7 +112,7 @@ def _step_of(folder: Path) -> int:
 
 def _check_new(job: str, config: Config) -> None:
     with any_tool(config) as tool:
-        jobs = tool.ask("status")["jobs"]
+        jobs = tool.ask(AskStatus())["jobs"]
     if any(row["job"] == job and row["attempt"] is not None for row in jobs):
         raise _exists(job, config)
 

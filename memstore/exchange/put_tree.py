@@ -1,16 +1,19 @@
-"""The tree of a shard that `store.put` made, leaf by leaf, as DCP names leaves (its flatten_state_dict).
+"""The tree of a shard that `store.put` made, whole as torch's file, or leaf by leaf, as DCP names leaves.
 
-dicts are entered; so is a list with a tensor, a dict or such a list in it; all else is a leaf, tuples included.
+As in its flatten_state_dict, dicts are entered; so is a list with a tensor, a dict or such a list in it; all else is a
+leaf, tuples included.
 """
 
 from __future__ import annotations
 
+import pathlib
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from memstore.core.format.layout import Layout, TensorSpec, byte_span, decode_layout
 from memstore.core.format.object_tree import Node, Tag
@@ -22,7 +25,7 @@ from memstore.shell.rank.range_read import Range
 Path = tuple[str | int, ...]
 MAPPINGS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
 TENSORS = (Tag.TENSOR, Tag.DTENSOR)
-_IN_TABLES = {Tag.TENSOR: "tensors", Tag.ARRAY: "tensors"}
+_IN_TABLES = (Tag.TENSOR, Tag.ARRAY)
 _IN_BLOBS = (Tag.BYTES, Tag.BYTEARRAY, Tag.TEXT, Tag.INT)
 
 
@@ -136,3 +139,36 @@ def _is_entered(node: Any) -> bool:
             for child in node.children
         )
     )
+
+
+# -- as a file of torch -----------------------------------------------------------------------
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}.pt"
+
+
+def write_torch(stream: ShardBytes, folder: pathlib.Path) -> dict[str, Any]:
+    """Write one rank's state; return notes for readers of the file.
+
+    `unsafe_globals` are the names that torch.load(weights_only=True) refuses, [] where it reads the file as it is;
+    `dtensors` counts DTensors that stand there as this rank's part.
+
+    Raises:
+        UnsupportedState: a class that is not registered here, or a tensor subclass.
+    """
+    shard = PutShard(stream)
+    stream.expect([*shard.layout.extents, *shard.layout.blobs])
+    path = folder / file_name(stream.rank)
+    with path.open("wb") as file:  # torch's own opening hides the file system's error
+        torch.save(shard.build(shard.layout.tree), file)
+    return {
+        "file": path.name,
+        "unsafe_globals": sorted(set(get_unsafe_globals_in_checkpoint(path))),
+        "dtensors": _count(shard.layout.tree, Tag.DTENSOR),
+    }
+
+
+def _count(node: Any, tag: Tag) -> int:
+    return 0 if not isinstance(node, Node) else (node.tag is tag) + sum(_count(child, tag) for child in node.children)

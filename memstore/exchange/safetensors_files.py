@@ -1,18 +1,27 @@
-"""Global tensors as safetensors files of bounded size, with the index that readers of sharded models look for."""
+"""Global tensors as safetensors files: of bounded size, with the index that readers of sharded models look for."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from memstore.errors import ConfigError, UnsupportedState
-from memstore.exchange.step_view import Item, StepView
+from memstore.core.format.layout import batches
+from memstore.errors import ConfigError, IntegrityError, UnsupportedState
+from memstore.exchange.dcp_shares import Give
+from memstore.exchange.step_view import Item, StepView, tensor_entry
 
 HEADER_NAME = "__metadata__"
 INDEX_NAME = "model.safetensors.index.json"
@@ -49,20 +58,22 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
             "another --prefix or as dcp, or put the tensor under another name",
             path=reserved,
         )
-    batches = _batches({name: _entry(view, name) for name in parts if name not in left_out}, file_bytes)
-    if not batches:
+    files = list(
+        batches((name for name in parts if name not in left_out), lambda name: _nbytes(view, name), file_bytes)
+    )
+    if not files:
         raise ConfigError(f"no tensor's name begins with {prefix!r}: see {sorted(parts)[:5]}", field="prefix")
     weight_map, total = {}, 0
-    for number, names in enumerate(batches, 1):
-        file = "model.safetensors" if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
-        tensors = {name.removeprefix(prefix): _assemble(_entry(view, name), parts[name]) for name in names}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name.removeprefix(prefix): _assemble(view, name, parts[name]) for name in names}
         stock_safetensors().save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(batches) > 1:
+    if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True))
-    return {"tensors": len(weight_map), "files": len(batches), "left_out": left_out}
+    return {"tensors": len(weight_map), "files": len(files), "left_out": left_out}
 
 
 def _left_out(view: StepView, prefix: str) -> dict[str, str]:
@@ -91,27 +102,13 @@ def _has_type(dtype: torch.dtype) -> bool:
     return True
 
 
-def _entry(view: StepView, name: str) -> TensorStorageMetadata:
-    entry = view.entries[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    return entry
+def _nbytes(view: StepView, name: str) -> int:
+    entry = tensor_entry(view.entries, name)
+    return entry.size.numel() * entry.properties.dtype.itemsize
 
 
-def _batches(entries: dict[str, TensorStorageMetadata], file_bytes: int) -> list[list[str]]:
-    """Cut names, in order, into files."""
-    batches: list[list[str]] = []
-    size = 0
-    for name, entry in entries.items():
-        nbytes = entry.size.numel() * entry.properties.dtype.itemsize
-        if not batches or size + nbytes > file_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(name)
-        size += nbytes
-    return batches
-
-
-def _assemble(entry: TensorStorageMetadata, items: list[Item]) -> torch.Tensor:
+def _assemble(view: StepView, name: str, items: list[Item]) -> torch.Tensor:
+    entry = tensor_entry(view.entries, name)
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for item in items:
         assert item.chunk is not None
@@ -120,3 +117,48 @@ def _assemble(entry: TensorStorageMetadata, items: list[Item]) -> torch.Tensor:
         box = tuple(slice(at, at + size) for at, size in zip(item.chunk.offsets, item.chunk.sizes, strict=True))
         whole[box] = part
     return whole
+
+
+class SafetensorsSource:
+    """The safetensors files of a folder: those of its index if it has one, else all. Mapped, not read at once."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._places: dict[str, tuple[Path, str]] = {}
+        entries: dict[str, Any] = {}
+        for path in self._files(folder):
+            with self._open(path) as file:
+                for name in file.keys():  # noqa: SIM118  not a dict
+                    if prefix + name in self._places:
+                        raise IntegrityError(f"{name!r} is in {path} and in {self._places[prefix + name][0]}")
+                    tensor = file.get_tensor(name)
+                    chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+                    properties = TensorProperties(tensor.dtype)
+                    entries[prefix + name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
+                    self._places[prefix + name] = path, name
+        self.metadata = Metadata(entries, {name: (name,) for name in entries})
+
+    def _files(self, folder: Path) -> list[Path]:
+        index = folder / INDEX_NAME
+        if not index.exists():
+            return sorted(folder.glob("*.safetensors"))
+        try:
+            names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"{index} is no index of safetensors files: {error!r}") from error
+        absent = sorted(name for name in names if Path(name).name != name or not (folder / name).is_file())
+        if absent:
+            raise IntegrityError(f"{index} names {absent[:5]}, which are not in {folder}")
+        return sorted(folder / name for name in names)
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return stock_safetensors().safe_open(path, framework="pt")
+        except Exception as error:  # SafetensorError, whose module is an extra
+            raise IntegrityError(f"{path} is not a whole safetensors file: {error}") from error
+
+    def read(self, wanted: Iterable[MetadataIndex], give: Give) -> None:
+        """Give every wanted tensor."""
+        for index in wanted:
+            path, name = self._places[index.fqn]
+            with self._open(path) as file:
+                give(index, file.get_tensor(name))

@@ -30,9 +30,8 @@ class ShardBytes:
 
     def __init__(self, ranges: ShardRanges, step: int, rank: int) -> None:
         self._ranges, self.step, self.rank = ranges, step, rank
-        opened = ranges.open(ranges.ask(step, rank))
-        opened.close()
-        self.manifest = opened.manifest
+        with ranges.ask(step, rank) as read:
+            self.manifest = read.manifest()
         self._window_bytes = WINDOW_BYTES
         self._coming: list[Range] = []
         self._window: dict[Range, bytearray] = {}
@@ -47,7 +46,7 @@ class ShardBytes:
         """Return stream bytes, verified, in memory of their own.
 
         Raises:
-            RecoveryError: some chunk has no good copy. DigestMismatch: it changed under the copy.
+            RecoveryError, DigestMismatch: some chunk has no good copy. StepDropped: newer steps took its place.
             IntegrityError: the step was put again meanwhile.
         """
         if not nbytes:
@@ -76,18 +75,12 @@ class ShardBytes:
         return dict(zip(window, self._read(window), strict=True))
 
     def _read(self, spans: list[Range]) -> list[bytearray]:
-        asked = self._ranges.ask(self.step, self.rank, spans, self.manifest.chunk_bytes)
-        opened = self._ranges.open(asked)
-        try:
-            if opened.manifest != self.manifest:
+        with self._ranges.ask(self.step, self.rank, spans, self.manifest.chunk_bytes) as read:
+            if read.manifest() != self.manifest:
                 raise IntegrityError(
                     f"step {self.step} of job {self.manifest.shard.job!r} was put again while it was read: begin again"
                 )
-            found = [opened.read(*span) for span in spans]
-            opened.verify()
-        finally:
-            opened.close()
-        return found
+            return read.bytes_of(spans)
 
     # -- as a SlotStream ------------------------------------------------------------------------
 

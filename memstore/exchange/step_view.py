@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from memstore.client.dcp.metadata import Place
 from memstore.client.dcp.reader import DcpReader
-from memstore.core.format.layout import Flag
+from memstore.core.format.layout import Flag, TensorSpec
 from memstore.core.format.object_tree import Node, Tag
 from memstore.errors import IntegrityError, UnsupportedState
 from memstore.exchange.put_tree import Path, PutShard, have_same_leaf
@@ -34,6 +35,8 @@ from memstore.exchange.shard_bytes import WINDOW_BYTES, ShardBytes
 from memstore.shell.rank.range_read import Range, ShardRanges
 from memstore.shell.tensors.memory import DTYPES
 from memstore.shell.tensors.subclasses import placement_of
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Item:
 class StepView:
     """`entries` as in DCP's Metadata; `paths` by name; items in the order of their bytes."""
 
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    entries: dict[str, Entry]
     paths: Any
     items: list[Item]
     per_rank: list[str] = field(default_factory=list)  # names of what differs between ranks
@@ -67,6 +70,13 @@ class StepView:
             window_bytes = WINDOW_BYTES // len(ranks) if are_interleaved else WINDOW_BYTES
             items[0].shard.expect((item.span for item in items if item.chunk is not None), window_bytes)
             yield items[0].shard, items
+
+
+def tensor_entry(entries: Mapping[str, Entry], name: str) -> TensorStorageMetadata:
+    """Return the entry of a name that is a tensor's."""
+    entry = entries[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
 
 
 # -- of a step saved through DCP --------------------------------------------------------------------
@@ -91,24 +101,19 @@ def view_of_dcp_step(ranges: ShardRanges, step: int, rank: int | None) -> StepVi
             place = places[index]
             if place.rank not in shards:
                 shards[place.rank] = ShardBytes(ranges, step, place.rank)
-            dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
-            load = _loader_of_place(shards[place.rank], place, chunk, dtype)
+            load = partial(_stored, shards[place.rank], place, entry, chunk)
             items.append(Item(index, shards[place.rank], (place.offset, place.nbytes), chunk, load))
     return StepView(dict(metadata.state_dict_metadata), metadata.planner_data, items)
 
 
-def _loader_of_place(
-    shard: ShardBytes, place: Place, chunk: ChunkStorageMetadata | None, dtype: torch.dtype | None
-) -> Callable[[], torch.Tensor | bytes]:
-    def load() -> torch.Tensor | bytes:
-        data = shard.take(place.offset, place.nbytes)
-        if chunk is None or dtype is None:
-            return bytes(data)
-        if not data:
-            return torch.empty(chunk.sizes, dtype=dtype)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(chunk.sizes)
-
-    return load
+def _stored(
+    shard: ShardBytes, place: Place, entry: Entry, chunk: ChunkStorageMetadata | None
+) -> torch.Tensor | bytes:  # fmt: skip
+    data = shard.take(place.offset, place.nbytes)
+    if chunk is None or isinstance(entry, BytesStorageMetadata):
+        return bytes(data)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(entry.properties.dtype).reshape(chunk.sizes)
 
 
 # -- of a step that store.put made ------------------------------------------------------------------
@@ -127,6 +132,16 @@ class Leaf:
         """Return its rank."""
         return self.shard.stream.rank
 
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether it is a part of a global tensor."""
+        return isinstance(self.node, Node) and self.node.tag is Tag.DTENSOR
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What the layout says of its tensor, of a DTensor the rank's own part."""
+        return self.shard.spec(self.node.children[0] if self.is_dtensor else self.node)
+
 
 def view_of_put_step(shards: Sequence[ShardBytes]) -> StepView:
     """Return the leaves of all ranks given, put together.
@@ -138,67 +153,62 @@ def view_of_put_step(shards: Sequence[ShardBytes]) -> StepView:
     for shard in map(PutShard, shards):
         taken: dict[str, Path] = {}
         for path, node in shard.leaves():
-            name = ".".join(map(str, path))
+            name = _name(path)
             if name in taken:
                 raise UnsupportedState(f"{list(taken[name])} and {list(path)} of the state both have the name {name!r}")
             taken[name] = path
             named[name].append(Leaf(shard, path, node))
     view = StepView({}, {}, [])
-    for name, leaves in named.items():
-        if _is_one(leaves):
-            _add(view, name, leaves[0].path, leaves)
-            continue
-        for group in _groups(leaves):
-            prefix = f"rank{group[0].rank:05d}"
-            view.per_rank.append(f"{prefix}.{name}")
-            _add(view, f"{prefix}.{name}", (prefix, *leaves[0].path), group)
+    for leaves in named.values():
+        groups = _groups(leaves)
+        for group in groups:
+            path = leaves[0].path
+            if len(groups) > 1:
+                path = (f"rank{group[0].rank:05d}", *path)
+                view.per_rank.append(_name(path))
+            _add(view, path, group)
     return view
 
 
-def _is_dtensor(leaf: Leaf) -> bool:
-    return isinstance(leaf.node, Node) and leaf.node.tag is Tag.DTENSOR
-
-
-def _is_one(leaves: list[Leaf]) -> bool:
-    first = leaves[0]
-    if any(map(_is_dtensor, leaves)):
-        return all(_is_dtensor(leaf) and _described(leaf) == _described(first) for leaf in leaves)
-    return all(have_same_leaf(first.shard, first.node, leaf.shard, leaf.node) for leaf in leaves[1:])
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _groups(leaves: list[Leaf]) -> list[list[Leaf]]:
-    """Return groups of leaves: DTensors of one description together, all else by rank."""
+    """Return one group if all are equal, else DTensors of one description together and all else by rank."""
+    first = leaves[0]
+    if not any(leaf.is_dtensor for leaf in leaves) and all(
+        have_same_leaf(first.shard, first.node, leaf.shard, leaf.node) for leaf in leaves[1:]
+    ):
+        return [leaves]
     groups: dict[Any, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
-        groups[repr(_described(leaf)) if _is_dtensor(leaf) else leaf.rank].append(leaf)
+        groups[repr(_described(leaf)) if leaf.is_dtensor else leaf.rank].append(leaf)
     return list(groups.values())
 
 
 def _described(leaf: Leaf) -> list[Any]:
     """Return mesh, placements, shape and dtype of a DTensor; strides may differ by rank."""
-    return [*leaf.node.data[:5], leaf.shard.spec(leaf.node.children[0]).dtype]
+    return [*leaf.node.data[:5], leaf.spec.dtype]
 
 
-def _add(view: StepView, name: str, path: Path, leaves: list[Leaf]) -> None:
-    first = leaves[0]
+def _add(view: StepView, path: Path, leaves: list[Leaf]) -> None:
+    first, name = leaves[0], _name(path)
     view.paths[name] = path
-    if _is_dtensor(first):
-        _add_dtensor(view, name, leaves)
+    if first.is_dtensor:
+        shape = torch.Size(first.node.data[4])
+        _add_tensor(view, name, shape, _parts_of_dtensor(leaves, name, shape))
     elif isinstance(first.node, Node) and first.node.tag is Tag.TENSOR:
-        shape = torch.Size(first.shard.spec(first.node).shape)
-        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-        _add_tensor(view, name, shape, [(chunk, first)])
+        shape = torch.Size(first.spec.shape)
+        _add_tensor(view, name, shape, [(ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), first)])
     else:
         view.entries[name] = BytesStorageMetadata()
-        stream = first.shard.stream
-        load = _loader_of_object(first, name)
-        view.items.append(Item(MetadataIndex(name), stream, first.shard.span(first.node), None, load))
+        _add_item(view, name, None, first, partial(_object, first, name))
 
 
-def _add_dtensor(view: StepView, name: str, leaves: list[Leaf]) -> None:
-    """Add the parts that the ranks have, each once. UnsupportedState if they are not the whole tensor."""
+def _parts_of_dtensor(leaves: list[Leaf], name: str, shape: torch.Size) -> list[tuple[ChunkStorageMetadata, Leaf]]:
+    """Return the parts that the ranks have, each once. UnsupportedState if they are not the whole tensor."""
     parts: dict[torch.Size, tuple[ChunkStorageMetadata, Leaf]] = {}
-    shape = torch.Size(leaves[0].node.data[4])
     for leaf in leaves:
         chunk = _part_of(leaf, name)
         if chunk is not None and (chunk.sizes.numel() or not shape.numel()):
@@ -209,7 +219,7 @@ def _add_dtensor(view: StepView, name: str, leaves: list[Leaf]) -> None:
             f"{name!r}: the ranks read hold {count} of {shape.numel()} elements of this DTensor: read all ranks "
             "(no --rank), or use --format torch for the parts"
         )
-    _add_tensor(view, name, shape, list(parts.values()))
+    return list(parts.values())
 
 
 def _part_of(leaf: Leaf, name: str) -> ChunkStorageMetadata | None:
@@ -222,7 +232,7 @@ def _part_of(leaf: Leaf, name: str) -> ChunkStorageMetadata | None:
         raise UnsupportedState(f"{name!r}: a DTensor of pending sums (Partial) has no global value: reduce it first")
     coordinate = [int(i) for i in np.unravel_index(ranks.index(leaf.rank), mesh_shape)]
     sizes, offsets = _compute_local_shape_and_global_offset(tuple(shape), tuple(mesh_shape), coordinate, placements)
-    stored = leaf.shard.spec(leaf.node.children[0]).shape
+    stored = leaf.spec.shape
     if tuple(sizes) != tuple(stored):
         raise UnsupportedState(
             f"{name!r}: rank {leaf.rank} put a part of shape {list(stored)} where its mesh and placements say "
@@ -234,34 +244,31 @@ def _part_of(leaf: Leaf, name: str) -> ChunkStorageMetadata | None:
 def _add_tensor(
     view: StepView, name: str, shape: torch.Size, parts: Sequence[tuple[ChunkStorageMetadata, Leaf]]
 ) -> None:
-    first = parts[0][1]
-    node = first.node.children[0] if _is_dtensor(first) else first.node
-    spec = first.shard.spec(node)
+    spec = parts[0][1].spec
     properties = TensorProperties(DTYPES[spec.dtype], requires_grad=bool(spec.flags & Flag.REQUIRES_GRAD))
     view.entries[name] = TensorStorageMetadata(properties, shape, [chunk for chunk, _ in parts])
     for chunk, leaf in parts:
-        load = _loader_of_tensor(leaf)
-        view.items.append(
-            Item(MetadataIndex(name, chunk.offsets), leaf.shard.stream, leaf.shard.span(leaf.node), chunk, load)
-        )
+        _add_item(view, name, chunk, leaf, partial(_tensor, leaf))
 
 
-def _loader_of_tensor(leaf: Leaf) -> Callable[[], torch.Tensor]:
-    def load() -> torch.Tensor:
-        tensor: torch.Tensor = leaf.shard.build(leaf.node)
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def _add_item(
+    view: StepView, name: str, chunk: ChunkStorageMetadata | None, leaf: Leaf, load: Callable[[], torch.Tensor | bytes]
+) -> None:
+    index = MetadataIndex(name, None if chunk is None else chunk.offsets)
+    view.items.append(Item(index, leaf.shard.stream, leaf.shard.span(leaf.node), chunk, load))
 
-    return load
+
+def _tensor(leaf: Leaf) -> torch.Tensor:
+    tensor: torch.Tensor = leaf.shard.build(leaf.node)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _loader_of_object(leaf: Leaf, name: str) -> Callable[[], bytes]:
-    def load() -> bytes:
-        try:
-            value = leaf.shard.build(leaf.node)
-        except UnsupportedState as error:
-            raise UnsupportedState(f"{name!r} of rank {leaf.rank}: {error}") from error
-        stream = io.BytesIO()
-        torch.save(value, stream)  # what DCP stores for an object
-        return stream.getvalue()
-
-    return load
+def _object(leaf: Leaf, name: str) -> bytes:
+    """Return what DCP stores for an object."""
+    try:
+        value = leaf.shard.build(leaf.node)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{name!r} of rank {leaf.rank}: {error}") from error
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()

@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from memstore.config import ConfigError
-from memstore.demo.cli import RAY_ENVIRONMENT, demo
-from memstore.demo.model import ModelSize, parameters_count
-from memstore.demo.text import Batches, library_text
+from memstore.demo.cli import TRAIN_ENVIRONMENT, demo
+from memstore.demo.training import Batches, ModelSize, library_text, parameters_count
+from memstore.drills.sites.site_options import RAY_ENVIRONMENT
 
 
 def test_text_is_real_and_the_same_for_a_step() -> None:
@@ -65,7 +65,7 @@ def test_bad_steps_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _ray_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in RAY_ENVIRONMENT.items():
+    for name, value in {**RAY_ENVIRONMENT, **TRAIN_ENVIRONMENT}.items():
         monkeypatch.setenv(name, value)
     return
 

@@ -31,7 +31,7 @@ HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}  # h1
 NBYTES = 2 * MIB
 BILL = (2 * 2 + 1) * 3 * MIB  # what a host reserves for one of the live jobs' ranks: a state of 2 MiB is 3 chunks
 SEED = 7
-pytestmark = [pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

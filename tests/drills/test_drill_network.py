@@ -107,7 +107,7 @@ class TestOnNamespaces:
     """One cluster of four hosts in namespaces for the drills below."""
 
     pytestmark: ClassVar[list[Any]] = [
-        pytest.mark.root, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(120),
+        pytest.mark.root, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600),
         pytest.mark.skipif(namespaces.available() is not None, reason=str(namespaces.available())),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from variants import later
 
 from memstore.config import MIB
 from memstore.drills.breaking import faults
@@ -32,7 +33,7 @@ RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longe
 
 def on_ray(test: Any) -> Any:
     """Mark a test or class that plays drills on the module's cluster."""
-    for mark in (pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(120)):
+    for mark in (pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600)):
         test = mark(test)
     return test
 
@@ -99,11 +100,11 @@ def check_refused(site: EmbeddedSite, name: str) -> None:
 STANDARD = [drill for drill in DRILLS.values() if drill.is_standard and EMBEDDED in drill.runs_on]
 LOSING = ("kill-host", "preempt-host", "restart-ray")  # what comes after is not what was before: classes of their own
 OTHERS = [drill.name for drill in STANDARD if drill.name not in LOSING and drill.flow == RESTART]
-QUICK = ("kill-rank", "kill-holder", "kill-controller", "corrupt-chunk")  # one of each family
+QUICK = ("kill-holder", "kill-controller")  # test_drill_live plays kill-rank and corrupt-chunk
 
 
 @on_ray
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in OTHERS])
+@pytest.mark.parametrize("name", [*QUICK, *later(*(name for name in OTHERS if name not in QUICK))])
 def test_a_drill_ends_as_promised(site: EmbeddedSite, name: str) -> None:
     """Within the tolerance nothing committed is lost, and every byte of every rank equals a state made anew."""
     check_kept(site, name)
@@ -155,6 +156,7 @@ class TestPreemption:
 
 
 @on_ray
+@pytest.mark.long
 class TestLosingTwoHosts:
     """Both hosts with a copy, beyond the tolerance."""
 

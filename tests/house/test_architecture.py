@@ -86,12 +86,12 @@ PICKLES = {
 WRITES_TORCH_FILES = {
     "memstore/adapters/transformers.py",
     "memstore/exchange/step_view.py",
-    "memstore/exchange/torch_files.py",
+    "memstore/exchange/put_tree.py",
 }
 # What a user asks to import: rank files (weights_only unless told otherwise), DCP's metadata under a list of classes.
 READS_PICKLES = {
     ("memstore/exchange/importing.py", "torch.load"),
-    ("memstore/exchange/dcp_metadata_file.py", "pickle"),
+    ("memstore/exchange/dcp_files.py", "pickle"),
 }
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
@@ -373,6 +373,6 @@ def test_importing_is_light(module: str) -> None:
     """In a fresh interpreter neither the public face nor a pure package imports torch, ray or numpy."""
     code = f"import {module}, sys; print(sorted({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.report import __main__, results, targets
 from benchmarks.report.harness import AT_MOST, Options, Ratio, Record
-from benchmarks.report.plots import plot
 
 PAGE = "by hand\n<!-- generated: targets -->\nold\n<!-- end -->\n<!-- generated: results -->\n<!-- end -->\nlast\n"
 
@@ -80,6 +79,8 @@ def test_a_promise_about_every_round_is_judged_by_the_worst() -> None:
 
 def test_the_same_results_draw_the_same_file(tmp_path: Path) -> None:
     """No date and no random id, so that a plot changes only when its numbers do."""
+    from benchmarks.report.plots import plot  # matplotlib takes seconds to import
+
     for name in ("one.svg", "two.svg"):
         plot([record(), record("again")], tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

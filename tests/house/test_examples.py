@@ -22,7 +22,7 @@ from example_runs import (
 import memstore
 from memstore.testing.clusters.embedded import EmbeddedCluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,14 @@ def cluster() -> Iterator[EmbeddedCluster]:
         yield embedded
 
 
-LONG = ("ddp_natural.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py", "megatron_style.py")
+RESUMABLE = (
+    "torchrun.py", "ddp_natural.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py",
+    "megatron_style.py",
+)  # fmt: skip
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("example", ["torchrun.py", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("example", RESUMABLE)
 def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Path, example: str) -> None:
     """SIGKILL of everything half-way: the next start goes on at the newest committed step + 1, with equal losses."""
     job = example.removesuffix(".py")
@@ -43,7 +46,6 @@ def test_an_example_goes_on_after_sigkill(cluster: EmbeddedCluster, tmp_path: Pa
 
 
 @pytest.mark.drill
-@pytest.mark.long
 def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """The same under torchrun: the Trainer turns to DDP, one rank of a host copies the model, and one rank goes on."""
     python, *words = command_of("transformers_trainer.py", cluster, "ddp")
@@ -57,7 +59,6 @@ def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path:
 
 
 @pytest.mark.drill
-@pytest.mark.long
 def test_lightning_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """Under torchrun Lightning turns to DDP: one rank of a host copies the model, each goes on from its own trainer."""
     python, *words = command_of("lightning_fit.py", cluster, "fit-ddp")
@@ -92,7 +93,6 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
 
 
-@pytest.mark.long
 def test_ray_train_goes_on_when_started_again(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """The script ends, is started again with more steps, and goes on after its last one."""
     env = environment(cluster, tmp_path)
@@ -102,7 +102,6 @@ def test_ray_train_goes_on_when_started_again(cluster: EmbeddedCluster, tmp_path
     assert {step for _, step in losses(outputs[1])} == {6, 7, 8}
 
 
-@pytest.mark.long
 def test_actors_are_started_again_when_one_dies(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """A rank dies after step 3 was committed: the driver's next launch goes on at step 4, on all ranks."""
     options = ("--steps", "8", "--die-at", "3")

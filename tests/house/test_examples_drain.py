@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from example_runs import DEADLINE_S, EXAMPLES, command_of, environment, kill_all
 
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,11 +33,15 @@ def test_ray_train_hears_of_a_preemption(tmp_path: Path) -> None:
                  "--node-id", drained, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
                  "--deadline-remaining-seconds", "600"], check=True, capture_output=True, timeout=DEADLINE_S,
             )  # fmt: skip
-            deadline_s = time.monotonic() + DEADLINE_S
             told = re.compile(r"rank (\d): ranks \[\d\] lose their node, step \d+ is safe")
-            while {found[1] for found in told.finditer((tmp_path / "out").read_text())} != {"0", "1"}:
-                assert launch.poll() is None, (tmp_path / "out").read_text()[-3000:]
-                assert time.monotonic() < deadline_s, (tmp_path / "out").read_text()[-3000:]
-                time.sleep(0.1)  # bounded by the deadline above
+
+            def output() -> str:
+                return (tmp_path / "out").read_text()
+
+            def is_told() -> bool:
+                assert launch.poll() is None, output()[-3000:]
+                return {found[1] for found in told.finditer(output())} == {"0", "1"}
+
+            wait_for(is_told, "both ranks to be told", DEADLINE_S, seen=lambda: output()[-3000:])
         finally:
             kill_all(launch)

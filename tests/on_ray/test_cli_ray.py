@@ -19,7 +19,7 @@ from memstore.config import Config
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.store_name import scratch_store_name
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_up_and_down_and_what_is_left() -> None:
@@ -69,6 +69,7 @@ def _reader_outside(store: str, address: str) -> str:
     return run.stderr.strip().splitlines()[-1].removeprefix("memstore.errors.")
 
 
+@pytest.mark.long
 def test_a_job_of_another_store_of_the_cluster_is_named(tmp_path: Path) -> None:
     """From a machine without arenas, through --address: the error names the store, and its command shows the job."""
     other = Config(store=scratch_store_name("c"), arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)

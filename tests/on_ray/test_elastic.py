@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from repository import ROOT
 
 import memstore
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
 
 EXAMPLE = ROOT / "examples" / "ray_train_elastic.py"
 DEADLINE_S = 240.0
@@ -49,11 +49,11 @@ class Run:
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
         try:
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(timeout=30)
-        self.reader.join(timeout=30)
+            self.process.wait(timeout=120)
+        self.reader.join(timeout=120)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -70,12 +70,14 @@ class Run:
         return [(int(size), int(step), state) for size, step, state in found]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            tail = "".join(self.lines[-60:])
-            assert self.process.poll() is None, f"the example ended before {what}:\n{tail}"
-            assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}:\n{tail}"
-            time.sleep(0.1)  # bounded by the deadline above
+        def tail() -> str:
+            return "".join(self.lines[-60:])
+
+        def look() -> bool:
+            assert self.process.poll() is None, f"the example ended before {what}:\n{tail()}"
+            return condition()
+
+        wait_for(look, what, DEADLINE_S, seen=tail)
 
     def wait_trains_with(self, ranks: int) -> None:
         """Wait until a launch of that many ranks, newer than what is known now, has put three steps."""

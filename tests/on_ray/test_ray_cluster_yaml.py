@@ -43,7 +43,7 @@ def label_command(config: dict[str, Any], home: Path, address: str) -> subproces
     fake.chmod(0o755)
     env = {"HOME": str(home), "PATH": f"{fake.parent}:{os.environ['PATH']}"}
     (command,) = config["initialization_commands"]
-    return subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow

@@ -4,53 +4,43 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 ray = pytest.importorskip("ray")
 
-import memstore  # noqa: E402
+from ray_job import ray_job  # noqa: E402
+
 from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
+from memstore.testing.clusters.processes import wait_for  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 NOTICE_S = 120
-
-
-def wait_for(what: str, look: Callable[[], Any], limit_s: float = 30.0) -> Any:
-    """Return what `look` finds as soon as it finds something."""
-    deadline_s = time.monotonic() + limit_s
-    while not (found := look()):
-        assert time.monotonic() < deadline_s, f"waited {limit_s:g} s in vain for {what}"
-        time.sleep(0.05)
-    return found
 
 
 def test_a_node_drained_by_ray_is_evacuated() -> None:
     """The preemption notice reaches the store by itself; when the host dies every shard still has two copies."""
     hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
     with EmbeddedCluster(hosts, cpus_per_host=3) as cluster:
-        ranks = on_hosts(["h1", "h2", "h3"], cluster.config)
-        assert ray.get([rank.put.remote(3) for rank in ranks], timeout=60) == ["committed"] * 3
+        job = ray_job(cluster)
+        job.start(["h1", "h2", "h3"])
+        job.train(0, 2, "before the notice")
+        job.leave()
 
         def host(name: str) -> dict[str, Any]:
-            status = memstore.status(config=cluster.config)
-            return next(row for row in status.hosts if row["host"] == name)
+            return next(row for row in cluster.status()["hosts"] if row["host"] == name)
 
         node = RayMembership(cluster.config.store).hosts()["h3"]["node"]
         notice = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address,
                   "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
                   "--deadline-remaining-seconds", str(NOTICE_S)]  # fmt: skip
-        subprocess.run(notice, check=True, capture_output=True, timeout=60)
+        subprocess.run(notice, check=True, capture_output=True, timeout=120)
 
-        due_s = wait_for("the notice to reach the store", lambda: host("h3")["drains_s"])
+        due_s = wait_for(lambda: host("h3")["drains_s"], "the notice to reach the store")
         assert 0 < due_s <= NOTICE_S
-        wait_for("the store to do without h3", lambda: host("h3")["drain_left"] == 0)
+        wait_for(lambda: host("h3")["drain_left"] == 0, "the store to do without h3")
         cluster.lose_host("h3")
-        wait_for("its death to be noticed", lambda: host("h3")["status"] == "dead")
-        [job] = memstore.status(config=cluster.config).jobs
-        assert (job["committed_step"], job["copies"]) == (2, 2)
+        wait_for(lambda: host("h3")["status"] == "dead", "its death to be noticed")
+        assert (job.status()["committed_step"], job.status()["copies"]) == (2, 2)

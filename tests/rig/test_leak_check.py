@@ -99,7 +99,7 @@ def test_a_process_of_a_test_that_has_died_meanwhile_ends() -> None:
     """A test killed while its processes start leaves none of them behind."""
     command = [sys.executable, "-m", "memstore.testing.clusters.process_main"]
     spec = json.dumps({"role": "controller", "parent": 1})
-    assert subprocess.run(command, input=spec, text=True, timeout=60, check=False).returncode == 1
+    assert subprocess.run(command, input=spec, text=True, timeout=120, check=False).returncode == 1
 
 
 def runs_whole(folder: Path, program: str) -> subprocess.Popen[str]:
@@ -125,7 +125,7 @@ def test_a_leaking_test_fails(tmp_path: Path) -> None:
         "def test_ends():\n"
         "    process.kill(), process.wait()\n",
     )
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=120)
     assert run.returncode == 1
     assert "1 error" in said
     assert "sleep 20" in said
@@ -153,7 +153,7 @@ def test_two_runs_at_once_do_not_report_each_others_stores(tmp_path: Path) -> No
     wait_for(lambda: begun.exists() or run.poll() is not None, "the other run's test")
     with scratch_folder() as folder:
         made.touch()
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=120)
     assert "ERROR at teardown of test_leaves_a_store" in said
     assert f"left-p{run.pid}-" in said
     assert folder.parent.name not in said

@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from memstore import errors
 from memstore.cli import main
 from memstore.cli.options import ASK_S, Where
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import tag_of
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
 
@@ -21,16 +23,17 @@ class Desk:
 
     def __init__(self, patch: pytest.MonkeyPatch, world: CatalogWorld, rank: FakeRank) -> None:
         self.world, self.rank = world, rank
-        patch.setattr(Where, "ask", lambda where, verb, body=None, limit_s=ASK_S: self.ask(verb, body, limit_s))
+        patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
         patch.setattr(
             import_module("memstore.cli.drain"), "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
         )
 
-    def ask(self, verb: str, body: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, limit_s: float) -> dict[str, Any]:
         """As `Where.ask`, in the world's time."""
+        verb = tag_of(request)
         said, refused = self.rank.answers.setdefault(verb, []), self.rank.errors.setdefault(verb, [])
         before = len(said), len(refused)
-        self.world.call(self.rank, verb, **(body or {}))
+        self.world.holders[self.rank.host_id].call(self.rank, request)
         if not self.world.run_until(lambda: (len(said), len(refused)) != before, limit_s):
             raise errors.PeerTimeout(verb, operation=verb, waited_s=limit_s, limit_s=limit_s)
         if len(refused) > before[1]:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from memstore.shell.rank.lease_pool import Tenant
-from memstore.shell.rank.range_read import OpenRanges, ShardRanges
+from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.ranks.dcp_ranks import DcpRank
 
 State = dict[str, Any]
@@ -329,21 +330,26 @@ def save_and_outgrow(rank: DcpRank, step: int, how: str) -> dict[str, Any]:
 
 def load_parts(rank: DcpRank, seed: int, step: int, names: list[str]) -> dict[str, Any]:
     """Load some names only; say how many bytes of chunks were opened, and what of the state differs."""
-    opened: list[int] = []
-    real = ShardRanges.open
+    reads: list[ShardRead] = []
+    real = ShardRanges.ask
 
-    def noted(self: ShardRanges, asked: Any) -> OpenRanges:
-        found = real(self, asked)
-        opened.extend(found.manifest.chunks[index].nbytes for index in found.views)
-        return found
+    def noted(self: ShardRanges, *args: Any, **kwargs: Any) -> ShardRead:
+        reads.append(real(self, *args, **kwargs))
+        return reads[-1]
 
     wanted = {name: leaf for name, leaf in placed(seed).items() if name in names}
     state = {name: leaf for name, leaf in placed(seed + 1000).items() if name in names}
-    ShardRanges.open = noted  # type: ignore[method-assign]
+    ShardRanges.ask = noted  # type: ignore[method-assign,assignment]
     try:
         rank.load(state, step)
     finally:
-        ShardRanges.open = real  # type: ignore[method-assign]
+        ShardRanges.ask = real  # type: ignore[method-assign]
+    opened = [
+        chunk.nbytes
+        for read in reads
+        for chunk, slot in zip(read.manifest().chunks, read.answer()["slots"], strict=True)
+        if slot is not None
+    ]
     return {"nbytes": sum(opened), "differing": differing(state, wanted)}
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from repository import ROOT
 
-import memstore
-from memstore.shell.arena.lock import is_alive, process_start_time
-from memstore.testing.clusters.embedded import EmbeddedCluster, descendants
+from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.faults.processes import descendants, kill, wait_gone, with_start_times
 
 EXAMPLES = ROOT / "examples"
 GUIDE = (ROOT / "docs/guide/frameworks.md").read_text(encoding="utf-8")
@@ -43,34 +40,31 @@ def losses(output: str) -> dict[tuple[int, int], str]:
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a launcher and everything below it, then wait until all of it is gone."""
-    victims = [(pid, start) for pid in descendants([process.pid]) if (start := process_start_time(pid)) is not None]
-    for pid, _ in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=60)
-    deadline_s = time.monotonic() + 60
-    while any(is_alive(pid, start) for pid, start in victims):
-        assert time.monotonic() < deadline_s, "ranks survive SIGKILL"
-        time.sleep(0.01)  # bounded by the deadline above
+    victims = with_start_times(descendants([process.pid]))
+    kill(victims)
+    process.wait(timeout=120)
+    wait_gone(victims, 60)
 
 
 def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
     """The newest committed step, -1 for none."""
-    rows = {row["job"]: row for row in memstore.status(config=cluster.config).jobs}
-    step = rows.get(job, {}).get("committed_step")
+    step = (cluster.job(job) or {}).get("committed_step")
     return -1 if step is None else int(step)
 
 
 def wait_committed(cluster: EmbeddedCluster, job: str, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until a step is committed; return the newest one."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while True:
+    committed = -1
+
+    def look() -> bool:
+        nonlocal committed
         committed = newest_committed(cluster, job)
-        if committed >= step:
-            return committed
-        assert process.poll() is None, f"the ranks ended with {process.returncode} before step {step} was committed"
-        assert time.monotonic() < deadline_s, f"step {step} is not committed after {DEADLINE_S:g} s"
-        time.sleep(0.05)  # bounded by the deadline above
+        ended = f"the ranks ended with {process.returncode} before step {step} was committed"
+        assert committed >= step or process.poll() is None, ended
+        return committed >= step
+
+    wait_for(look, f"step {step} to be committed", DEADLINE_S)
+    return committed
 
 
 def command_of(example: str, cluster: EmbeddedCluster, job: str, *options: str) -> list[str]:

@@ -14,6 +14,7 @@ from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.core.arena.share import PeerShare
+from memstore.core.wire.rank_messages import HolderEvent, StepLevel
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
@@ -40,10 +41,10 @@ for line in sys.stdin:
         if line == "connect\\n":
             link = HolderLink(Path(sys.argv[1]), nonce="n/child", job="job", rank=0, parent="n", attempt=1)
         elif line == "adopt\\n":
-            slots = link.call("adopt", {"step": 5}, 30.0)["slots"]
+            slots = link.adopt(5, 30.0)
         elif line == "hand over\\n":
-            body = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
-            assert link.hand_over(link.heir, 5, slots, link.mapping, body)
+            put = {"attempt": 1, "world_size": 1, "layout": b"", "nbytes": len(slots) * 65536}
+            assert link.hand_over(link.heir, 5, slots, link.mapping, **put)
         elif line == "bye\\n":
             link.close()
         reply = {"slots": slots}
@@ -92,8 +93,12 @@ class Site:
         self.begin()
         self.levels: list[tuple[int, str]] = []
         self.link = HolderLink(self.holder.folder, nonce="n", job="job", rank=0, attempt=1)
-        self.link.on_event = lambda body: self.levels.append((body.get("step", -1), body.get("level", "")))
+        self.link.on_event = self._note
         wait_for(lambda: len(self.link.pool) == SHARE_SLOTS, "the lease")
+
+    def _note(self, event: HolderEvent) -> None:
+        if isinstance(event, StepLevel):
+            self.levels.append((event.step, event.level))
 
     def begin(self) -> None:
         """A holder starts and adopts what is there; the job has claimed its room."""

@@ -1,11 +1,7 @@
 """DCP's Metadata as bytes, field by field, without pickle; and where it stands in a shard.
 
-    [format, version, [entry, ...], planner data, [stray, ...]]      msgpack, then zlib
-    entry   [fqn, nil, place]                                        an object that the planner made bytes of
-            [fqn, [dtype, layout, requires_grad, memory format, pinned, size], [[offsets, sizes, place], ...]]
-    place   [rank, first byte of its stream, nbytes], or nil if no rank wrote it
-    stray   [fqn, offsets | nil, place]                              written, but no chunk of any entry
-    planner data   [layout, bytes] of the state codec
+    A `_Record`, as msgpack, then zlib: every name with its properties and the chunks that ranks wrote; `strays` are
+    written, but no chunk of any entry. The planner's data are bytes of the state codec, with their layout.
 
 A shard saved through DCP has no tensors in its layout: its stream is raw items, its tree says so (`SavedLayout`),
 and on the coordinator where the metadata stands. Decoded bytes may come from any source.
@@ -15,11 +11,11 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import msgpack
+import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,17 +28,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from memstore.client.checkpoint import DCP_KEY
 from memstore.core.format.layout import decode_layout, encode_layout
+from memstore.core.format.object_tree import Count
 from memstore.errors import MemstoreError, ProtocolError, UnsupportedState
 from memstore.shell.codec.decode import StateBuild, decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.codec.walk import StateWalk
 from memstore.shell.tensors.memory import DTYPE_NAMES, DTYPES
 
-FORMAT = 1
+FORMAT: Literal[2] = 2
 METADATA_BYTES_MAX = 1 << 30  # of msgpack: ten million chunks
 INFLATION_MAX = 64  # decompressed bytes for each stored byte: bounds the memory to read it
 INFLATION_SLACK_BYTES = 1 << 16
-_LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -51,13 +47,55 @@ _MEMORY_FORMATS = {
 _MEMORY_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
 
 
-@dataclass(frozen=True)
-class Place:
+class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Place(_Row, frozen=True):
     """Where an item's bytes stand: in the stream of which rank, from which byte, how many."""
 
-    rank: int
-    offset: int
-    nbytes: int
+    rank: Count
+    offset: Count
+    nbytes: Count
+
+
+class _Chunk(_Row, frozen=True):
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+    place: Place | None  # None: no rank wrote it
+
+
+class _Tensor(_Row, frozen=True):
+    dtype: str
+    requires_grad: bool
+    memory_format: str
+    pin_memory: bool
+    size: tuple[Count, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class _Entry(_Row, frozen=True):
+    fqn: str
+    tensor: _Tensor | None  # None: an object that the planner made bytes of
+    place: Place | None  # of an object
+
+
+class _Stray(_Row, frozen=True):
+    fqn: str
+    offsets: tuple[Count, ...] | None
+    place: Place
+
+
+class _Record(_Row, frozen=True):
+    format: Literal[2]
+    version: str | None
+    entries: tuple[_Entry, ...]
+    planner_layout: bytes
+    planner_stream: bytes
+    strays: tuple[_Stray, ...]
+
+
+_RECORD = msgspec.msgpack.Decoder(_Record)
 
 
 @dataclass(frozen=True)
@@ -86,10 +124,12 @@ class SavedLayout:
             raise ProtocolError(f"a DCP shard of format {str(tree[DCP_KEY])[:20]}; this memstore reads {FORMAT}")
         place = tree.get("metadata")
         if place is not None:
-            offset, nbytes = _counts(place, 2)
-            if offset + nbytes > layout.nbytes:
-                raise ProtocolError(f"DCP metadata of {nbytes} bytes at {offset} ends behind the shard")
-            place = (offset, nbytes)
+            try:
+                place = msgspec.convert(place, tuple[Count, Count])
+            except msgspec.ValidationError as error:
+                raise ProtocolError(f"where its DCP metadata stands is malformed: {error}") from None
+            if sum(place) > layout.nbytes:
+                raise ProtocolError(f"DCP metadata of {place[1]} bytes at {place[0]} ends behind the shard")
         return cls(place, tree.get("is_global") is True)
 
 
@@ -100,20 +140,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
         UnsupportedState: a planner put something into it that has no encoding; names what.
     """
     places: dict[MetadataIndex, Place] = dict(metadata.storage_data or {})
-    entries: list[Any] = []
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            entries.append([fqn, None, _row(places.pop(MetadataIndex(fqn), None))])
-            continue
-        chunks = [
-            [list(c.offsets), list(c.sizes), _row(places.pop(MetadataIndex(fqn, c.offsets), None))]
-            for c in entry.chunks
-        ]
-        entries.append([fqn, [*_properties(fqn, entry.properties), list(entry.size)], chunks])
-    strays = [[i.fqn, None if i.offset is None else list(i.offset), _row(place)] for i, place in places.items()]
+    entries = tuple(_entry(fqn, entry, places) for fqn, entry in metadata.state_dict_metadata.items())
+    strays = tuple(_Stray(i.fqn, None if i.offset is None else tuple(i.offset), place) for i, place in places.items())
     try:
-        row = [FORMAT, metadata.version, entries, _pack_plain(metadata.planner_data), strays]
-        packed: bytes = msgpack.packb(row, use_bin_type=True)
+        packed = msgspec.msgpack.encode(
+            _Record(FORMAT, metadata.version, entries, *_pack_plain(metadata.planner_data), strays)
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise UnsupportedState(f"DCP's metadata cannot be stored: {error}") from None
     if len(packed) > METADATA_BYTES_MAX:
@@ -129,18 +161,16 @@ def decode_metadata(data: bytes) -> Metadata:
         packed = inflater.decompress(data, limit)
         if not inflater.eof or inflater.unused_data:
             raise ValueError(f"it inflates to more than {limit} bytes, ends too soon or too late")
-        form, version, entries, planner, strays = msgpack.unpackb(packed, raw=False)
-        if form != FORMAT:
-            raise ValueError(f"format {str(form)[:20]} is not {FORMAT}, the one this memstore reads")
+        record = _RECORD.decode(packed)
         places: dict[MetadataIndex, Place] = {}
-        tensors = {_text(fqn): _entry(_text(fqn), kind, rest, places) for fqn, kind, rest in entries}
-        for fqn, offsets, place in strays:
-            places[MetadataIndex(_text(fqn), None if offsets is None else _counts(offsets))] = _place(place)
-        planner_data = _unpack_plain(planner)
-        return Metadata(tensors, planner_data, places, version=None if version is None else _text(version))
+        entries = {entry.fqn: _read_entry(entry, places) for entry in record.entries}
+        places |= {MetadataIndex(stray.fqn, stray.offsets): stray.place for stray in record.strays}
+        layout, stream = record.planner_layout, record.planner_stream
+        planner_data = decode_state(layout, [memoryview(stream)] if stream else [], max(len(stream), 1))
+        return Metadata(entries, planner_data, places, version=record.version)
     except MemstoreError:
         raise
-    except Exception as error:  # msgpack and zlib raise half a dozen unrelated types for bad bytes
+    except Exception as error:  # msgspec, torch and zlib raise half a dozen unrelated types for bad bytes
         raise ProtocolError(f"{len(data)} bytes are not DCP metadata: {type(error).__name__}: {error}") from None
 
 
@@ -154,66 +184,54 @@ def _inflated_max(nbytes: int) -> int:
     return min(METADATA_BYTES_MAX, INFLATION_MAX * nbytes + INFLATION_SLACK_BYTES)
 
 
-def _entry(fqn: str, kind: Any, rest: Any, places: dict[MetadataIndex, Place]) -> Any:
-    if kind is None:
-        if rest is not None:
-            places[MetadataIndex(fqn)] = _place(rest)
+def _entry(
+    fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata, places: dict[MetadataIndex, Place]
+) -> _Entry:  # fmt: skip
+    """Take an entry's places out of `places`."""
+    if isinstance(entry, BytesStorageMetadata):
+        return _Entry(fqn, None, places.pop(MetadataIndex(fqn), None))
+    is_known = entry.properties.dtype in DTYPE_NAMES and entry.properties.layout is torch.strided
+    if not is_known:
+        raise UnsupportedState(
+            f"{fqn!r} is a {entry.properties.layout} tensor of {entry.properties.dtype}: it cannot be stored"
+        )
+    chunks = (
+        _Chunk(tuple(chunk.offsets), tuple(chunk.sizes), places.pop(MetadataIndex(fqn, chunk.offsets), None))
+        for chunk in entry.chunks
+    )
+    properties = entry.properties
+    tensor = _Tensor(
+        DTYPE_NAMES[properties.dtype], bool(properties.requires_grad), _MEMORY_NAMES[properties.memory_format],
+        bool(properties.pin_memory), tuple(entry.size), tuple(chunks),
+    )  # fmt: skip
+    return _Entry(fqn, tensor, None)
+
+
+def _read_entry(
+    entry: _Entry, places: dict[MetadataIndex, Place]
+) -> TensorStorageMetadata | BytesStorageMetadata:  # fmt: skip
+    """Put an entry's places into `places`."""
+    tensor = entry.tensor
+    if tensor is None:
+        if entry.place is not None:
+            places[MetadataIndex(entry.fqn)] = entry.place
         return BytesStorageMetadata()
-    dtype, layout, requires_grad, memory_format, pinned, size = kind
-    chunks = []
-    for offsets, sizes, place in rest:
-        chunk = ChunkStorageMetadata(torch.Size(_counts(offsets)), torch.Size(_counts(sizes)))
-        if place is not None:
-            found = _place(place)
-            if found.nbytes != math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
-                raise ValueError(f"{fqn!r}: a chunk of shape {list(chunk.sizes)} in {found.nbytes} bytes")
-            places[MetadataIndex(fqn, chunk.offsets)] = found
+    chunks, dtype = [], DTYPES[tensor.dtype]
+    for row in tensor.chunks:
+        chunk = ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes))
+        if row.place is not None:
+            if row.place.nbytes != math.prod(row.sizes) * dtype.itemsize:
+                raise ValueError(f"{entry.fqn!r}: a chunk of shape {list(row.sizes)} in {row.place.nbytes} bytes")
+            places[MetadataIndex(entry.fqn, chunk.offsets)] = row.place
         chunks.append(chunk)
     properties = TensorProperties(
-        DTYPES[dtype], _LAYOUTS[layout], requires_grad is True, _MEMORY_FORMATS[memory_format], pinned is True
+        dtype, torch.strided, tensor.requires_grad, _MEMORY_FORMATS[tensor.memory_format], tensor.pin_memory
     )
-    return TensorStorageMetadata(properties, torch.Size(_counts(size)), chunks)
+    return TensorStorageMetadata(properties, torch.Size(tensor.size), chunks)
 
 
-def _properties(fqn: str, properties: TensorProperties) -> Iterator[Any]:
-    if properties.dtype not in DTYPE_NAMES or properties.layout is not torch.strided:
-        raise UnsupportedState(f"{fqn!r} is a {properties.layout} tensor of {properties.dtype}: it cannot be stored")
-    yield DTYPE_NAMES[properties.dtype]
-    yield "strided"
-    yield bool(properties.requires_grad)
-    yield _MEMORY_NAMES[properties.memory_format]
-    yield bool(properties.pin_memory)
-
-
-def _row(place: Place | None) -> list[int] | None:
-    return None if place is None else [place.rank, place.offset, place.nbytes]
-
-
-def _place(row: Any) -> Place:
-    return Place(*_counts(row, 3))
-
-
-def _counts(row: Any, length: int | None = None) -> list[int]:
-    if not isinstance(row, list) or (length is not None and len(row) != length):
-        raise ValueError(f"{str(row)[:40]} is not a list" + ("" if length is None else f" of {length} numbers"))
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in row):
-        raise ValueError(f"{str(row)[:40]} has something else than whole numbers from 0")
-    return row
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} stands where a name belongs")
-    return value
-
-
-def _pack_plain(value: Any) -> list[bytes]:
+def _pack_plain(value: Any) -> tuple[bytes, bytes]:
     plan = plan_state(value)
     stream = bytearray(plan.nbytes)
     copy_into(plan, [memoryview(stream)] if plan.nbytes else [], max(plan.nbytes, 1))
-    return [plan.layout, bytes(stream)]
-
-
-def _unpack_plain(row: Any) -> Any:
-    layout, stream = row
-    return decode_state(layout, [memoryview(stream)] if stream else [], max(len(stream), 1))
+    return plan.layout, bytes(stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memstore.client.dcp.metadata import Place, SavedLayout, decode_metadata
-from memstore.core.format.layout import byte_span, row_major
+from memstore.core.format.layout import batches, byte_span, row_major
+from memstore.core.format.manifest import Manifest
 from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
-from memstore.shell.rank.range_read import Asked, OpenRanges, ShardRanges
+from memstore.shell.codec.verified_stream import CheckedStream
+from memstore.shell.rank.range_read import ShardRanges
+from memstore.shell.rank.shard_read import ShardRead
 
 BATCH_BYTES = 256 << 20  # in transit while another is copied: bounds the arena memory of a load
 COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs
@@ -104,24 +107,23 @@ class DcpReader(StorageReader):
         """Bring every planned part here, copy it to where the planner says, verify.
 
         Raises:
-            RecoveryError: some chunk has no good copy. DigestMismatch: bytes changed under the copy; the state holds
-                wrong bytes then. PeerTimeout: a batch took too long.
+            RecoveryError, DigestMismatch: some chunk has no good copy; the state is unusable then. PeerTimeout: a batch
+                took too long.
         """
         self._fence()
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
-        batches = list(_batches(parts))
-        coming = [self._ask(batch) for batch in batches[:1]]
+        by_rank = itertools.groupby(parts, key=lambda part: part.place.rank)
+        cut = [batch for _, mine in by_rank for batch in batches(mine, lambda part: part.nbytes, BATCH_BYTES)]
+        coming = [self._ask(batch) for batch in cut[:1]]
         try:
-            for number, batch in enumerate(batches):
-                ranges = self._ranges.open(coming.pop())
-                try:
-                    coming += [self._ask(later) for later in batches[number + 1 : number + 2]]
-                    self._load(batch, ranges, planner)
-                finally:
-                    ranges.close()
+            for number, batch in enumerate(cut):
+                with coming.pop() as read:
+                    read.answer()
+                    coming += [self._ask(later) for later in cut[number + 1 : number + 2]]
+                    self._load(batch, read, planner)
         finally:
-            for asked in coming:
-                self._ranges.drop(asked)
+            for read in coming:
+                read.close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -133,8 +135,8 @@ class DcpReader(StorageReader):
         own: list[tuple[int, tuple[int, int]]] = []  # of ranks that saved for themselves
         has_any, rank, world_size = False, 0, 1
         while rank < min(world_size, COORDINATORS_TRIED):
-            ranges, saved = self._saved(rank)
-            world_size = ranges.manifest.world_size
+            manifest, saved = self._saved(rank)
+            world_size = manifest.world_size
             has_any |= saved is not None
             if saved is not None and saved.metadata is not None:
                 if saved.is_global:
@@ -165,12 +167,13 @@ class DcpReader(StorageReader):
             raise RecoveryError(f"rank {rank} wrote no metadata of its own in step {self.step}")
         return self._decode(rank, saved.metadata)
 
-    def _saved(self, rank: int) -> tuple[OpenRanges, SavedLayout | None]:
-        """Return a shard without its chunks, and what DCP's writer said in it; None if another put it."""
-        ranges = self._ranges.open(self._ranges.ask(self.step, rank, attempt=self._attempt))
-        ranges.close()
-        self.step, self._attempt, self._chunk_bytes = ranges.step, ranges.attempt, ranges.manifest.chunk_bytes
-        return ranges, SavedLayout.decode(ranges.manifest.layout)
+    def _saved(self, rank: int) -> tuple[Manifest, SavedLayout | None]:
+        """Return a shard's manifest, and what DCP's writer said in it; None if another put it."""
+        with self._ranges.ask(self.step, rank, attempt=self._attempt) as read:
+            answer, manifest = read.answer(), read.manifest()
+        self.step, self._attempt = int(answer["step"]), int(answer["attempt"])
+        self._chunk_bytes = manifest.chunk_bytes
+        return manifest, SavedLayout.decode(manifest.layout)
 
     def _not_dcp(self) -> ManifestMismatch:
         return ManifestMismatch(
@@ -178,14 +181,9 @@ class DcpReader(StorageReader):
         )
 
     def _decode(self, rank: int, place: tuple[int, int]) -> Metadata:
-        asked = self._ranges.ask(self.step, rank, [place], self._chunk_bytes, attempt=self._attempt)
-        ranges = self._ranges.open(asked)
-        try:
-            data = bytes(ranges.read(*place))
-            ranges.verify()
-        finally:
-            ranges.close()
-        metadata = decode_metadata(data)
+        with self._ranges.ask(self.step, rank, [place], self._chunk_bytes, attempt=self._attempt) as read:
+            [data] = read.bytes_of([place])
+        metadata = decode_metadata(bytes(data))
         metadata.storage_meta = StorageMeta(checkpoint_id=f"memstore:{self._ranges.job}/{self.step}")
         return metadata
 
@@ -217,58 +215,50 @@ class DcpReader(StorageReader):
             )
         return Part(item, place, place.offset + first, nbytes, entry.properties.dtype, elements)
 
-    def _ask(self, batch: Sequence[Part]) -> Asked:
+    def _ask(self, batch: Sequence[Part]) -> ShardRead:
         ranges = [(part.offset, part.nbytes) for part in batch]
         return self._ranges.ask(self.step, batch[0].place.rank, ranges, self._chunk_bytes, attempt=self._attempt)
 
-    def _load(self, batch: Sequence[Part], ranges: OpenRanges, planner: LoadPlanner) -> None:
-        filled: list[tuple[ReadItem, torch.Tensor]] = []
-        objects: list[tuple[ReadItem, bytes]] = []
+    def _load(self, batch: Sequence[Part], read: ShardRead, planner: LoadPlanner) -> None:
+        stream = CheckedStream(read.manifest(), read)
+        filled: list[tuple[ReadItem, torch.Tensor, Callable[[], None]]] = []
+        objects: list[tuple[ReadItem, bytearray]] = []
         for part in batch:
             if part.dtype is None:
-                objects.append((part.item, bytes(ranges.read(part.offset, part.nbytes))))
+                objects.append((part.item, stream.read_later(part.offset, part.nbytes)))
             else:
                 target = planner.resolve_tensor(part.item)
-                _fill(target.detach(), part, ranges)
-                filled.append((part.item, target))
-        ranges.verify()
-        for item, target in filled:
+                filled.append((part.item, target, _fill_later(target.detach(), part, stream)))
+        stream.settle()
+        for item, target, finish in filled:
+            finish()
             planner.commit_tensor(item, target)
         for item, data in objects:
             planner.load_bytes(item, io.BytesIO(data))
 
 
-def _fill(target: torch.Tensor, part: Part, ranges: OpenRanges) -> None:
-    """Copy a part into a tensor of its shape; straight into its memory where it lies there as it was saved."""
+def _fill_later(target: torch.Tensor, part: Part, stream: CheckedStream) -> Callable[[], None]:
+    """Plan the copy of a part to a tensor of its shape; straight into its memory where it lies there as it was saved.
+
+    Returns what is to be called once the stream has settled.
+    """
     if tuple(target.shape) != tuple(part.item.lengths):
         raise ManifestMismatch(
             f"{part.item.dest_index.fqn!r}: the planner gave a tensor of shape {list(target.shape)} for "
             f"{list(part.item.lengths)}"
         )
     if not part.nbytes:
-        return
+        return lambda: None
     is_plain = target.is_cpu and target.is_contiguous() and target.dtype is part.dtype
     is_plain = is_plain and not target.is_conj() and not target.is_neg()
     if is_plain and part.nbytes == target.nbytes:  # a box without gaps: rows of the first dimension, or all of it
-        ranges.copy(part.offset, target.data_ptr(), part.nbytes)
-        if not target.is_inference():
-            torch.autograd.graph.increment_version(target)  # written behind autograd's back
-        return
-    data = ranges.read(part.offset, part.nbytes)
-    flat = torch.frombuffer(data, dtype=torch.uint8)
+        stream.read(part.offset, target.data_ptr(), part.nbytes)
+        is_counted = not target.is_inference()
+        return lambda: torch.autograd.graph.increment_version(target) if is_counted else None  # behind autograd's back
+    flat = torch.frombuffer(stream.read_later(part.offset, part.nbytes), dtype=torch.uint8)
     source = torch.empty(0, dtype=part.dtype).set_(flat.untyped_storage(), 0, tuple(part.item.lengths), part.strides)
+    return lambda: _copy(target, source)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Cut parts, sorted by rank, into batches of one rank and at most BATCH_BYTES, or of one part."""
-    for _, mine in itertools.groupby(parts, key=lambda part: part.place.rank):
-        batch: list[Part] = []
-        size = 0
-        for part in mine:
-            if batch and size + part.nbytes > BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(part)
-            size += part.nbytes
-        yield batch

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import TERMINAL, Ticket
 from memstore.config import Config
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, StepLevel
 from memstore.errors import CommitError, ConfigError, MemstoreError, TransportError
 from memstore.shell.rank.holder_link import HolderLink
 
@@ -89,25 +91,23 @@ class SaveProcess:
         room = PendingPut(link, ticket, world_size=staged.world_size)
         link.heir = room
 
-        def on_event(body: dict[str, Any]) -> None:
-            level = str(body.get("level", ""))
-            if body["k"] == "level" and int(body["step"]) == step:
-                ticket.rise(level, str(body["reason"]), degraded=bool(body["degraded"]))
-            elif body["k"] == "level" and int(body["step"]) > step and level in ("committed", "durable"):
-                ticket.rise("superseded", f"step {body['step']} was committed")
-            elif body["k"] == "fenced":
-                ticket.rise("failed", f"attempt {body['attempt']} of the job was opened")
+        def on_event(event: HolderEvent) -> None:
+            if isinstance(event, StepLevel) and event.step == step:
+                ticket.rise(event.level, event.reason, degraded=event.degraded)
+            elif isinstance(event, StepLevel) and event.step > step and event.level in ("committed", "durable"):
+                ticket.rise("superseded", f"step {event.step} was committed")
+            elif isinstance(event, AttemptFenced):
+                ticket.rise("failed", f"attempt {event.attempt} of the job was opened")
             if ticket.level in TERMINAL:  # the save ended elsewhere: this writer is not called again
                 threading.Thread(target=self._leave, args=(room,), name="memstore-save-end", daemon=True).start()
 
         link.on_event = on_event
         try:
-            answer = _patiently(lambda: link.call("adopt", {"step": step}, ADOPT_S), until_s)
+            room.slots = _patiently(lambda: link.adopt(step, ADOPT_S), until_s)
         except BaseException as error:
             self.skip(ticket, f"its save process could not take it over: {error}", "failed")
             link.close()
             raise
-        room.slots = [int(n) for n in answer["slots"]]
         return ticket, room
 
     def _leave(self, room: PendingPut) -> None:
@@ -117,13 +117,13 @@ class SaveProcess:
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give the step up on all ranks (R12); if that does not reach the controller, a later step supersedes it."""
         ticket.rise(level, why)
-        body = {
-            "job": self.job, "attempt": self.staged.attempt, "rank": self.rank, "step": ticket.step,
-            "why": why, "is_failed": level == "failed",
-        }  # fmt: skip
+        request = SkipStep(
+            job=self.job, attempt=self.staged.attempt, rank=self.rank, step=ticket.step, why=why,
+            is_failed=level == "failed",
+        )  # fmt: skip
         if self._link is not None:
             with contextlib.suppress(MemstoreError):
-                self._link.call("skip", body, ADOPT_S)
+                self._link.call(request, ADOPT_S)
 
     def close(self) -> None:
         """Give back slots that were not handed over, and end the link."""

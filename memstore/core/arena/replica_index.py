@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotTable
@@ -19,7 +20,15 @@ from recovery.inventory import Copy, ShardId, ShardSpec
 GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
 OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for the sending host, and no host has this name
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
-StagedKey = tuple[str, int, int]  # (job, round, rank); rounds of reads are negative
+
+
+class StagedKey(NamedTuple):
+    """The reader for which a restore keeps a replica: a rank in a round, or in a read of one shard."""
+
+    job: str
+    rank: int
+    kind: Literal["round", "read"]
+    number: int
 
 
 @dataclass(slots=True)
@@ -243,8 +252,7 @@ class ReplicaIndex:
 
         A read takes the place of reads only. Return replicas that may go.
         """
-        job, number, rank = key
-        old = [k for k in self.staged if (k[0], k[2]) == (job, rank) and (k[1] < 0) == (number < 0)]
+        old = [k for k in self.staged if k[:3] == key[:3]]
         freed = [self.staged.pop(k) for k in old]
         if shelved.is_doomed:
             freed.append((shelved, pin))

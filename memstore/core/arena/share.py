@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from memstore.core.wire.orders import Grow, Reserve
 
 
 @dataclass(slots=True)
@@ -23,9 +23,7 @@ class PeerShare:
         return sum(self.ranks.values()) + self.guest_slots
 
 
-def share_from_wire(body: Mapping[str, Any]) -> PeerShare:
-    """Decode the share that the controller orders to reserve."""
-    return PeerShare(
-        int(body["attempt"]), {int(r): int(n) for r, n in body["ranks"]}, int(body["guest_slots"]),
-        int(body.get("world_size", 0)), int(body.get("versions", 1)),
-    )  # fmt: skip
+def share_of(order: Reserve | Grow) -> PeerShare:
+    """Return the room that an order names."""
+    ranks = {row.rank: row.slots for row in order.ranks}
+    return PeerShare(order.attempt, ranks, order.guest_slots, order.world_size, order.versions)

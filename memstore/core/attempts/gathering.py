@@ -1,13 +1,68 @@
-"""The joins of one launch, until all of its ranks are there. Plain data; read `join.py` next."""
+"""Processes that wait for their place in an attempt, until all its ranks are there. Plain data; see `join.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from memstore.core.cluster.job import Call
-from memstore.core.cluster.rank_calls import RankCalls
+from memstore.core.cluster.job import Attempt, Call
+from memstore.core.cluster.rank_calls import Replies
+from memstore.core.wire.calls import AssignRanks, Join, Rewind
 from recovery.inventory import StepId
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A process that joins, rewinds with its attempt, or has its rank assigned again."""
+
+    call: Call[Join] | Call[Rewind] | Call[AssignRanks]
+    rank: int  # as its launcher calls it
+    nonce: str
+    key: str | None = None
+    launcher: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    pid: int = 0
+    shard: int | None = None
+    shards: int | None = None
+    is_fresh: bool = False
+    limit_s: float = 0.0  # how long it waits from its question on: what is left of its connect(), or its attempt's
+    is_gone: bool = False  # it died before its attempt opened
+
+    @property
+    def question(self) -> tuple[str, str | None, int | None]:
+        """Return what is the same when the process asks again."""
+        request = self.call.request
+        return self.nonce, self.key, request.together if isinstance(request, AssignRanks) else None
+
+
+def joining(call: Call[Join]) -> Entrant:
+    """Return the process that joins."""
+    asked = call.request
+    return Entrant(
+        call, asked.rank, asked.nonce, asked.key, asked.launcher, asked.config, asked.pid, asked.shard, asked.shards,
+        asked.fresh, asked.limit_s,
+    )  # fmt: skip
+
+
+def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
+    """Return a process of an attempt that goes on in the next one, as it joined this one."""
+    asked = call.request
+    shard = attempt.shard_of[asked.rank] if attempt.shard_of else None
+    return Entrant(
+        call, attempt.launched(asked.rank), asked.nonce, asked.key, attempt.launcher, attempt.config,
+        attempt.seats[asked.rank].pid, shard, max(attempt.shard_of) + 1 if attempt.shard_of else None,
+        limit_s=float(attempt.config["connect_timeout_s"]),
+    )  # fmt: skip
+
+
+class Entrants(dict[int, Entrant]):
+    """Rank -> the process that waits for it."""
+
+    def refuse_all(self, out: Replies, error: str, message: str) -> None:
+        """Refuse every process alike."""
+        for entrant in self.values():
+            out.refuse(entrant.call, error, message)
 
 
 @dataclass(slots=True)
@@ -16,15 +71,10 @@ class Gathering:
 
     key: str | None
     world_size: int
-    joins: RankCalls = field(default_factory=RankCalls)
+    joins: Entrants = field(default_factory=Entrants)
     rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
     rewind_to: StepId | None = None  # that step, once it is found
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read
-
-
-def limit_s(call: Call) -> float:
-    """Return how long a rank waits from its call on: the rest of its connect(), or of its attempt's."""
-    return float(call.body.get("limit_s", call.body["config"]["connect_timeout_s"]))

@@ -7,22 +7,24 @@ fencing --every live host answered--> open --all ranks closed--> closed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from msgspec.structs import replace
 
 from memstore.core.attempts.attempt_numbers import AttemptNumbers
-from memstore.core.attempts.gathering import Gathering, limit_s
+from memstore.core.attempts.gathering import Entrant, Gathering, joining
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
-from memstore.core.cluster.job import Attempt, Call, Job, Seat, seat_of
+from memstore.core.cluster.job import Attempt, Call, Job, Seat
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import CloseStore, Join
+from memstore.core.wire.orders import DurablePlace, Fence
+from memstore.core.wire.replies import Joined, Noted
 from recovery.inventory import StepId
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
@@ -39,7 +41,7 @@ class Attempts:
     ) -> None:
         self.state, self.out, self.journal, self.view, self.markers = state, out, journal, view, markers
         self.gatherings: dict[str, Gathering] = {}
-        self.opening: dict[str, list[Call]] = {}  # job -> joins to answer when their attempt is open
+        self.opening: dict[str, list[Entrant]] = {}  # job -> processes to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
         self.ordinals = AttemptNumbers(state, out, journal)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
@@ -51,93 +53,90 @@ class Attempts:
 
     # -- join ---------------------------------------------------------------------------------
 
-    def join(self, now: float, call: Call) -> None:
+    def join(self, now: float, call: Call[Join]) -> None:
         """Handle a rank's join: answer at once if it is in already, else gather (R20)."""
-        body, name = call.body, str(call.body["job"])
+        request, name, entrant = call.request, call.request.job, joining(call)
         job = self.state.jobs.get(name)
         newest = job.newest if job is not None else None
-        if self.is_repeated(name, call):
+        if self.is_repeated(name, entrant):
             return
-        if newest is not None and self._is_member(newest, body):
+        if newest is not None and self._is_member(name, newest, entrant):
             if newest.phase == "fencing":
-                self.opening.setdefault(name, []).append(call)
+                self.opening.setdefault(name, []).append(entrant)
             else:
-                self.answer_member(name, newest, call)
+                self.answer_member(name, newest, entrant)
             return
-        refusal = self._refusal(now, job, newest, body)
+        refusal = self._refusal(now, job, newest, request)
         if refusal is not None:
             self.out.refuse(call, *refusal)
             return
-        if newest is not None and self._replaces_seat(newest, body):
-            contradiction = self._contradiction(name, newest, body)
+        if newest is not None and self._replaces_seat(newest, request):
+            contradiction = self._contradiction(name, newest, request)
             if contradiction:
                 self.out.refuse(call, "ConfigError", contradiction)
             else:
-                self._replace_seat(name, newest, call)
+                self._replace_seat(name, newest, entrant)
             return
-        self._gather(now, name, call)
+        self._gather(now, name, entrant, request.world_size)
 
-    def is_repeated(self, name: str, call: Call) -> bool:
-        """Return whether a call of this rank waits for its attempt already; this call takes its place."""
+    def is_repeated(self, name: str, entrant: Entrant) -> bool:
+        """Return whether the same question waits for its attempt to open already: this one is answered in its place."""
         waiting = self.opening.get(name, [])
         for number, other in enumerate(waiting):
-            if all(other.body.get(field) == call.body.get(field) for field in ("nonce", "key", "together")):
-                waiting[number] = call
+            if other.question == entrant.question:
+                waiting[number] = entrant
                 return True
         return False
 
-    def _is_member(self, attempt: Attempt, body: dict[str, Any]) -> bool:
-        is_launch = body.get("key") in (None, attempt.key)  # else its process begins another one
-        seat = attempt.seats.get(attempt.rank_of(int(body["rank"]))) if is_launch else None
-        is_leaving = seat is not None and seat.rank in self.closes.get(body["job"], ())  # it said close: a new life
-        return seat is not None and seat.nonce == body["nonce"] and attempt.phase != "closed" and not is_leaving
+    def _is_member(self, name: str, attempt: Attempt, entrant: Entrant) -> bool:
+        is_launch = entrant.key in (None, attempt.key)  # else its process begins another one
+        seat = attempt.seats.get(attempt.rank_of(entrant.rank)) if is_launch else None
+        is_leaving = seat is not None and seat.rank in self.closes.get(name, ())  # it said close: a new life
+        return seat is not None and seat.nonce == entrant.nonce and attempt.phase != "closed" and not is_leaving
 
-    def _replaces_seat(self, attempt: Attempt, body: dict[str, Any]) -> bool:
+    def _replaces_seat(self, attempt: Attempt, request: Join) -> bool:
         """Let a newer join replace a rank inside the attempt, until some rank has completed a get or put."""
-        is_same_launch = body["key"] is not None and body["key"] == attempt.key
+        is_same_launch = request.key is not None and request.key == attempt.key
         is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
-        is_same_world = int(body["world_size"]) == attempt.world_size
-        return is_same_launch and is_untouched and is_same_world
+        return is_same_launch and is_untouched and request.world_size == attempt.world_size
 
-    def _contradiction(self, name: str, attempt: Attempt, body: dict[str, Any]) -> str:
+    def _contradiction(self, name: str, attempt: Attempt, request: Join) -> str:
         """Return why the process that takes a rank's place may not name its shard, or "" (R34)."""
-        rank = int(body["rank"])  # as its launcher calls it: shards are named so
+        rank = request.rank  # as its launcher calls it: shards are named so
         before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
-        said = (body.get("shard"), body.get("shards"))
+        said = (request.shard, request.shards)
         if said == before:
             return ""
         return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
 
-    def _replace_seat(self, name: str, attempt: Attempt, call: Call) -> None:
+    def _replace_seat(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
         """Record the attempt again with the new process in it: a successor must know it by its nonce."""
         unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         unapplied = [
             x for x in unapplied if x.attempt == attempt.ordinal
         ]  # its ranks may have been renumbered just now
         fact = unapplied[-1] if unapplied else attempt.written_again(name, self.state.wall_s)
-        seat = attempt.seats[attempt.rank_of(int(call.body["rank"]))]
+        seat, host = attempt.seats[attempt.rank_of(entrant.rank)], entrant.call.host_id
         nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
-        nonces[rank], hosts[rank] = str(call.body["nonce"]), call.host_id
-        seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], call.host_id, 0, False
-        self.opening.setdefault(name, []).append(call)
+        nonces[rank], hosts[rank] = entrant.nonce, host
+        seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], host, 0, False
+        self.opening.setdefault(name, []).append(entrant)
         self.journal.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
 
-    def _refusal(
-        self, now: float, job: Job | None, newest: Attempt | None, body: dict[str, Any]
-    ) -> tuple[str, str] | None:
-        name, rank, world_size = body["job"], int(body["rank"]), int(body["world_size"])
-        if not 0 <= rank < world_size:
+    def _refusal(self, now: float, job: Job | None, newest: Attempt | None, request: Join) -> tuple[str, str] | None:
+        name, rank, world_size = request.job, request.rank, request.world_size
+        if rank >= world_size:
             return "ConfigError", f"rank {rank} is outside the world of {world_size} ranks: use 0 to {world_size - 1}"
         if world_size > WORLD_SIZE_MAX:
             return "ConfigError", f"world_size={world_size} is over the limit of {WORLD_SIZE_MAX:,} ranks"
         if job is not None:
-            spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == body["key"]]
+            spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == request.key]
             # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.
             if newest is not None and spent and (max(spent) != newest.ordinal or newest.phase == "closed"):
-                why = f"the launch key {body['key']!r} belongs to attempt {max(spent)}, which is closed"
+                why = f"the launch key {request.key!r} belongs to attempt {max(spent)}, which is closed"
                 return "FencedError", f"job {name!r}: {why}: every launch needs a new key"
-        if newest is not None and newest.phase != "closed" and not body.get("takeover"):
-            busy = self._busy_seat(now, newest, body)
+        if newest is not None and newest.phase != "closed" and not request.takeover:
+            busy = self._busy_seat(now, newest, request)
             if busy is not None:
                 return "JobBusyError", (
                     f"job {name!r} is being trained: rank {busy.rank} of attempt {newest.ordinal} is alive on host "
@@ -145,15 +144,16 @@ class Attempts:
                     "connect(..., takeover=True) to fence it"
                 )
         gathering = self.gatherings.get(name)
-        if gathering is not None and gathering.key == body["key"] and gathering.world_size != world_size:
+        if gathering is not None and gathering.key == request.key and gathering.world_size != world_size:
             return "ConfigError", (
                 f"job {name!r}: rank {rank} says world_size={world_size}, the ranks waiting say "
                 f"{gathering.world_size}: all ranks of one launch must agree"
             )
         return None
 
-    def _busy_seat(self, now: float, attempt: Attempt, body: dict[str, Any]) -> Seat | None:
-        if body["launcher"] in attempt.launcher.split(" ") or (body["key"] is not None and body["key"] == attempt.key):
+    def _busy_seat(self, now: float, attempt: Attempt, request: Join) -> Seat | None:
+        is_same_launch = request.key is not None and request.key == attempt.key
+        if is_same_launch or request.launcher in attempt.launcher.split(" "):
             return None
         for seat in attempt.seats.values():
             is_active = now - seat.last_active_s <= ACTIVE_WINDOW_S
@@ -161,19 +161,20 @@ class Attempts:
                 return seat
         return None
 
-    def _gather(self, now: float, name: str, call: Call) -> None:
-        body = call.body
-        key, world_size, rank = body["key"], int(body["world_size"]), int(body["rank"])
+    def _gather(self, now: float, name: str, entrant: Entrant, world_size: int) -> None:
+        key, rank = entrant.key, entrant.rank
         gathering = self.gatherings.get(name)
         if gathering is None or gathering.key != key or gathering.world_size != world_size:
             self.dismiss(name, "FencedError", f"job {name!r}: a newer launch began to connect")
             gathering = self.gatherings[name] = Gathering(key, world_size)
         replaced = gathering.joins.get(rank)
-        if replaced is not None and replaced.body["nonce"] != body["nonce"]:
-            self.out.refuse(replaced, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
-        gathering.joins[rank] = call
+        if replaced is not None and replaced.nonce != entrant.nonce:
+            self.out.refuse(replaced.call, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
+        gathering.joins[rank] = entrant
         if len(gathering.joins) == world_size:
-            refusal = self.view.twins.refusal(name, [gathering.joins[r] for r in range(world_size)])
+            refusal = self.view.twins.refusal(
+                name, [(gathering.joins[r].shard, gathering.joins[r].shards) for r in range(world_size)]
+            )
             if refusal is not None:
                 self.dismiss(name, "ConfigError", refusal)
             else:
@@ -187,14 +188,14 @@ class Attempts:
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
         """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31)."""
-        durable = place_of(gathering.joins[0].body["config"])
+        durable = place_of(gathering.joins[0].config)
         if not durable:
             self.open(name, gathering)
             return
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
 
     def list_markers(
-        self, now: float, name: str, gathering: Gathering, durable: object, on_listed: Callable[[str], None]
+        self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
     ) -> None:
         """Ask the host of rank 0 for the job's durable markers; `on_listed` is called once, then or at the deadline."""
 
@@ -203,7 +204,7 @@ class Attempts:
                 self._go_on(name, gathering, why)
 
         gathering.on_listed, gathering.listing_since_s = on_listed, now
-        call = gathering.markers_call = self.markers.ask(gathering.joins[0].host_id, name, durable, listed)
+        call = gathering.markers_call = self.markers.ask(gathering.joins[0].call.host_id, name, durable, listed)
 
     def _go_on(self, name: str, gathering: Gathering, why: str) -> None:
         """Go on with a gathering whose durable markers were listed, unless a rank has died meanwhile."""
@@ -223,21 +224,21 @@ class Attempts:
         """Record the fact of the attempt with the next number."""
         del self.gatherings[name]
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
-        first, job = joins[0].body, self.state.jobs.get(name)
-        hosts = tuple(call.host_id for call in joins)
+        first, job = joins[0], self.state.jobs.get(name)
+        hosts = tuple(entrant.call.host_id for entrant in joins)
         before = job.newest.level_asked if job is not None and job.newest is not None else None
-        level = self.view.asked_level(hosts, int(first["config"]["replicas"]), before)
-        parent = job.parent_for_next() if job is not None and not first.get("fresh") else None
+        level = self.view.asked_level(hosts, int(first.config["replicas"]), before)
+        parent = job.parent_for_next() if job is not None and not first.is_fresh else None
         ordinal = self.ordinals.next(name)
         self.opening.setdefault(name, []).extend(joins)
         opened = self.view.with_copiers(
             AttemptOpened(
                 job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
-                is_fresh=bool(first.get("fresh")), level_asked=level, config=first["config"],
-                nonces=tuple(str(call.body["nonce"]) for call in joins), hosts=hosts,
-                launcher=" ".join(sorted({str(call.body["launcher"]) for call in joins})),
+                is_fresh=first.is_fresh, level_asked=level, config=dict(first.config),
+                nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
+                launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s, order=gathering.order,
-                shard_of=tuple(int(c.body["shard"]) for c in joins) if first.get("shards") is not None else (),
+                shard_of=tuple(entrant.shard for entrant in joins if entrant.shard is not None),
             )
         )  # fmt: skip
         self.journal.record(opened)
@@ -250,9 +251,9 @@ class Attempts:
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
         """Apply the replicated (or replayed) fact: the attempt exists and older ones are fenced."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
-        joined = {call.body["nonce"]: call.body for call in self.opening.get(fact.job, ())}
+        joined = {entrant.nonce: entrant for entrant in self.opening.get(fact.job, ())}
         seats = {
-            rank: seat_of(rank, host, nonce, joined.get(nonce, {}), now)
+            rank: _seat(rank, host, nonce, joined.get(nonce), now)
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
         old = job.attempts.get(fact.attempt)
@@ -295,8 +296,7 @@ class Attempts:
         """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
         members = attempt.nonces_by_host()
         for host in hosts:
-            body = {"job": name, "attempt": attempt.ordinal, "members": members.get(host, [])}
-            self.out.send(host, "fence", body)
+            self.out.send(host, Fence(job=name, attempt=attempt.ordinal, members=tuple(members.get(host, ()))))
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
         """Take a host's inventory: it refuses older processes now."""
@@ -319,42 +319,39 @@ class Attempts:
         self.view.send_targets(self.state.jobs[name])
         later = {x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name}
         waiting = self.opening.pop(name, [])
-        for call in waiting:
-            if later and not self._is_member(attempt, call.body):
-                self.opening.setdefault(name, []).append(call)  # its own attempt is about to open
+        for entrant in waiting:
+            if later and not self._is_member(name, attempt, entrant):
+                self.opening.setdefault(name, []).append(entrant)  # its own attempt is about to open
             else:
-                self.answer_member(name, attempt, call)
+                self.answer_member(name, attempt, entrant)
         self.out.emit(AttemptUnfenced(name))
 
-    def answer_member(self, name: str, attempt: Attempt, call: Call) -> None:
+    def answer_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
         """Send a process of the attempt its place in it; FencedError for one whose place another has taken."""
-        if not self._is_member(attempt, call.body):
-            self.out.refuse(call, "FencedError", f"job {name!r}: another process took this rank's place")
+        if not self._is_member(name, attempt, entrant):
+            self.out.refuse(entrant.call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
-        rank = attempt.rank_of(int(call.body["rank"]))
-        body = {
-            **self.view.twins.joined(attempt, rank),
-            "attempt": attempt.ordinal, "world_size": attempt.world_size,
-            "restored_step": attempt.parent_step if attempt.has_restored else None,
-            "resume_step": attempt.resume_step,
-            "rank": rank,
-            "order": list(attempt.order),
-            "put_every": attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
-        }  # fmt: skip
-        self.out.answer(call, body)
+        rank = attempt.rank_of(entrant.rank)
+        reply = Joined(
+            attempt=attempt.ordinal, world_size=attempt.world_size, rank=rank, order=tuple(attempt.order),
+            restored_step=attempt.parent_step if attempt.has_restored else None, resume_step=attempt.resume_step,
+            put_every=attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
+            shared_shard=self.view.twins.joined(attempt, rank),
+        )  # fmt: skip
+        self.out.answer(entrant.call, reply)
 
     # -- the end ------------------------------------------------------------------------------
 
     def rank_gone(self, now: float, nonce: str) -> None:
         """Handle a rank's death: free its place and void its join."""
         for name, gathering in list(self.gatherings.items()):
-            for rank in [rank for rank, call in gathering.joins.items() if call.body["nonce"] == nonce]:
+            for rank in [rank for rank, each in gathering.joins.items() if each.nonce == nonce]:
                 del gathering.joins[rank]
                 gathering.markers_call = 0  # asked again when its place is taken
             if not gathering.joins:
                 del self.gatherings[name]
-        for call in (c for calls in self.opening.values() for c in calls if c.body["nonce"] == nonce):
-            call.body["is_gone"] = True  # its seat comes when the attempt's fact has spread
+        for entrant in (e for waiting in self.opening.values() for e in waiting if e.nonce == nonce):
+            entrant.is_gone = True  # its seat comes when the attempt's fact has spread
         for job in self.state.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:
@@ -364,21 +361,21 @@ class Attempts:
     def forget(self, name: str) -> None:
         """Drop what ranks of a removed job wait for."""
         self.dismiss(name, *job_removed(name))
-        for call in self.opening.pop(name, ()):
-            self.out.refuse(call, *job_removed(name))
+        for entrant in self.opening.pop(name, ()):
+            self.out.refuse(entrant.call, *job_removed(name))
         self.fence_waits.pop(name, None)
         self.closes.pop(name, None)
 
-    def close(self, call: Call) -> None:
+    def close(self, call: Call[CloseStore]) -> None:
         """Note that a rank closed its store; close the attempt and spend its key once all have."""
-        job = self.state.jobs.get(str(call.body["job"]))
+        job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
-        self.out.answer(call, {})
-        if job is None or attempt is None or attempt.ordinal != call.body["attempt"]:
+        self.out.answer(call, Noted())
+        if job is None or attempt is None or attempt.ordinal != call.request.attempt:
             return
         ranks = self.closes.setdefault(job.name, set())
-        ranks.add(int(call.body["rank"]))
-        attempt.seats[int(call.body["rank"])].is_gone = True
+        ranks.add(rank)
+        attempt.seats[rank].is_gone = True
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
             self.journal.record(AttemptClosed(job.name, attempt.ordinal))
 
@@ -398,15 +395,22 @@ class Attempts:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
                     self._go_on(name, gathering, why)
                 continue
-            late = next((c for c in gathering.joins.values() if now - c.since_s > limit_s(c)), None)
+            late = next((e for e in gathering.joins.values() if now - e.call.since_s > e.limit_s), None)
             if late is not None:  # one deadline for all, so that each of them is sent the same ranks
-                named_s = float(late.body["config"]["connect_timeout_s"])
+                named_s = float(late.config["connect_timeout_s"])
                 refusal = gather_timeout(
                     f"connect to job {name!r}", named_s, missing_ranks(gathering.world_size, gathering.joins),
                     gathering.world_size, "connected" if gathering.rewind is None else "called rewind()",
                     "Every rank must call it; raise connect_timeout_s if they are merely slow",
                 )  # fmt: skip
                 self.dismiss(name, *refusal)
+
+
+def _seat(rank: int, host: str, nonce: str, joined: Entrant | None, now: float) -> Seat:
+    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
+    if joined is None:
+        return Seat(rank, host, nonce, last_active_s=now)
+    return Seat(rank, host, nonce, joined.pid, joined.is_gone, last_active_s=now)
 
 
 def _unreadable(name: str, why: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from memstore.core.attempts.gathering import Gathering, limit_s
+from memstore.core.attempts.gathering import Entrant, Gathering
 from memstore.core.attempts.join import FENCE_DEADLINE_S, Attempts
 from memstore.core.cluster.facts import AttemptOpened
-from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural
+from memstore.core.wire.calls import Rewind
 from memstore.core.wire.messages import Body
 
 LISTED_MAX = 1000  # ranks that one answer names
@@ -24,25 +24,25 @@ def launch(state: ClusterState, attempts: Attempts, name: str) -> Body | None:
     gathering = attempts.gatherings.get(name)
     if gathering is not None:
         return _gathering(state, name, gathering)
-    calls = attempts.opening.get(name)
-    return _opening(state, attempts, name, calls) if calls else None
+    waiting = attempts.opening.get(name)
+    return _opening(state, attempts, name, waiting) if waiting else None
 
 
 def _gathering(state: ClusterState, name: str, gathering: Gathering) -> Body:
     missing = [rank for rank in range(gathering.world_size) if rank not in gathering.joins]
     awaited = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
     if gathering.markers_call:
-        awaited = f"host {gathering.joins[0].host_id} to list what durable storage has of the job"
-    calls = list(gathering.joins.values())
-    row = _row(state, name, "listing" if gathering.markers_call else "gathering", calls, awaited)
-    left_s = min(call.since_s + limit_s(call) for call in calls) - state.now
+        awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
+    waiting = list(gathering.joins.values())
+    row = _row(state, name, "listing" if gathering.markers_call else "gathering", waiting, awaited)
+    left_s = min(each.call.since_s + each.limit_s for each in waiting) - state.now
     return {
-        **row, "ranks": len(calls), "world_size": gathering.world_size, "missing": missing[:LISTED_MAX],
+        **row, "ranks": len(waiting), "world_size": gathering.world_size, "missing": missing[:LISTED_MAX],
         "is_rewind": gathering.rewind is not None, "left_s": None if gathering.markers_call else max(0.0, left_s),
     }  # fmt: skip
 
 
-def _opening(state: ClusterState, attempts: Attempts, name: str, calls: list[Call]) -> Body:
+def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> Body:
     """A complete launch: hosts journal the attempt, then refuse the ranks of older ones."""
     waits, deadline_s = attempts.fence_waits.get(name, (set(), None))
     hosts = sorted(waits)
@@ -51,25 +51,25 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, calls: list[Cal
         more = f" and {len(hosts) - 10} more" if len(hosts) > 10 else ""
         awaited = f"{plural(len(hosts), 'host')} to refuse ranks of older attempts ({', '.join(hosts[:10])}{more})"
         left_s = max(0.0, min(deadline_s - state.now, FENCE_DEADLINE_S))
-    world_size = _world_size(state, attempts, name, calls)
+    world_size = _world_size(state, attempts, name, waiting)
     return {
-        **_row(state, name, "fencing" if deadline_s is not None else "opening", calls, awaited),
+        **_row(state, name, "fencing" if deadline_s is not None else "opening", waiting, awaited),
         "ranks": world_size, "world_size": world_size, "missing": [], "left_s": left_s,
-        "is_rewind": "of_attempt" in calls[0].body,
+        "is_rewind": isinstance(waiting[0].call.request, Rewind),
     }  # fmt: skip
 
 
-def _world_size(state: ClusterState, attempts: Attempts, name: str, calls: list[Call]) -> int:
+def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:
     """Return the ranks of the attempt that is written down: calls of mesh_order and rewind do not say how many."""
     facts = [fact for fact in attempts.journal.log.unapplied() if isinstance(fact, AttemptOpened) and fact.job == name]
     if facts:
         return facts[-1].world_size
     job = state.jobs.get(name)
-    return job.newest.world_size if job is not None and job.newest is not None else len(calls)
+    return job.newest.world_size if job is not None and job.newest is not None else len(waiting)
 
 
-def _row(state: ClusterState, name: str, phase: str, calls: list[Call], awaited: str) -> Body:
-    since_s = state.now - min(call.since_s for call in calls)
+def _row(state: ClusterState, name: str, phase: str, waiting: list[Entrant], awaited: str) -> Body:
+    since_s = state.now - min(each.call.since_s for each in waiting)
     return {"job": name, "phase": phase, "since_s": since_s, "awaited": awaited}
 
 

@@ -15,7 +15,9 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.schedule.put_interval import Measured, decide_steps, parse_put_every
+from memstore.core.wire.calls import AskPutInterval
 from memstore.core.wire.measured import seconds
+from memstore.core.wire.replies import PutInterval
 
 
 class CadenceRounds:
@@ -23,17 +25,17 @@ class CadenceRounds:
 
     def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters) -> None:
         self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
-        self.asked: dict[tuple[str, int, int], RankCalls] = {}  # by job, attempt and step
+        self.asked: dict[tuple[str, int, int], RankCalls[AskPutInterval]] = {}  # by job, attempt and step
         self.decided: dict[tuple[str, int, int], CadenceSet] = {}  # recorded, not in enough journals yet
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[AskPutInterval]) -> None:
         """Handle the call of a rank that has reached the step of a round."""
         found = attempt_of(self.state, self.out, call)
         if found is None:
             return
-        (job, attempt), step = found, int(call.body["step"])
+        (job, attempt), step = found, call.request.step
         if step in attempt.cadence:
-            self.out.answer(call, {"steps": attempt.cadence[step]})
+            self.out.answer(call, PutInterval(steps=attempt.cadence[step]))
             return
         key = (job.name, attempt.ordinal, step)
         if key in self.decided:
@@ -44,8 +46,8 @@ class CadenceRounds:
             why = f"job {job.name!r}: the round of step {old[2]} was given up for that of step {step}"
             error = "FencedError" if old[1] < attempt.ordinal else "GatherTimeout"
             self.asked.pop(old).refuse_all(self.out, error, why)
-        calls = self.asked.setdefault(key, RankCalls())
-        calls[int(call.body["rank"])] = call
+        calls = self.asked.setdefault(key, RankCalls[AskPutInterval]())
+        calls[call.request.rank] = call
         if len(calls) == attempt.world_size:
             steps = self._decide(job, attempt, list(calls.values()))
             fact = self.decided[key] = CadenceSet(job.name, attempt.ordinal, step, steps)
@@ -53,12 +55,13 @@ class CadenceRounds:
             for each in self.asked.pop(key).values():
                 self._wait(fact, each)
 
-    def _wait(self, fact: CadenceSet, call: Call) -> None:
-        self.waiters.add(fact, call, {"steps": fact.steps})
+    def _wait(self, fact: CadenceSet, call: Call[AskPutInterval]) -> None:
+        self.waiters.add(fact, call, PutInterval(steps=fact.steps))
 
-    def _decide(self, job: Job, attempt: Attempt, calls: list[Call]) -> int:
+    def _decide(self, job: Job, attempt: Attempt, calls: list[Call[AskPutInterval]]) -> int:
         ranks = [
-            Measured(*(seconds(call.body.get(name)) for name in ("step_s", "stall_s", "commit_s"))) for call in calls
+            Measured(*map(seconds, (asked.step_s, asked.stall_s, asked.commit_s)))
+            for asked in (call.request for call in calls)
         ]
         failure_s = mtbf_s(self.state, job)
         last = attempt.cadence[max(attempt.cadence)] if attempt.cadence else 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memstore.core.attempts.gathering import Entrant
 from memstore.core.attempts.join import Attempts
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, missing_ranks, newer_attempt
 from memstore.core.cluster.effects import Effects
@@ -15,6 +16,7 @@ from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import AssignRanks
 from recovery.mesh_order import MeshOrder, mesh_order
 
 
@@ -26,7 +28,7 @@ class Asked:
     together: int
     since_s: float
     complete_s: float | None = None
-    calls: RankCalls = field(default_factory=RankCalls)
+    calls: RankCalls[AssignRanks] = field(default_factory=RankCalls)
 
 
 class MeshOrders:
@@ -38,28 +40,28 @@ class MeshOrders:
         self.state, self.out, self.journal, self.view, self.attempts = state, out, journal, view, attempts
         self.asked: dict[str, Asked] = {}
 
-    def ask(self, now: float, call: Call) -> None:
+    def ask(self, now: float, call: Call[AssignRanks]) -> None:
         """Handle a rank's call for the order. An attempt keeps its order once it has got, put or prepared."""
-        body, found = call.body, attempt_of(self.state, self.out, call)
+        request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
-        job, attempt = found
-        if self.attempts.is_repeated(job.name, call):
+        (job, attempt), entrant = found, _entrant(call)
+        if self.attempts.is_repeated(job.name, entrant):
             return
         if attempt.order or attempt.has_restored or attempt.has_put or attempt.needs:
-            self.attempts.answer_member(job.name, attempt, call)
+            self.attempts.answer_member(job.name, attempt, entrant)
             return
         asked = self.asked.get(job.name)
         if asked is None or asked.attempt != attempt.ordinal:
-            asked = self.asked[job.name] = Asked(attempt.ordinal, int(body["together"]), now)
-        if asked.together != int(body["together"]):
+            asked = self.asked[job.name] = Asked(attempt.ordinal, request.together, now)
+        if asked.together != request.together:
             self.out.refuse(
                 call, "ConfigError",
-                f"job {job.name!r}: this rank asks for together={body['together']}, the ranks waiting for "
+                f"job {job.name!r}: this rank asks for together={request.together}, the ranks waiting for "
                 f"together={asked.together}: all ranks must pass the same to assign_ranks()",
             )  # fmt: skip
             return
-        asked.calls[int(body["rank"])] = call
+        asked.calls[request.rank] = call
         if len(asked.calls) == attempt.world_size:
             asked.complete_s = now
             self._decide(now, job, attempt, asked)
@@ -77,7 +79,7 @@ class MeshOrders:
             f"job {job.name!r}: assign_ranks() moves {found.moved_bytes:,} bytes instead of "
             f"{found.moved_bytes_before:,}"
         )
-        self.attempts.opening.setdefault(job.name, []).extend(asked.calls.values())
+        self.attempts.opening.setdefault(job.name, []).extend(map(_entrant, asked.calls.values()))
         renumbered = attempt.written_again(job.name, self.state.wall_s, found.order)
         self.journal.record(self.view.with_copiers(renumbered))
 
@@ -127,3 +129,7 @@ class MeshOrders:
         asked = self.asked.pop(name, None)
         if asked is not None:
             asked.calls.refuse_all(self.out, error, message)
+
+
+def _entrant(call: Call[AssignRanks]) -> Entrant:
+    return Entrant(call, call.request.rank, call.request.nonce)

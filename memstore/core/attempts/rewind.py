@@ -8,7 +8,7 @@ caller names the attempt: it was named by a person, nothing chose it.
 
 from __future__ import annotations
 
-from memstore.core.attempts.gathering import Gathering
+from memstore.core.attempts.gathering import Gathering, rewinding
 from memstore.core.attempts.join import Attempts
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
@@ -16,8 +16,9 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step
 from memstore.core.cluster.text import plural
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import storage_of
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import Rewind
 from recovery.inventory import StepId
 from recovery.lineage import Span
 from recovery.planner import NONE, plan
@@ -29,13 +30,13 @@ class Rewinds:
     def __init__(self, state: ClusterState, out: Effects, view: ClusterView, attempts: Attempts) -> None:
         self.state, self.out, self.view, self.attempts = state, out, view, attempts
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[Rewind]) -> None:
         """Handle a rank's call to go back; refuse an impossible one at once."""
-        body, attempts, found = call.body, self.attempts, attempt_of(self.state, self.out, call)
+        request, attempts, found = call.request, self.attempts, attempt_of(self.state, self.out, call)
         if found is None:
             return
         job, attempt = found
-        wanted = (int(body["step"]), None if body.get("of_attempt") is None else int(body["of_attempt"]))
+        wanted = (request.step, request.of_attempt)
         to, refusal = self._find(job, attempt, *wanted)
         if refusal is not None and attempt.config.get("durable") is None:
             self.out.refuse(call, *refusal)
@@ -47,14 +48,7 @@ class Rewinds:
             )
             gathering = Gathering(attempt.key, attempt.world_size, rewind=wanted, rewind_to=to, order=attempt.order)
             attempts.gatherings[job.name] = gathering
-        body.setdefault("config", dict(attempt.config))
-        body.setdefault("launcher", attempt.launcher)
-        rank = int(body["rank"])
-        if attempt.shard_of:
-            body.update(shard=attempt.shard_of[rank], shards=max(attempt.shard_of) + 1)
-        body.setdefault("pid", attempt.seats[rank].pid)
-        body["rank"] = attempt.launched(rank)  # as a join does
-        gathering.joins[rank] = call
+        gathering.joins[request.rank] = rewinding(call, attempt)
         if len(gathering.joins) < attempt.world_size or gathering.markers_call:
             return
         if gathering.rewind_to is not None:
@@ -62,7 +56,7 @@ class Rewinds:
             return
         waiting = gathering
         attempts.list_markers(
-            self.state.now, job.name, waiting, place_of(attempt.config),
+            self.state.now, job.name, waiting, storage_of(attempt.config),
             lambda why: self._markers_listed(job.name, waiting, why),
         )  # fmt: skip
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.state import ClusterState
-from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import DropNumber, FreeCopies
+from memstore.core.wire.reports import Freed
 from recovery.inventory import ShardId, StepId
 
 
@@ -30,17 +32,16 @@ class Drops:
         ordered = self._ordered.setdefault(host, {})
         for shard in shards:
             ordered.setdefault(shard, set()).add(self._given_count)
-        number = [self.term, self._given_count]
-        self.out.send(host, "drop", {"shards": [shard_to_wire(shard) for shard in shards], "number": number})
+        number = DropNumber(self.term, self._given_count)
+        self.out.send(host, FreeCopies(shards=tuple(map(WireShard.of, shards)), number=number))
 
-    def freed(self, host: str, body: Body) -> None:
+    def freed(self, host: str, report: Freed) -> None:
         """Note that a host has freed copies, perhaps for an earlier session or controller."""
-        term, number = body["number"] or (0, 0)
         ordered = self._ordered.get(host, {})
-        for shard in map(shard_from_wire, body["shards"]):
+        for shard in (row.id for row in report.shards):
             numbers = ordered.get(shard, set())
-            if term == self.term:
-                numbers.discard(number)
+            if report.number is not None and report.number.term == self.term:
+                numbers.discard(report.number.number)
             if not numbers:
                 ordered.pop(shard, None)
             self._uncount(shard, host)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
 from memstore.core.cluster.effects import Effects
@@ -20,7 +22,10 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView, GuestLookup
-from memstore.core.wire.messages import Body
+from memstore.core.wire.calls import ReserveRoom
+from memstore.core.wire.orders import Grow, RankSlots, Reserve
+from memstore.core.wire.replies import Noted
+from memstore.core.wire.reports import Reserved
 
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
 GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
@@ -31,8 +36,9 @@ class Reservation:
     """Calls that wait until every host named has claimed the room."""
 
     attempt: int
-    calls: RankCalls = field(default_factory=RankCalls)
-    late: RankCalls = field(default_factory=RankCalls)  # want more than was ordered: a reservation of their own, next
+    calls: RankCalls[ReserveRoom] = field(default_factory=RankCalls)
+    #: Want more than was ordered: a reservation of their own, next.
+    late: RankCalls[ReserveRoom] = field(default_factory=RankCalls)
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
     ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as last sent to the hosts
     waits: set[str] = field(default_factory=set)
@@ -79,9 +85,8 @@ class Reservations:
         self.active: dict[str, Reservation] = {}
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
 
-    def reserve(self, call: Call) -> None:
+    def reserve(self, call: Call[ReserveRoom]) -> None:
         """Handle a rank's preparation or first put, or a put that has outgrown its share."""
-        body = call.body
         found = attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -101,7 +106,7 @@ class Reservations:
         if active is None or active.attempt != attempt.ordinal:
             self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.ordinal)
-        rank, slots = int(body["rank"]), int(body["slots"])
+        rank, slots = call.request.rank, call.request.slots
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):
@@ -170,11 +175,11 @@ class Reservations:
         (R34), the writers may have changed, and the size with them.
         """
         if not attempt.needs and not attempt.shard_of:
-            self.order(job, attempt, kind="grow")
+            self.order(job, attempt, is_growth=True)
 
     def order(
-        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int = 0, kind: str = "reserve",
-        is_news_only: bool = False,
+        self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int | None = None,
+        is_growth: bool = False, is_news_only: bool = False,
     ) -> set[str]:  # fmt: skip
         """Send every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
         if self.view.placement(job) is None:
@@ -196,20 +201,16 @@ class Reservations:
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
-            body = {
-                "job": job.name,
-                "attempt": attempt.ordinal,
-                "call": call,
-                "ranks": [[rank, slots] for rank, slots in sorted(ranks.items())],
-                "guest_slots": guests.get(host, 0) + repair,
-                "world_size": attempt.world_size,
-                "versions": keep,
-            }
-            if is_news_only and told.is_known(host, kind, {**body, "call": 0}):
+            order = (Grow if is_growth else Reserve)(
+                job=job.name, attempt=attempt.ordinal,
+                ranks=tuple(RankSlots(rank, slots) for rank, slots in sorted(ranks.items())),
+                guest_slots=guests.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
+            )  # fmt: skip
+            if is_news_only and told.is_known(host, order):
                 hosts.discard(host)
                 continue
-            told.note(host, kind, {**body, "call": 0})
-            self.out.send(host, kind, body)
+            told.note(host, order)
+            self.out.send(host, structs.replace(order, call=call) if isinstance(order, Reserve) else order)
         return hosts
 
     def in_turn(self) -> list[Job]:
@@ -248,26 +249,27 @@ class Reservations:
                 return copy.spec.chunks_count
         return 0
 
-    def reserved(self, host_id: str, body: Body) -> None:
+    def reserved(self, host_id: str, report: Reserved) -> None:
         """Take a host's answer: the room is claimed, or refused with numbers."""
-        if not body["ok"]:
-            self.told.refused(host_id, "reserve", str(body["job"]))
-        claim = self.claims.get(int(body.get("call", 0)))
+        problem = report.problem
+        if problem is not None:
+            self.told.refused(host_id, Reserve, report.job)
+        claim = self.claims.get(report.call) if report.call is not None else None
         if claim is not None:
             claim.waits.discard(host_id)
-            if not body["ok"]:
-                claim.refusals[host_id] = str(body["why"])
+            if problem is not None:
+                claim.refusals[host_id] = problem
             self._finish_claims()
             return
-        active = self.active.get(str(body["job"]))
-        if active is None or active.attempt != body["attempt"] or not active.is_ordered or active.is_claimed:
-            self._reserved_late(host_id, str(body["job"]), int(body["attempt"]), "" if body["ok"] else str(body["why"]))
+        active = self.active.get(report.job)
+        if active is None or active.attempt != report.attempt or not active.is_ordered or active.is_claimed:
+            self._reserved_late(host_id, report.job, report.attempt, problem or "")
             return
         active.waits.discard(host_id)
-        if not body["ok"]:
-            active.refusals[host_id] = str(body["why"])
+        if problem is not None:
+            active.refusals[host_id] = problem
         if not active.waits:
-            self._finish(self.state.jobs[str(body["job"])], active)
+            self._finish(self.state.jobs[report.job], active)
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """Note the share of a host that joined an attempt under way, or ask it again: room may become free there."""
@@ -327,7 +329,7 @@ class Reservations:
         active = self.active.get(fact.job)
         if not is_replay and active is not None and active.attempt == fact.attempt and active.is_claimed:
             del self.active[fact.job]
-            active.calls.answer_all(self.out, {})
+            active.calls.answer_all(self.out, Noted())
             if active.late:
                 again = self.active[fact.job] = Reservation(fact.attempt, active.late)
                 again.before = {rank: fact.needs[rank] for rank in active.late}

@@ -8,11 +8,13 @@ calling --every rank has called--> complete --its owner decides--> answered, all
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import who_is_missing
+from memstore.core.wire.calls import RankRequest
 
 Refusal = tuple[str, str]  # error class and message
 
@@ -27,13 +29,12 @@ def job_removed(job: str) -> Refusal:
     return "FencedError", f"job {job!r} was removed"
 
 
-def attempt_of(state: ClusterState, out: Effects, call: Call) -> tuple[Job, Attempt] | None:
+def attempt_of(state: ClusterState, out: Effects, call: Call[RankRequest[Any]]) -> tuple[Job, Attempt] | None:
     """Return the job and the attempt of the rank that calls; None, and the call is refused, if its attempt is over."""
-    name = str(call.body["job"])
-    job = state.jobs.get(name)
+    job = state.jobs.get(call.request.job)
     attempt = job.newest if job is not None else None
-    if job is None or attempt is None or attempt.ordinal != call.body["attempt"]:
-        out.refuse(call, *newer_attempt(name))
+    if job is None or attempt is None or attempt.ordinal != call.request.attempt:
+        out.refuse(call, *newer_attempt(call.request.job))
         return None
     return job, attempt
 

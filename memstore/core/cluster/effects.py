@@ -6,11 +6,14 @@ emit --> the reactions to what happened, at once (controller/reactions.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 from memstore.core.cluster.events import Happened
 from memstore.core.cluster.job import Call
-from memstore.core.wire.messages import Action, Answer, Body, Note, Tell
+from memstore.core.wire.messages import Action, Answer, Note, Tell
+from memstore.core.wire.orders import Order
+from memstore.core.wire.replies import Reply
 
 
 def _nothing() -> None:
@@ -29,18 +32,18 @@ class Effects:
         self.before_answer: Callable[[], None] = _nothing  # the journal's: a fact is on its way before its answer
         self.react: Callable[[Happened], None] = _ignore  # the machine's
 
-    def send(self, host: str, kind: str, body: Body) -> None:
+    def send(self, host: str, order: Order) -> None:
         """Send an order to a holder."""
-        self.actions.append(Tell(host, kind, body))
+        self.actions.append(Tell(host, order))
 
-    def answer(self, call: Call, body: Mapping[str, object]) -> None:
+    def answer(self, call: Call[Any], reply: Reply) -> None:
         """Answer a call; facts that were recorded for it are sent first."""
         self.before_answer()
-        self.actions.append(Answer(call.host_id, call.call_id, dict(body)))
+        self.actions.append(Answer(call.host_id, call.call_id, reply))
 
-    def refuse(self, call: Call, error: str, message: str) -> None:
+    def refuse(self, call: Call[Any], error: str, message: str) -> None:
         """Answer a call with an error: the name of a class of `memstore.errors`, and its message."""
-        self.actions.append(Answer(call.host_id, call.call_id, {}, (error, message)))
+        self.actions.append(Answer(call.host_id, call.call_id, None, (error, message)))
 
     def log(self, text: str, level: str = "info") -> None:
         """Write a line to the controller's log."""

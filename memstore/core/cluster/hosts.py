@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from memstore.core.wire.messages import Heard, HostInfo
+from memstore.core.wire.status_rows import HostStats
 from placement.topology import Host, Topology, domains_of_hosts
 
 LISTENED_S_MIN = 0.2  # of the time between two ticks: two of the controller's, however short silence may be
@@ -36,7 +37,7 @@ class HostState:
     status: Status = "live"
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
-    stats: Mapping[str, Any] = field(default_factory=dict)
+    stats: HostStats | None = None
     is_gone: bool = False  # dead for certain: its connection ended within our lease; silence may be a partition (R17)
     deaths_s: list[float] = field(default_factory=list)  # when it died, for probation (R29)
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.step_phases import StepPhases
 from memstore.core.schedule.step_pace import Pace
+from memstore.core.wire.codec import Request
 from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
@@ -39,11 +40,6 @@ class Seat:
     def is_alive(self) -> bool:
         """Return whether it is neither gone nor missed: unknown to its host after a restart (`Takeover`)."""
         return not self.is_gone and self.last_active_s > -math.inf
-
-
-def seat_of(rank: int, host: str, nonce: str, join: Mapping[str, Any], now: float) -> Seat:
-    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
-    return Seat(rank, host, nonce, int(join.get("pid", 0)), bool(join.get("is_gone")), last_active_s=now)
 
 
 @dataclass(slots=True)
@@ -121,13 +117,16 @@ class Attempt:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Call:
-    """A RankCall that waits for its answer."""
+Q_co = TypeVar("Q_co", bound=Request[Any], covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Q_co]):
+    """A request that waits for its answer."""
 
     host_id: str
     call_id: int
-    body: dict[str, Any]
+    request: Q_co
     since_s: float
 
 
@@ -216,10 +215,10 @@ class Job:
         """Return the highest attempt that a fact, a copy or a marker names; 0 if there is none."""
         return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
 
-    def opened_moments(self, ordinal: int) -> list[list[float]]:
+    def opened_moments(self, ordinal: int) -> list[tuple[int, float]]:
         """Return when each attempt up to this one was opened, if known: it tells runs of one name apart (R31)."""
         own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
-        return [[n, opened_s] for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
+        return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
     def is_abandoned(self, step: StepId) -> bool:
         """Return whether some rank skipped the step, or a skip made all ranks pass over it (R12)."""

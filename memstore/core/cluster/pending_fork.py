@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memstore.core.cluster.job import Call, Job
+from memstore.core.wire.calls import ForkJob
 from recovery.inventory import StepId
 
 
@@ -12,7 +13,7 @@ from recovery.inventory import StepId
 class PendingFork:
     """The new job as it will be, and how far its hosts are."""
 
-    calls: list[Call]
+    calls: list[Call[ForkJob]]
     nonce: str
     job: Job  # as it will be; not among the state's jobs yet
     origin: str

@@ -7,7 +7,9 @@ from typing import Literal
 
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.rank_calls import RankCalls
+from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.messages import Body
+from memstore.core.wire.reports import StageEnded
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
 
@@ -23,11 +25,11 @@ class Round:
     number: int
     only_step: int | None
     since_s: float
-    calls: RankCalls = field(default_factory=RankCalls)
+    calls: RankCalls[Get] = field(default_factory=RankCalls)
     phase: Phase = "gathering"
     phase_since_s: float = 0.0
     plan: RecoveryPlan | None = None
-    staged: dict[int, Body] = field(default_factory=dict)
+    staged: dict[int, StageEnded] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
     check_again_s: float = 0.0  # when ranks that have not answered are asked again
     failed_steps: dict[StepId, str] = field(default_factory=dict)
@@ -59,6 +61,6 @@ class Round:
 class Read:
     """One shard that is brought to the host of a reader."""
 
-    call: Call
+    call: Call[Get] | Call[ReadStep] | Call[ReadRanges]
     shard: ShardId
     answer: Body  # but for the shard's place on the host

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import Grow, PushTargets, Reserve
+
+JobOrder = Reserve | Grow | PushTargets
 
 
 class SentOrders:
     """The orders sent last, by host, kind and job. A host that begins a session, or refused an order, has none."""
 
     def __init__(self) -> None:
-        self._bodies: dict[str, dict[tuple[str, str], Body]] = {}
+        self._orders: dict[str, dict[tuple[type[JobOrder], str], JobOrder]] = {}
 
-    def is_known(self, host: str, kind: str, body: Body) -> bool:
+    def is_known(self, host: str, order: JobOrder) -> bool:
         """Return whether a host has this very order already."""
-        return self._bodies.get(host, {}).get((kind, str(body["job"]))) == body
+        return self._orders.get(host, {}).get((type(order), order.job)) == order
 
-    def note(self, host: str, kind: str, body: Body) -> None:
+    def note(self, host: str, order: JobOrder) -> None:
         """Note the order that a host is sent now."""
-        self._bodies.setdefault(host, {})[kind, str(body["job"])] = body
+        self._orders.setdefault(host, {})[type(order), order.job] = order
 
-    def refused(self, host: str, kind: str, job: str) -> None:
+    def refused(self, host: str, kind: type[JobOrder], job: str) -> None:
         """Forget an order that a host refused, so that it is sent again."""
-        self._bodies.get(host, {}).pop((kind, job), None)
+        self._orders.get(host, {}).pop((kind, job), None)
 
     def forget_host(self, host: str) -> None:
         """Forget the orders of a host that died, or has begun a new session."""
-        self._bodies.pop(host, None)
+        self._orders.pop(host, None)
 
     def forget(self, name: str) -> None:
         """Forget the orders of a removed job."""
-        for bodies in self._bodies.values():
-            for key in [key for key in bodies if key[1] == name]:
-                del bodies[key]
+        for orders in self._orders.values():
+            for key in [key for key in orders if key[1] == name]:
+                del orders[key]

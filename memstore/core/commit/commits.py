@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import Literal
 
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
@@ -17,7 +18,10 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body, shard_to_wire
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import AbandonStep, DropJob, FreeCopies, RaiseLevel
+from memstore.core.wire.replies import Skipped
 from placement.domains import is_finer
 from recovery.inventory import Copy, ShardId, StepId
 
@@ -49,18 +53,23 @@ class Steps:
         step = StepId(shard.attempt, shard.step)
         if shard.attempt <= removed and not state.is_back(shard.job, step):
             # A host that was out of reach when the job was removed has its room still reserved.
-            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)], "removed": [shard.job, removed]})
+            order = DropJob(job=shard.job, attempt=removed, shards=(WireShard.of(shard),))
+            self.out.send(copy.host, order)
             return False
         job = state.jobs.setdefault(shard.job, Job(shard.job))
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
-            self.out.send(copy.host, "drop", {"shards": [shard_to_wire(shard)]})  # no rank has that number
+            self.out.send(copy.host, FreeCopies(shards=(WireShard.of(shard),), number=None))  # of a rank that none has
             return False
         is_over = step not in job.commits and self._is_given_up(job, step)
         # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
         if is_over and step not in state.holds.in_use(job):
-            level = "skipped" if job.is_abandoned(step) else "superseded"
-            self.out.send(copy.host, "abandon", self._abandon_body(job, step, level, "the step was given up"))
+            self.out.send(
+                copy.host,
+                self._abandon_order(
+                    job, step, "skipped" if job.is_abandoned(step) else "superseded", "the step was given up"
+                ),
+            )
             return False
         job.add_copy(copy)
         return True
@@ -185,11 +194,10 @@ class Steps:
             return
         fact = job.commits.get(StepId(attempt.ordinal, job.newest_commit(attempt.ordinal)))
         if fact is not None:
-            body = {"job": job.name, "attempt": attempt.ordinal, "step": fact.step, "level": "committed"}
-            self.out.send(host, "level", {**body, "degraded": fact.is_degraded, "reason": fact.reason})
+            self.out.send(host, self._committed_order(job, attempt, fact))
         if attempt.holes:
-            body = self._abandon_body(job, StepId(attempt.ordinal, attempt.holes[-1][0]), "skipped", SKIPPED)
-            self.out.send(host, "abandon", body)
+            step = StepId(attempt.ordinal, attempt.holes[-1][0])
+            self.out.send(host, self._abandon_order(job, step, "skipped", SKIPPED))
 
     def evaluate_all(self, job: Job) -> None:
         """Look again at every step that is not finished, oldest first, and at degraded commits."""
@@ -278,8 +286,7 @@ class Steps:
         if is_replay:
             return
         if attempt is not None and attempt is job.newest:
-            body = {"degraded": fact.is_degraded, "reason": fact.reason}
-            self._tell_level(job, attempt, fact.step, "committed", body)
+            self._raise_level(attempt, self._committed_order(job, attempt, fact))
             for number in [n for n in attempt.steps.open if n < fact.step]:
                 attempt.steps[number] = "superseded"
                 self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
@@ -305,39 +312,48 @@ class Steps:
                 if not is_replay or StepId(fact.attempt, number) in job.copies:
                     self._forget(job, StepId(fact.attempt, number), "skipped", why)
 
-    def _tell_level(self, job: Job, attempt: Attempt, step: int, level: str, extra: dict[str, object]) -> None:
-        body = {"job": job.name, "attempt": attempt.ordinal, "step": step, "level": level, **extra}
+    @staticmethod
+    def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> RaiseLevel:
+        return RaiseLevel(
+            job=job.name, attempt=attempt.ordinal, step=fact.step, level="committed", reason=fact.reason,
+            degraded=fact.is_degraded,
+        )  # fmt: skip
+
+    def _raise_level(self, attempt: Attempt, order: RaiseLevel) -> None:
         for host in sorted({seat.host_id for seat in attempt.seats.values()}):
-            self.out.send(host, "level", body)
+            self.out.send(host, order)
 
     def tell_durable(self, job: Job, step: StepId) -> None:
         """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
-            self._tell_level(job, attempt, step.step, "durable", {"degraded": False, "reason": ""})
+            order = RaiseLevel(job=job.name, attempt=attempt.ordinal, step=step.step, level="durable")
+            self._raise_level(attempt, order)
 
-    def _abandon_body(self, job: Job, step: StepId, level: str, reason: str) -> Body:
+    def _abandon_order(
+        self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str
+    ) -> AbandonStep:
         attempt = job.attempts.get(step.attempt)
-        return {
-            "job": job.name, "attempt": step.attempt, "step": step.step, "level": level, "reason": reason,
-            "resume": attempt.resume_step if attempt is not None else 0,
-        }  # fmt: skip
+        return AbandonStep(
+            job=job.name, attempt=step.attempt, step=step.step, level=level, reason=reason,
+            resume=attempt.resume_step if attempt is not None else 0,
+        )  # fmt: skip
 
-    def _forget(self, job: Job, step: StepId, level: str, reason: str) -> None:
-        body = self._abandon_body(job, step, level, reason)
+    def _forget(self, job: Job, step: StepId, level: Literal["skipped", "superseded"], reason: str) -> None:
+        order = self._abandon_order(job, step, level, reason)
         for host in self.state.hosts.live_ids():
-            self.out.send(host, "abandon", body)
+            self.out.send(host, order)
         job.drop_step(step)
 
     # -- skip ---------------------------------------------------------------------------------
 
-    def skip(self, call: Call) -> None:
+    def skip(self, call: Call[SkipStep]) -> None:
         """Abandon a step on all ranks: one found no room within its stall budget (R12)."""
-        body, found = call.body, attempt_of(self.state, self.out, call)
+        request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
         job, attempt = found
-        step = StepId(attempt.ordinal, int(body["step"]))
+        step = StepId(attempt.ordinal, request.step)
         if attempt.steps.newest_decided > step.step:
             if step.step not in attempt.steps:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
@@ -347,22 +363,20 @@ class Steps:
                 self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
             newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
-            gap = 1 if body.get("is_failed") is True else min(attempt.resume_gap, _gap_limit(attempt))
+            gap = 1 if request.is_failed else min(attempt.resume_gap, _gap_limit(attempt))
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
-            if body.get("is_failed") is not True:
+            if not request.is_failed:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
-            why = str(body.get("why", "no reason was given"))[:WHY_CHARS_MAX]
-            attempt.skip_reasons[step.step] = attempt.skip_why = (
-                f"rank {int(body['rank'])} gave up step {step.step}: {why}"
-            )
-            attempt.is_skip_for_room = body.get("is_failed") is not True
+            why = request.why[:WHY_CHARS_MAX]
+            attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"
+            attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
-        self.out.answer(call, {"resume": attempt.resume_step})
+        self.out.answer(call, Skipped(resume=attempt.resume_step))
 
 
 def _gap_limit(attempt: Attempt) -> int:

@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from memstore.config import check_name
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Call
 from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
+from memstore.core.wire import reports
+from memstore.core.wire.calls import (
+    AskPutInterval,
+    AssignRanks,
+    CloseStore,
+    Get,
+    ReserveRoom,
+    Rewind,
+    SkipStep,
+    Withdraw,
+)
+from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
-    Body,
     DrainsSeen,
     Event,
     FactAck,
@@ -25,13 +35,9 @@ from memstore.core.wire.messages import (
     HostUp,
     LeaseRenewed,
     RankCall,
-    RankGone,
     Report,
     Tick,
-    copy_from_wire,
-    shard_from_wire,
 )
-from memstore.errors import ConfigError
 
 
 class Inputs:
@@ -47,36 +53,41 @@ class Inputs:
             HostUp: self._host_up,
             HostLost: self._host_lost,
             RankCall: self._call,
-            RankGone: lambda event: p.attempts.rank_gone(state.now, event.nonce),
             Report: self._report,
             FactAck: lambda event: p.journal.log.ack(event.host_id, event.seq),
             DrainsSeen: lambda event: p.drains.seen(event.until_s),
             LeaseRenewed: lambda event: p.journal.lease.renew(event.until_s),
         }
         #: Calls that are refused once their job is not known any more; all others go to `Queries`.
-        self._calls: Mapping[str, Callable[[Call], object]] = {
-            "mesh_order": lambda call: p.mesh_orders.ask(state.now, call),
-            "get": lambda call: p.rounds.get(state.now, call),
-            "withdraw": p.rounds.withdraw,
-            "rewind": p.rewinds.ask,
-            "reserve": p.room.reserve,
-            "cadence": p.cadence.ask,
-            "skip": self._skip,
-            "close": p.attempts.close,
+        self._calls: Mapping[type[Request[Any]], Callable[[Any], object]] = {
+            AssignRanks: lambda call: p.mesh_orders.ask(state.now, call),
+            Get: lambda call: p.rounds.get(state.now, call),
+            Withdraw: p.rounds.withdraw,
+            Rewind: p.rewinds.ask,
+            ReserveRoom: p.room.reserve,
+            AskPutInterval: p.cadence.ask,
+            SkipStep: self._skip,
+            CloseStore: p.attempts.close,
         }
-        self._reports: Mapping[str, Callable[[str, Body], object]] = {
-            "sealed": self._sealed,
-            "freed": p.drops.freed,
-            "push_failed": lambda host, body: p.repair.push_failed(state.now, shard_from_wire(body["shard"]), body),
-            "fenced": self._fenced,
-            "reserved": p.room.reserved,
-            "staged": self._staged,
-            "checked": lambda host, body: p.rounds.checked(state.now, body),
-            "persisted": lambda host, body: p.durable.persisted(state.now, host, body),
-            "markers": self._markers,
-            "forked": p.forks.looked,
-            "answer": queries.answered,
-            "rank_here": lambda host, body: takeover.rank_here(str(body["nonce"])),
+        self._reports: Mapping[type[reports.Report], Callable[[str, Any], object]] = {
+            reports.Sealed: self._sealed,
+            reports.Freed: p.drops.freed,
+            reports.PushFailed: lambda host, report: p.repair.push_failed(state.now, report),
+            reports.Fenced: self._fenced,
+            reports.Reserved: p.room.reserved,
+            reports.StageEnded: lambda host, report: p.rounds.staged(state.now, report),
+            reports.ReadEnded: lambda host, report: p.reads.ended(report),
+            reports.IntoChecked: lambda host, report: p.rounds.checked(state.now, report),
+            reports.SliceWritten: p.durable.slice_written,
+            reports.MarkerWritten: p.durable.marker_written,
+            reports.TornStepRemoved: p.durable.torn_step_removed,
+            reports.KeyNamed: p.durable.key_named,
+            reports.MarkersListed: self._markers,
+            reports.MarkersUnread: self._markers,
+            reports.CopiesLookedAt: p.forks.looked,
+            reports.CopiesVerified: queries.verified,
+            reports.RankGone: lambda host, report: p.attempts.rank_gone(state.now, report.nonce),
+            reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
         }
 
     def handle(self, event: Event) -> None:
@@ -126,58 +137,37 @@ class Inputs:
     # -- calls --------------------------------------------------------------------------------
 
     def _call(self, event: RankCall) -> None:
-        call = Call(event.host_id, event.call_id, event.body, self.state.now)
-        name, verb = str(event.body.get("job", "")), event.verb
+        request = event.request
+        call = Call(event.host_id, event.call_id, request, self.state.now)
+        name, answer = getattr(request, "job", None) or "", self._calls.get(type(request))
         self.parts.orphans.asked(name)
-        if verb == "join":
-            self._join(call)
-        elif verb not in self._calls and verb != "drain":
-            self.queries.ask(verb, call)
-        elif verb == "drain":
-            self.parts.drains.ask(call)
-        elif name not in self.state.jobs:
-            self.out.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
+        if answer is None:
+            self.queries.ask(call)
+        elif name in self.state.jobs:
+            answer(call)
         else:
-            self._calls[verb](call)
+            self.out.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
 
-    def _join(self, call: Call) -> None:
-        try:
-            check_name("job", call.body.get("job"))  # it will be a folder's name
-        except ConfigError as error:
-            self.out.refuse(call, "ConfigError", str(error))
-            return
-        self.parts.attempts.join(self.state.now, call)
-
-    def _skip(self, call: Call) -> None:
-        self.parts.observer.skipped(call.host_id, call.body)
+    def _skip(self, call: Call[SkipStep]) -> None:
+        self.parts.observer.skipped(call.host_id, call.request)
         self.parts.steps.skip(call)
 
     # -- reports ------------------------------------------------------------------------------
 
     def _report(self, event: Report) -> None:
-        report = self._reports.get(event.kind)
-        if report is not None:
-            report(event.host_id, event.body)
+        self._reports[type(event.report)](event.host_id, event.report)
 
-    def _sealed(self, host: str, body: Body) -> None:
-        p = self.parts
-        for item in body["copies"]:
-            copy = copy_from_wire(item, host)
-            p.observer.sealed(copy, host, body.get("put"))
-            p.repair.pushed(copy.shard, host)
-            p.steps.sealed(self.state.now, copy)
+    def _sealed(self, host: str, report: reports.Sealed) -> None:
+        p, copy = self.parts, report.copy.on(host)
+        p.observer.sealed(copy, host, report.put)
+        p.repair.pushed(copy.shard, host)
+        p.steps.sealed(self.state.now, copy)
 
-    def _fenced(self, host: str, body: Body) -> None:
-        copies = [copy_from_wire(item, host) for item in body["copies"]]
-        self.parts.steps.inventory(host, str(body["job"]), copies)
-        self.parts.attempts.fenced(self.state.now, host, str(body["job"]), int(body["attempt"]))
+    def _fenced(self, host: str, report: reports.Fenced) -> None:
+        copies = [copy.on(host) for copy in report.copies]
+        self.parts.steps.inventory(host, report.job, copies)
+        self.parts.attempts.fenced(self.state.now, host, report.job, report.attempt)
 
-    def _staged(self, host: str, body: Body) -> None:
-        if int(body["round"]) < 0:
-            self.parts.reads.staged(body)
-        else:
-            self.parts.rounds.staged(self.state.now, body)
-
-    def _markers(self, host: str, body: Body) -> None:
-        why = self.parts.durable_markers.answered(host, body)
-        self.parts.durable_checks.answered(host, body, why)
+    def _markers(self, host: str, report: reports.MarkersListed | reports.MarkersUnread) -> None:
+        why = self.parts.durable_markers.answered(host, report)
+        self.parts.durable_checks.answered(host, report, why)

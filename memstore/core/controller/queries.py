@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call, Job
@@ -13,7 +15,12 @@ from memstore.core.repair.drop_copy import drop_copy
 from memstore.core.report.problems import problems
 from memstore.core.report.timeline import timeline
 from memstore.core.restore.single_read import first_number, job_of
-from memstore.core.wire.messages import Body
+from memstore.core.wire import calls
+from memstore.core.wire.calls import VerifyStore
+from memstore.core.wire.codec import Request
+from memstore.core.wire.orders import VerifyCopies
+from memstore.core.wire.replies import NoRollCall, RollCalled
+from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
 
@@ -22,7 +29,7 @@ ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that a
 class Ask:
     """A question put to every live host."""
 
-    call: Call
+    call: Call[VerifyStore]
     waits: set[str]
     answers: dict[str, Any] = field(default_factory=dict)
     died: set[str] = field(default_factory=set)  # hosts that died before they answered
@@ -35,100 +42,99 @@ class Queries:
         self.state, self.out, self.parts = parts.state, parts.out, parts
         self.asks: dict[int, Ask] = {}
         # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
-        self.roll_calls: dict[tuple[str, str], Body] = {}
+        self.roll_calls: dict[tuple[str, str], RollCalled] = {}
         self._count = first_number(parts.term)
-        self._handlers: dict[str, Callable[[Call], None]] = {
-            "status": self._status,
-            "roll_call": self._roll_call,
-            "steps": self._steps,
-            "verify": self._verify,
-            "events": self._events,
-            "last_copies": self._last_copies,
-            "plan": parts.dry_runs.ask,
-            "read": parts.reads.ask,
-            "rm": parts.expiry.ask,
-            "retire": parts.retirement.ask,
-            "twins": parts.view.twins.told,
-            "pin": self._of_job(parts.pins.pin),
-            "unpin": self._of_job(parts.pins.unpin),
-            "fork": self._of_job(parts.forks.ask),
-            "persist": self._of_job(parts.persists.ask),
-            "drop": self._of_job(self._drop),
+        self._handlers: Mapping[type[Request[Any]], Callable[[Any], None]] = {
+            calls.Join: lambda call: parts.attempts.join(parts.state.now, call),
+            calls.DrainHost: parts.drains.ask,
+            calls.AskStatus: self._status,
+            calls.RollCall: self._roll_call,
+            calls.AskSteps: self._steps,
+            VerifyStore: self._verify,
+            calls.AskEvents: self._events,
+            calls.AskLastCopies: self._last_copies,
+            calls.AskPlan: parts.dry_runs.ask,
+            calls.ReadStep: parts.reads.ask,
+            calls.ReadRanges: parts.reads.ask,
+            calls.RemoveJob: parts.expiry.ask,
+            calls.RetireStep: parts.retirement.ask,
+            calls.TellDiffering: parts.view.twins.told,
+            calls.PinStep: self._of_job(parts.pins.pin),
+            calls.UnpinStep: self._of_job(parts.pins.unpin),
+            calls.ForkJob: self._of_job(parts.forks.ask),
+            calls.PersistStep: self._of_job(parts.persists.ask),
+            calls.DropCopy: self._of_job(self._drop),
         }
 
-    def ask(self, verb: str, call: Call) -> None:
+    def ask(self, call: Call[Any]) -> None:
         """Dispatch one question."""
-        handler = self._handlers.get(verb)
-        if handler is not None:
-            handler(call)
-        else:
-            self.out.refuse(call, "ProtocolError", f"the controller does not know the verb {verb!r}")
+        self._handlers[type(call.request)](call)
 
-    def _of_job(self, work: Callable[[Job, Call], None]) -> Callable[[Call], None]:
+    def _of_job(self, work: Callable[[Job, Call[Any]], None]) -> Callable[[Call[Any]], None]:
         """Return a handler that finds the job of a call first, or refuses the call."""
 
-        def handle(call: Call) -> None:
+        def handle(call: Call[Any]) -> None:
             job = job_of(self.state, self.out, call)
             if job is not None:
                 work(job, call)
 
         return handle
 
-    def _drop(self, job: Job, call: Call) -> None:
+    def _drop(self, job: Job, call: Call[calls.DropCopy]) -> None:
         drop_copy(self.state, self.out, self.parts.drops, self.parts.repair.pushes.refused_s, job, call)
 
     # -- status -------------------------------------------------------------------------------
 
-    def _status(self, call: Call) -> None:
+    def _status(self, call: Call[calls.AskStatus]) -> None:
         body = self.parts.status.body()
         self.out.answer(call, {**body, "problems": problems(body)})
 
-    def _roll_call(self, call: Call) -> None:
+    def _roll_call(self, call: Call[calls.RollCall]) -> None:
         """Answer which ranks have made the call that the caller waits in, and which are awaited."""
-        key = (str(call.body["job"]), str(call.body["of"]))
+        key = (call.request.job, call.request.of)
         found = self.roll_calls.get(key) or self.parts.roll_calls.of(*key)
         if found is not None:
             self.roll_calls[key] = found
-        self.out.answer(call, {"found": found})
+        self.out.answer(call, found or NoRollCall())
 
-    def _steps(self, call: Call) -> None:
+    def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)
         if job is not None:
             newest = job.newest.ordinal if job.newest is not None else None
             self.out.answer(call, {**timeline(self.state, self.parts.durable_states, job), "attempt": newest})
 
-    def _events(self, call: Call) -> None:
+    def _events(self, call: Call[calls.AskEvents]) -> None:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
-        job, since = call.body.get("job"), int(call.body.get("since") or 0)
-        page = self.parts.observer.chronicle.page(since, None if job is None else str(job))
+        page = self.parts.observer.chronicle.page(call.request.since, call.request.job)
         self.out.answer(call, {**page, "wall_s": self.state.wall_s})
 
-    def _last_copies(self, call: Call) -> None:
+    def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
         """Answer what would be lost with the copies in RAM, of one job or of all."""
-        job = job_of(self.state, self.out, call) if call.body.get("job") is not None else None
-        if job is not None or call.body.get("job") is None:
+        job = job_of(self.state, self.out, call) if call.request.job is not None else None
+        if job is not None or call.request.job is None:
             self.parts.last_copies.ask(call, [job] if job is not None else list(self.state.jobs.values()))
 
     # -- verify, rm ---------------------------------------------------------------------------
 
-    def _verify(self, call: Call) -> None:
+    def _verify(self, call: Call[VerifyStore]) -> None:
         """Have live hosts digest all again; retired steps that are not torn may be offered again (R25, R30)."""
         self._count += 1
         live = self.state.hosts.live_ids()
         self.asks[self._count] = Ask(call, set(live))
         for job in self.state.jobs.values():
-            if call.body.get("job") in (None, job.name):
+            if call.request.job in (None, job.name):
                 for step in sorted(job.retired.keys() - job.torn):
                     self.parts.journal.record(StepRetired(job.name, step.attempt, step.step, ""))
         for host in live:
-            self.out.send(host, "ask", {"ask": self._count, "what": "verify", "job": call.body.get("job")})
+            self.out.send(host, VerifyCopies(call=self._count, job=call.request.job))
 
-    def answered(self, host_id: str, body: Body) -> None:
-        """Take one host's answer to a question that was put to all."""
-        found = self.asks.get(int(body["ask"]))
+    def verified(self, host_id: str, report: CopiesVerified) -> None:
+        """Take what one host found when it digested everything again."""
+        found = self.asks.get(report.call)
         if found is not None:
             found.waits.discard(host_id)
-            found.answers[host_id] = body["value"] if body["ok"] else {"error": body["why"]}
+            error = {"error": report.problem}
+            found.answers[host_id] = structs.asdict(report.found) if report.found is not None else error
             self._finish_asks()
 
     def _finish_asks(self) -> None:

@@ -17,6 +17,7 @@ from memstore.core.controller.membership import PlacementUpdates
 from memstore.core.controller.parts import Parts
 from memstore.core.journal.records import Entry
 from memstore.core.wire.messages import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
+from memstore.core.wire.orders import DropJob, TakeIncarnation
 from recovery.inventory import Copy, StepId
 
 
@@ -138,7 +139,7 @@ class Takeover:
             self.parts.orphans.greet(host)
         for name, attempt in self.state.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
-                self.out.send(host, "drop", {"shards": [], "removed": [name, attempt]})
+                self.out.send(host, DropJob(job=name, attempt=attempt, shards=()))
         for job in self.parts.room.in_turn():
             if job.newest is not None:
                 self.parts.attempts.send_fences(hosts, job.name, job.newest)
@@ -189,7 +190,7 @@ class Takeover:
             f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is ordered to take a higher one",
             "warning",
         )
-        self.out.send(info.host_id, "outdated", {"above": later.incarnation})
+        self.out.send(info.host_id, TakeIncarnation(above=later.incarnation))
         return True
 
     def _merge(self, journal: list[Entry]) -> bool:

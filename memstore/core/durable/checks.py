@@ -19,7 +19,9 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.paths import place_of
 from memstore.core.durable.states import DurableStates
-from memstore.core.wire.messages import Body
+from memstore.core.wire.ids import WireStep
+from memstore.core.wire.orders import ListMarkers
+from memstore.core.wire.reports import MarkersListed, MarkersUnread
 from recovery.inventory import StepId
 
 CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then the storage counts as unreadable
@@ -73,25 +75,24 @@ class DurableChecks:
         host = min(able, key=lambda h: (h in wrong, self.faults.get(h, (-math.inf,))[0], h))
         call, check.asked_s = self.states.next_call(), self.state.now
         check.waits[call] = host
-        body = {"job": job.name, "durable": place, "call": call}
-        body["check"] = [check.step.attempt, check.step.step] if check.step is not None else None
-        self.out.send(host, "markers", body)
+        step = WireStep.of(check.step) if check.step is not None else None
+        self.out.send(host, ListMarkers(job=job.name, durable=place, call=call, check=step))
         return True
 
-    def answered(self, host: str, body: Body, why: str) -> None:
+    def answered(self, host: str, report: MarkersListed | MarkersUnread, why: str) -> None:
         """Take a host's look, after its listing; `why` says what it could not read."""
-        call = int(body["call"])
-        check, job = self._waiting(call), self.state.jobs.get(str(body["job"]))
+        call = report.call
+        check, job = self._waiting(call), self.state.jobs.get(report.job)
         if check is None or job is None:
             return
         lacks = ""
-        if not why and check.step is not None:
-            marker, lacks = job.markers.get(check.step), str(body["lacks"])
+        if not why and check.step is not None and isinstance(report, MarkersListed):
+            marker, lacks = job.markers.get(check.step), report.lacks
             if marker is None:
                 lacks = lacks or "durable storage does not have its marker any more"
-            elif not lacks and marker.key not in ("", body["key"]):
+            elif not lacks and marker.key not in ("", report.key):
                 check.needs_key = True
-                why = f"it needs key {marker.key}, the durable_key_file has {body['key'] or 'none'}"
+                why = f"it needs key {marker.key}, the durable_key_file has {report.key or 'none'}"
         if why:
             self._failed(check, call, why)
             return

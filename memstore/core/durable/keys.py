@@ -16,8 +16,9 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import DurableKeysDiffer
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.durable.paths import place_of
-from memstore.core.wire.messages import Body
+from memstore.core.durable.paths import storage_of
+from memstore.core.wire.orders import NameKey
+from memstore.core.wire.reports import KeyNamed
 
 ASK_S = 5.0  # a host that cannot say its key's name by then writes nothing of this step
 NAMED_MAX = 3  # hosts named for each key
@@ -89,21 +90,21 @@ class DurableKeys:
         state = self.of(job.name)
         hosts = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
         state.waits, state.asked_s = set(hosts), self.state.now
-        body = {"job": job.name, "durable": place_of(attempt.config), "what": "key", "step": [0, 0]}
+        order = NameKey(job=job.name, durable=storage_of(attempt.config))
         for host in hosts:
-            self.out.send(host, "persist", body)
+            self.out.send(host, order)
 
-    def answered(self, host: str, body: Body) -> None:
+    def answered(self, host: str, report: KeyNamed) -> None:
         """Take a host's answer: the name of its key, or why it has none."""
-        state = self.of(str(body["job"]))
+        state = self.of(report.job)
         state.names.pop(host, None)
         state.faults.pop(host, None)
-        if body["ok"]:
-            state.names[host] = str(body["key"])
+        if report.problem is None:
+            state.names[host] = report.key
         else:
-            state.faults[host] = str(body["why"])
+            state.faults[host] = report.problem
         state.waits.discard(host)
-        self._compare(str(body["job"]), state)
+        self._compare(report.job, state)
 
     def is_known(self, job: str) -> bool:
         """Return whether by now all hosts that were asked have answered or took too long."""

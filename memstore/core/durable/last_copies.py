@@ -12,6 +12,8 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.checks import DurableChecks
+from memstore.core.wire.calls import AskLastCopies
+from memstore.core.wire.replies import LastCopies as LostCopies
 from recovery.inventory import StepId
 
 Look = tuple[str, StepId]  # a job's name, and a step that is looked for
@@ -21,7 +23,7 @@ Look = tuple[str, StepId]  # a job's name, and a step that is looked for
 class Question:
     """A question of a person who is about to free the RAM of some jobs."""
 
-    call: Call
+    call: Call[AskLastCopies]
     jobs: list[str]
     waits: set[Look] = field(default_factory=set)
     unread: dict[Look, str] = field(default_factory=dict)  # why the storage could not be looked at
@@ -35,7 +37,7 @@ class LastCopies:
         self.state, self.out, self.checks = state, out, checks
         self.questions: list[Question] = []
 
-    def ask(self, call: Call, jobs: Iterable[Job]) -> None:
+    def ask(self, call: Call[AskLastCopies], jobs: Iterable[Job]) -> None:
         """Answer {lost: job -> what it would lose, in words}; jobs that would lose nothing are left out."""
         question = Question(call, [job.name for job in jobs])
         self.questions.append(question)
@@ -63,7 +65,7 @@ class LastCopies:
         self.questions.remove(question)
         jobs = [self.state.jobs[name] for name in question.jobs if name in self.state.jobs]
         lost = {job.name: self._lost(question, job) for job in jobs}
-        self.out.answer(question.call, {"lost": {name: words for name, words in lost.items() if words}})
+        self.out.answer(question.call, LostCopies(lost={name: words for name, words in lost.items() if words}))
 
     def _lost(self, question: Question, job: Job) -> list[str]:
         """Return what a job would lose, in words: its newest committed step, and what is pinned."""

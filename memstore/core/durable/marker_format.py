@@ -18,6 +18,9 @@ from typing import Any
 
 import xxhash
 
+from memstore.core.wire.ids import ORDINAL_LIMIT, WireSpec, WireStep
+from memstore.core.wire.orders import AttemptMoment, Lineage, RankSpec
+from memstore.core.wire.reports import MarkerRow
 from memstore.errors import ConfigError, IntegrityError
 from recovery.inventory import DurableMarker, ShardSpec, StepId
 
@@ -95,6 +98,26 @@ def decode_marker(data: bytes) -> MarkerRecord:
         raise IntegrityError(f"marker has a sound digest and bad contents: {exc!r}") from exc
 
 
+def row_of(record: MarkerRecord) -> MarkerRow:
+    """Return a marker as a holder reports it, without what its writer added to the lineage."""
+    marker, lineage = record.marker, record.lineage
+    named = lineage.get("attempts")
+    rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
+    return MarkerRow(
+        WireStep.of(marker.step),
+        tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(marker.specs.items())),
+        marker.key,
+        Lineage(
+            attempt=lineage["attempt"], parent_attempt=lineage["parent_attempt"], parent_step=lineage["parent_step"],
+            attempts=tuple(AttemptMoment(*row) for row in rows if _is_moment(row)),
+        ),
+    )  # fmt: skip
+
+
+def _is_moment(row: tuple[Any, ...]) -> bool:
+    return [type(value) for value in row] == [int, float] and 0 <= row[0] < ORDINAL_LIMIT
+
+
 def _record_from_body(body: dict[str, Any]) -> MarkerRecord:
     """Check every field; ValueError, TypeError or KeyError for a bad one."""
     step = StepId(_count(body["attempt"], "attempt"), _count(body["step"], "step"))
@@ -129,7 +152,7 @@ def _spec(part: list[Any], rank: int, world_size: int) -> ShardSpec:
 
 
 def _count(value: Any, name: str) -> int:
-    """Return a whole number that fits 63 bits; bools and floats are not numbers here."""
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    """Return a whole number that is below 2**62; bools and floats are not numbers here."""
+    if type(value) is not int or not 0 <= value < ORDINAL_LIMIT:
         raise ValueError(f"{name} is {value!r}, not a whole number from 0")
     return value

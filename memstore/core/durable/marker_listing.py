@@ -12,8 +12,9 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
-from memstore.core.wire.messages import Body, spec_from_wire
-from recovery.inventory import DurableMarker, StepId
+from memstore.core.wire.orders import DurablePlace, ListMarkers
+from memstore.core.wire.reports import MarkersListed, MarkersUnread
+from recovery.inventory import DurableMarker
 from recovery.lineage import AttemptFact
 
 LISTINGS_MAX = 10_000  # asked and not answered; beyond that the oldest is forgotten, whose deadline is long over
@@ -29,7 +30,7 @@ class DurableMarkers:
         self.state, self.out, self.states = state, out, states
         self._then: dict[int, Then] = {}
 
-    def ask(self, host: str, name: str, durable: object, then: Then) -> int:
+    def ask(self, host: str, name: str, durable: DurablePlace, then: Then) -> int:
         """Have a host list the markers of a job; return the number of the question.
 
         Args:
@@ -42,33 +43,33 @@ class DurableMarkers:
         self._then[call] = then
         if len(self._then) > LISTINGS_MAX:
             del self._then[next(iter(self._then))]
-        self.out.send(host, "markers", {"job": name, "durable": durable, "call": call})
+        self.out.send(host, ListMarkers(job=name, durable=durable, call=call))
         return call
 
-    def answered(self, host_id: str, body: Body) -> str:
+    def answered(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
         """Take a list of markers, and let its caller go on; return why there is none, or ""."""
-        why = self.listed(host_id, body)
-        then = self._then.pop(int(body["call"]), None)
+        why = self.listed(host_id, report)
+        then = self._then.pop(report.call, None)
         if then is not None:
             then(why)
         return why
 
-    def listed(self, host_id: str, body: Body) -> str:
+    def listed(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
         """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".
 
         Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
         """
-        name, call = str(body["job"]), int(body["call"])
+        name, call = report.job, report.call
         state = self.states.of(name)
-        if not body["ok"]:
-            state.unread = str(body["why"])
+        if isinstance(report, MarkersUnread):
+            state.unread = report.why
             return state.unread
-        damaged = str(body["why"])  # of markers that are there and say nothing
+        damaged = report.damaged
         state.is_listed = not damaged
         if damaged and damaged != state.unread:
             self.out.log(f"job {name!r}: durable storage: {damaged}", "warning")
         problem, state.unread = state.unread, damaged
-        if body["markers"]:
+        if report.markers:
             self.state.jobs.setdefault(name, Job(name))
         job = self.state.jobs.get(name)
         if job is None:
@@ -76,21 +77,20 @@ class DurableMarkers:
         known = dict(job.markers)
         job.markers.clear()
         others = set[int]()
-        for attempt, number, specs, key, *rest in body["markers"]:
-            table = {int(rank): spec_from_wire(spec) for rank, spec in specs}
-            step = StepId(int(attempt), int(number))
+        for row in report.markers:
+            table = {each.rank: each.spec.spec for each in row.specs}
+            step, lineage = row.step.id, row.lineage
             if step in job.torn:  # its removal failed, or a late write came after it: once more
                 self.states.take_back_again(name, step)
                 continue
-            if rest:
-                parent, parent_step = rest[0].get("parent_attempt"), rest[0].get("parent_step")
-                job.past[step.attempt] = AttemptFact(step.attempt, parent, parent_step, len(table))
-                named = _moments(rest[0].get("attempts"))
-                if _is_of_another_run(job, named):
-                    others.add(step.attempt)
-                    continue
-                job.past_opened_s.update(named)
-            job.markers[step] = DurableMarker(step, len(table), table, str(key))
+            past = AttemptFact(step.attempt, lineage.parent_attempt, lineage.parent_step, len(table))
+            job.past[step.attempt] = past
+            named = {moment.attempt: moment.opened_s for moment in lineage.attempts}
+            if _is_of_another_run(job, named):
+                others.add(step.attempt)
+                continue
+            job.past_opened_s.update(named)
+            job.markers[step] = DurableMarker(step, len(table), table, row.key)
         for step in [step for step, count in state.changed.items() if count >= call]:
             job.markers.pop(step, None)  # written or removed after the question: the list may not show it
             if step in known:
@@ -105,13 +105,13 @@ class DurableMarkers:
             )
         state.left_alone = others
         newest = max(job.markers.values(), key=lambda marker: marker.step, default=None)
-        if newest is not None and newest.key not in ("", body["key"]):
-            have = f"has key {body['key']}" if body["key"] else "has no durable_key_file"
+        if newest is not None and newest.key not in ("", report.key):
+            have = f"has key {report.key}" if report.key else "has no durable_key_file"
             why = f"step {newest.step.step} needs key {newest.key}, and {host_id} {have}: give the file of that key"
             state.unread = why
             if why != problem:
                 self.out.log(f"job {name!r}: durable {why}", "warning")
-        return "" if body["markers"] else damaged
+        return "" if report.markers else damaged
 
 
 def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
@@ -122,9 +122,3 @@ def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
     """
     known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}
     return any(known.get(ordinal, opened_s) != opened_s for ordinal, opened_s in named.items())
-
-
-def _moments(named: object) -> dict[int, float]:
-    """Return the opening times of attempts in a marker."""
-    rows = [tuple(row) for row in named if isinstance(row, list | tuple)] if isinstance(named, list | tuple) else []
-    return {row[0]: row[1] for row in rows if [type(value) for value in row] == [int, float]}

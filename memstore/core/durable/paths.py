@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from memstore.core.wire.orders import DurablePlace
 from memstore.errors import ConfigError
 from recovery.inventory import DurableMarker
 
@@ -17,7 +18,7 @@ _FILE = re.compile(
 MARKER = "marker"
 
 
-def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> dict[str, Any] | None:
+def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> DurablePlace | None:
     """Return the place of a job's durable storage, as a holder needs it; None if the job has none.
 
     Args:
@@ -25,8 +26,18 @@ def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> 
     """
     if not config.get("durable"):
         return None
-    fields = {name: config.get(f"durable_{name}") for name in ("compression", "key_file", "bytes_per_s")}
-    return {"url": config["durable"], **fields, **({"key": marker.key} if marker is not None else {})}
+    return DurablePlace(
+        url=config["durable"], compression=config.get("durable_compression"), key_file=config.get("durable_key_file"),
+        bytes_per_s=config.get("durable_bytes_per_s"), key=marker.key if marker is not None else None,
+    )  # fmt: skip
+
+
+def storage_of(config: Mapping[str, Any]) -> DurablePlace:
+    """Return the durable storage of a job that has one; ValueError if it has none."""
+    place = place_of(config)
+    if place is None:
+        raise ValueError("the job has no durable storage")
+    return place
 
 
 def slice_name(rank: int, number: int, digest: str, key: str = "") -> str:

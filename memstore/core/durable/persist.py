@@ -25,6 +25,8 @@ from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.schedule.durable_interval import retire
+from memstore.core.wire.calls import PersistStep
+from memstore.core.wire.replies import Persisted
 from recovery.inventory import StepId
 from recovery.lineage import in_lineage
 
@@ -38,14 +40,14 @@ HOSTS_SHOWN_MAX = 3
 class Wish:
     """A step that is wanted to be durable."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call[PersistStep]] = field(default_factory=list)
     is_looked_for: bool = False  # on the storage, for it has a marker
     tried_s: float = -math.inf
     until_s: float = -math.inf  # wanted until then although no caller waits for the answer
 
-    def take_newest(self) -> list[Call]:
+    def take_newest(self) -> list[Call[PersistStep]]:
         """Take out the callers for the newest step, who take a newer one too."""
-        taken = [call for call in self.calls if call.body.get("step") is None]
+        taken = [call for call in self.calls if call.request.step is None]
         self.calls = [call for call in self.calls if call not in taken]
         return taken
 
@@ -59,18 +61,18 @@ class Persists:
         self.state, self.out, self.states, self.keys, self.checks = state, out, states, keys, checks
         self.wishes: dict[str, dict[StepId, Wish]] = {}
 
-    def ask(self, job: Job, call: Call) -> None:
-        """Make a step durable now: body {step or None for the newest committed, within_s}; answered when it is."""
-        number, within_s, attempt = call.body.get("step"), call.body.get("within_s"), job.newest
+    def ask(self, job: Job, call: Call[PersistStep]) -> None:
+        """Make a step durable now; answered when it is."""
+        within_s, attempt = call.request.within_s, job.newest
         if attempt is None or not attempt.config.get("durable"):
             why = f'job {job.name!r} has no durable storage: connect with Config(durable="/a/shared/directory")'
             self.out.refuse(call, "ConfigError", why)
             return
-        if not isinstance(within_s, int | float) or not 0 < within_s <= WITHIN_MAX_S:
-            why = f"within {str(within_s)[:40]} s: the write must have some time, at most {WITHIN_MAX_S:g} s"
+        if not 0 < within_s <= WITHIN_MAX_S:
+            why = f"within {within_s:g} s: the write must have some time, at most {WITHIN_MAX_S:g} s"
             self.out.refuse(call, "ConfigError", why)
             return
-        step, refusal = self._named(job, None if number is None else int(number))
+        step, refusal = self._named(job, call.request.step)
         refusal = refusal if step is None else self._refusal(job, attempt, step)
         if step is None or refusal is not None:
             self.out.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no committed step")))
@@ -172,9 +174,9 @@ class Persists:
             if refusal is not None and refusal[0] == "ConfigError":
                 self.refuse(job, other, refusal)
 
-    def _answer(self, job: Job, step: StepId, call: Call, problem: str) -> None:
-        body = {"job": job.name, "attempt": step.attempt, "step": step.step, "is_durable": not problem}
-        self.out.answer(call, {**body, "problem": problem})
+    def _answer(self, job: Job, step: StepId, call: Call[PersistStep], problem: str) -> None:
+        at = {"attempt": step.attempt, "step": step.step}
+        self.out.answer(call, Persisted(job=job.name, **at, is_durable=not problem, problem=problem))
 
     def tick(self, now: float) -> None:
         """Check deadlines, retired steps, and markers that no host was asked for."""
@@ -187,7 +189,7 @@ class Persists:
                 if step in job.markers and not wish.is_looked_for and self.is_due(job, step):
                     wish.is_looked_for = self._look(job, step)
                 self._go_on(job, step, wish)
-                late = [call for call in wish.calls if now - call.since_s >= float(call.body["within_s"])]
+                late = [call for call in wish.calls if now - call.since_s >= call.request.within_s]
                 wish.calls = [call for call in wish.calls if call not in late]
                 for call in late:
                     self._answer(job, step, call, self.problem(job, step))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memstore.core.wire.orders import DurablePlace
 from recovery.inventory import ShardSpec, StepId
 
 Piece = tuple[int, int]  # rank, slice
@@ -18,6 +19,7 @@ class Write:
 
     step: StepId
     since_s: float
+    place: DurablePlace
     waits: dict[Piece, str]  # piece that is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
     phase: Literal["asking", "writing", "marking"] = "asking"

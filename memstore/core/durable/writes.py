@@ -21,15 +21,28 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commits import Steps
 from memstore.core.durable.keys import DurableKeys, chosen
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import place_of, storage_of
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
 from memstore.core.durable.write_state import MARKER, DurableState, Piece, Write
 from memstore.core.schedule.durable_interval import Decision, Every, next_durable, optimal_every, parse_every, retire
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body, shard_to_wire, spec_to_wire
-from recovery.inventory import DurableMarker, ShardId, StepId
+from memstore.core.wire.ids import WireShard, WireSpec, WireStep
+from memstore.core.wire.orders import (
+    AttemptMoment,
+    DurablePlace,
+    Lineage,
+    RankSpec,
+    RemoveStep,
+    RemoveTornStep,
+    SlicesOfShard,
+    StopWriting,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.reports import KeyNamed, MarkerWritten, SliceWritten, TornStepRemoved
+from recovery.inventory import DurableMarker, StepId
 from recovery.lineage import in_lineage
 
 FAILED_AGAIN_S = 60.0  # a step whose write failed may be written again after that, though no newer one was committed
@@ -116,12 +129,12 @@ class DurableOrders:
         if write is not None and write.step in job.retired and write.phase != "marking":
             self._tell_retired(job, write)
             self._stop(job, state)
-            self._remove(job, attempt, write.step, is_torn=False)
-        in_progress = state.active.step if state.active is not None else None
+            self._remove(job, write.place, write.step, is_torn=False)
+        in_progress, place = (state.active.step if state.active is not None else None), place_of(attempt.config)
         for step in sorted(job.torn - state.taken_back - {in_progress}):
             if now - state.ordered_back_s.get(step, -math.inf) < TAKE_BACK_S:
                 continue
-            if not self._remove(job, attempt, step, is_torn=True):
+            if place is None or not self._remove(job, place, step, is_torn=True):
                 return
             state.ordered_back_s[step] = now
             job.markers.pop(step, None)
@@ -132,16 +145,20 @@ class DurableOrders:
         why = f"it was retired: {job.retired[write.step]}"
         self.out.emit(DurableWriteEnded(job.name, write.step, "abandoned", write.since_s, why))
 
-    def _remove(self, job: Job, attempt: Attempt, step: StepId, *, is_torn: bool) -> bool:
+    def _remove(self, job: Job, place: DurablePlace, step: StepId, *, is_torn: bool) -> bool:
         """Have what storage holds of a step removed, the marker of a torn one too; False if no host is there."""
         able = [host for host in self.state.hosts.live_ids() if self.state.hosts.is_answering(host)]
         if able:
             host = min(able, key=self.states.of(job.name).stuck.__contains__)
-            self._tell(job, attempt, host, "remove", step, {"only_unmarked": not is_torn, "is_torn": is_torn})
+            row = WireStep.of(step)
+            if is_torn:
+                self.out.send(host, RemoveTornStep(job=job.name, durable=place, step=row))
+            else:
+                self.out.send(host, RemoveStep(job=job.name, durable=place, step=row, only_unmarked=True))
         return bool(able)
 
     def _start(self, now: float, job: Job, attempt: Attempt, state: DurableState, step: StepId) -> None:
-        write = Write(step, now, {}, {})
+        write = Write(step, now, storage_of(attempt.config), {}, {})
         state.active, state.last_started_s, state.last_started_step = write, now, step
         state.failed_s = math.inf
         self.keys.ask(job)
@@ -173,22 +190,25 @@ class DurableOrders:
             able = [host for host in able if host not in state.stuck] or able
             count = slices_count(spec)
             write.waits.update({(rank, number): able[number * len(able) // count] for number in range(count)})
-        self._order_slices(job, attempt, write, set(write.waits))
+        self._order_slices(job, write, set(write.waits))
 
     def _has_key(self, job: Job, write: Write, host: str) -> bool:
         return not write.key or self.keys.of(job.name).names.get(host) == write.key
 
-    def _order_slices(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece]) -> None:
+    def _order_slices(self, job: Job, write: Write, pieces: set[Piece]) -> None:
         """Send every host the `pieces` that it writes."""
         numbers: dict[str, dict[int, list[int]]] = {}
         for rank, number in sorted(pieces):
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
         for host, ranks in sorted(numbers.items()):
-            ids = {rank: ShardId(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
-            parts = [[shard_to_wire(ids[rank]), write.specs[rank].digest, mine] for rank, mine in ranks.items()]
-            self._tell(job, attempt, host, "parts", write.step, {"parts": parts, "key": write.key})
+            ids = {rank: WireShard(job.name, write.step.attempt, write.step.step, rank) for rank in ranks}
+            parts = [SlicesOfShard(ids[rank], write.specs[rank].digest, tuple(mine)) for rank, mine in ranks.items()]
+            order = WriteSlices(
+                job=job.name, durable=write.place, step=WireStep.of(write.step), parts=tuple(parts), key=write.key,
+            )  # fmt: skip
+            self.out.send(host, order)
 
-    def _move(self, job: Job, attempt: Attempt, write: Write, pieces: set[Piece], gone: str) -> bool:
+    def _move(self, job: Job, write: Write, pieces: set[Piece], gone: str) -> bool:
         """Give slices to other holders of their shards, the least busy first; False if some slice has none left."""
         for piece in sorted(pieces):
             write.failed.setdefault(piece, set()).add(gone)
@@ -199,12 +219,8 @@ class DurableOrders:
                 return False
             busy = list(write.waits.values())
             write.waits[piece] = min(able, key=busy.count)
-        self._order_slices(job, attempt, write, pieces)
+        self._order_slices(job, write, pieces)
         return True
-
-    def _tell(self, job: Job, attempt: Attempt, host: str, what: str, step: StepId, extra: Body) -> None:
-        body = {"job": job.name, "durable": place_of(attempt.config), "what": what, "step": [step.attempt, step.step]}
-        self.out.send(host, "persist", {**body, **extra})
 
     def _abandon(self, job: Job, state: DurableState, why: str) -> None:
         """Give the write up, which is no problem by itself: it may have made way for another one."""
@@ -225,39 +241,48 @@ class DurableOrders:
             self.persists.tried(job, state.active.step)
         if state.active is not None and job.newest is not None:
             for host in sorted(set(state.active.waits.values())):
-                self._tell(job, job.newest, host, "stop", state.active.step, {})
+                self.out.send(host, StopWriting(job=job.name, step=WireStep.of(state.active.step)))
         state.active = None
 
-    def persisted(self, now: float, host_id: str, body: Body) -> None:
-        """Take a host's report: it wrote a part or the marker, removed a torn step, or could not."""
-        job = self.state.jobs.get(str(body["job"]))
-        state = self.states.of(str(body["job"]))
+    def key_named(self, host_id: str, report: KeyNamed) -> None:
+        """A host named the key that it has, or said why it has none."""
+        self.keys.answered(host_id, report)
+        job = self.state.jobs.get(report.job)
+        if job is not None:
+            self.consider(self.state.now, job)
+
+    def torn_step_removed(self, host_id: str, report: TornStepRemoved) -> None:
+        """A host removed a torn step, or could not."""
+        step = report.step.id
+        if report.problem is None:
+            self.states.of(report.job).taken_back.add(step)
+            return
+        why = f"torn step {step.step} could not be removed from durable storage by {host_id}: {report.problem}"
+        self.out.log(f"job {report.job!r}: {why}", "warning")
+
+    def marker_written(self, host_id: str, report: MarkerWritten) -> None:
+        """A host wrote a marker, or could not."""
+        self.states.take_back_again(report.job, report.step.id)  # it was written after all, perhaps after the removal
+        self._written(host_id, report, MARKER)
+
+    def slice_written(self, host_id: str, report: SliceWritten) -> None:
+        """A host wrote a slice, or could not."""
+        self._written(host_id, report, (report.rank, report.number))
+
+    def _written(self, host_id: str, report: SliceWritten | MarkerWritten, piece: Piece) -> None:
+        job, now, step = self.state.jobs.get(report.job), self.state.now, report.step.id
+        state = self.states.of(report.job)
         write = state.active
-        step = StepId(int(body["step"][0]), int(body["step"][1]))
         attempt = job.newest if job is not None else None
-        if body["what"] == "key":
-            self.keys.answered(host_id, body)
-            if job is not None:
-                self.consider(now, job)
-            return
-        if body["what"] == "marker":
-            self.states.take_back_again(str(body["job"]), step)  # it was written after all, perhaps after the removal
-        if body["what"] == "remove":
-            if body["ok"]:
-                state.taken_back.add(step)
-            else:
-                why = f"torn step {step.step} could not be removed from durable storage by {host_id}: {body['why']}"
-                self.out.log(f"job {str(body['job'])!r}: {why}", "warning")
-            return
         if job is None or attempt is None or write is None or write.step != step:
             return
-        piece = (int(body["rank"]), int(body["slice"])) if body["what"] == "parts" else MARKER
         if write.waits.get(piece) != host_id:
             return  # another host was given the slice meanwhile; what this one wrote is the same
-        if body["ok"] and body["key"] != write.key:
-            body = {**body, "ok": False, "why": f"it was written under key {body['key']}, ordered was {write.key}"}
-        if not body["ok"]:
-            self._piece_failed(job, attempt, state, write, host_id, piece, body)
+        problem = report.problem
+        if problem is None and report.key != write.key:
+            problem = f"it was written under key {report.key}, ordered was {write.key}"
+        if problem is not None:
+            self._piece_failed(job, state, write, host_id, piece, problem, report.key)
             return
         del write.waits[piece]
         write.reported.add(host_id)
@@ -283,38 +308,39 @@ class DurableOrders:
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
                 state.changed[old] = self.states.calls_count
-                self._tell(job, attempt, host_id, "remove", old, {"only_unmarked": False})
+                remove = RemoveStep(job=job.name, durable=write.place, step=WireStep.of(old), only_unmarked=False)
+                self.out.send(host_id, remove)
         self.persists.written(job, step)
         self.retention.retain(job)
 
     def _piece_failed(
-        self, job: Job, attempt: Attempt, state: DurableState, write: Write, host_id: str, piece: Piece, body: Body
-    ) -> None:
+        self, job: Job, state: DurableState, write: Write, host_id: str, piece: Piece, problem: str,
+        key: str,
+    ) -> None:  # fmt: skip
         """Give a slice to another holder of its shard; the write is over if there is none."""
         if not any(host_id in hosts for hosts in write.failed.values()):  # once a host, not once a slice
-            why = f"durable write of step {write.step.step} failed on {host_id}: {body['why']}"
+            why = f"durable write of step {write.step.step} failed on {host_id}: {problem}"
             self.out.log(f"job {job.name!r}: {why}", "warning")
-        if piece != MARKER and self._move(job, attempt, write, {piece}, host_id):
+        if piece != MARKER and self._move(job, write, {piece}, host_id):
             return
-        self._fail(job, state, write, str(body["why"]))
-        self._tell(job, attempt, host_id, "remove", write.step, {"only_unmarked": True})  # full storage needs the room
-        if body["key"] != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
+        self._fail(job, state, write, problem)
+        order = RemoveStep(job=job.name, durable=write.place, step=WireStep.of(write.step), only_unmarked=True)
+        self.out.send(host_id, order)  # full storage needs the room
+        if key != write.key:  # the file was replaced meanwhile: the next write, at once, asks again
             state.last_started_s = state.last_started_step = None
 
     def _order_marker(self, job: Job, attempt: Attempt, host_id: str, write: Write) -> None:
         write.waits[MARKER] = host_id  # its death ends the write
         source = job.attempts.get(write.step.attempt, attempt)
-        self._tell(
-            job, attempt, host_id, "marker", write.step,
-            {
-                "key": write.key,
-                "specs": [[rank, spec_to_wire(spec)] for rank, spec in sorted(write.specs.items())],
-                "lineage": {
-                    "attempt": source.ordinal, "parent_attempt": source.parent, "parent_step": source.parent_step,
-                    "attempts": job.opened_moments(source.ordinal),
-                },
-            },
+        order = WriteMarker(
+            job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key,
+            specs=tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(write.specs.items())),
+            lineage=Lineage(
+                attempt=source.ordinal, parent_attempt=source.parent, parent_step=source.parent_step,
+                attempts=tuple(AttemptMoment(*moment) for moment in job.opened_moments(source.ordinal)),
+            ),
         )  # fmt: skip
+        self.out.send(host_id, order)
 
     def forget(self, name: str) -> None:
         """Forget a removed job: another one of its name begins without history."""
@@ -335,7 +361,7 @@ class DurableOrders:
             self._order_marker(job, attempt, others[0], write)
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}
-        if MARKER in owed or not self._move(job, attempt, write, owed, host_id):
+        if MARKER in owed or not self._move(job, write, owed, host_id):
             state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
             self._abandon(job, state, state.problem)
             state.last_started_step = None

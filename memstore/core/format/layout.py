@@ -17,18 +17,20 @@ allocates or reads by it: tensors lie inside their extents, extents inside the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgpack
+import msgspec
 
 from memstore.core.format.dtypes import DIMS_MAX, TORCH_ITEMSIZE, array_itemsize
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX
-from memstore.core.format.object_tree import INT_LIMIT, checked_count, checked_integer, checked_list, decode_node
+from memstore.core.format.object_tree import INT_LIMIT, Count, decode_node
 from memstore.errors import ProtocolError
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Flag:
@@ -66,6 +68,28 @@ class Layout:
     tensors: tuple[TensorSpec, ...]
     blobs: tuple[tuple[int, int], ...]
     tree: Any
+
+
+class _TensorRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    extent: Count | None
+    offset: Count
+    dtype: Any
+    shape: tuple[Count, ...]
+    strides: tuple[Annotated[int, msgspec.Meta(gt=-INT_LIMIT, lt=INT_LIMIT)], ...] | None
+    flags: Annotated[int, msgspec.Meta(ge=0, le=31)]
+    device: Annotated[str, msgspec.Meta(max_length=32)] | None
+
+
+class _LayoutRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    format: int
+    nbytes: Count
+    extents: tuple[tuple[Count, Count], ...]
+    tensors: tuple[_TensorRow, ...]
+    blobs: tuple[tuple[Count, Count], ...]
+    tree: Any
+
+
+_ROW = msgspec.msgpack.Decoder(_LayoutRow)
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -133,6 +157,25 @@ def pieces(offset: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, in
         done += size
 
 
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Cut items, in order, into batches of at most `most_bytes`, or of one item.
+
+    >>> list(batches([3, 1, 5, 1], lambda nbytes: nbytes, 4))
+    [[3, 1], [5], [1]]
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if batch and total + nbytes > most_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
+
+
 def encode_layout(nbytes: int, extents: list[Any], tensors: list[Any], blobs: list[Any], tree: Any) -> bytes:
     """Return the layout's bytes. The caller compares their length with `LAYOUT_BYTES_MAX`."""
     data: bytes = msgpack.packb([FORMAT, nbytes, extents, tensors, blobs, tree], use_bin_type=True)
@@ -148,80 +191,57 @@ def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
     if len(data) > LAYOUT_BYTES_MAX:
         raise ProtocolError(f"a layout of {len(data)} bytes is over the limit of {LAYOUT_BYTES_MAX}")
     try:
-        row = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except Exception as error:  # msgpack raises half a dozen unrelated types for bad bytes
-        raise ProtocolError(f"{len(data)} bytes are not a layout: {type(error).__name__}: {error}") from None
-    try:
-        return _layout(row)
-    except ValueError as error:
-        raise ProtocolError(f"a layout of {len(data)} bytes is malformed: {error}") from None
+        return _layout(_ROW.decode(data))
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"{len(data)} bytes are not a layout: {error}") from None
 
 
-def _layout(row: Any) -> Layout:
-    form, nbytes, extents, tensors, blobs, tree = checked_list(row, 6, "layout")
-    if form != FORMAT:
-        raise ValueError(f"format {str(form)[:20]} is not {FORMAT}, the one this memstore reads")
-    checked_count(nbytes, "stream size")
-    ranges = tuple(_range(item) for item in checked_list(extents, None, "extents"))
-    texts = tuple(_range(item) for item in checked_list(blobs, None, "blobs"))
+def _layout(row: _LayoutRow) -> Layout:
+    if row.format != FORMAT:
+        raise ValueError(f"format {row.format} is not {FORMAT}, the one this memstore reads")
     end = 0
-    for offset, size in ranges + texts:
-        if offset < end or offset + size > nbytes or size == 0:
-            raise ValueError(f"{size} bytes at {offset} overlap what comes before or pass the stream's end at {nbytes}")
+    for offset, size in row.extents + row.blobs:
+        if offset < end or offset + size > row.nbytes or size == 0:
+            raise ValueError(
+                f"{size} bytes at {offset} overlap what comes before or pass the stream's end at {row.nbytes}"
+            )
         end = offset + size
-    specs = tuple(_tensor(item, ranges) for item in checked_list(tensors, None, "tensors"))
-    return Layout(
-        nbytes, ranges, specs, texts, decode_node(tree, [bool(spec.flags & Flag.ARRAY) for spec in specs], len(texts))
-    )
+    specs = tuple(_tensor(item, row.extents) for item in row.tensors)
+    tree = decode_node(row.tree, [bool(spec.flags & Flag.ARRAY) for spec in specs], len(row.blobs))
+    return Layout(row.nbytes, row.extents, specs, row.blobs, tree)
 
 
-def _range(item: Any) -> tuple[int, int]:
-    offset, size = checked_list(item, 2, "range")
-    return checked_count(offset, "offset"), checked_count(size, "size")
-
-
-def _tensor(item: Any, extents: Sequence[tuple[int, int]]) -> TensorSpec:
-    extent, offset, dtype, dims, steps, bits, device = checked_list(item, 7, "tensor")
-    flags = checked_count(bits, "tensor flags") & 31
-    if flags != bits:
-        raise ValueError(f"tensor flags {bits} are unknown")
-    if device is not None and (type(device) is not str or len(device) > 32):
-        raise ValueError("a tensor's device is not a short name")
-    if flags & Flag.ARRAY:
-        itemsize = array_itemsize(dtype)
-    elif type(dtype) is str and dtype in TORCH_ITEMSIZE:
-        itemsize = TORCH_ITEMSIZE[dtype]
-    else:
-        raise ValueError(f"{str(dtype)[:40]!r} is not a tensor dtype that can be stored")
-    shape = tuple(checked_count(size, "dimension") for size in checked_list(dims, None, "shape"))
+def _tensor(row: _TensorRow, extents: Sequence[tuple[int, int]]) -> TensorSpec:
+    is_array = row.flags & Flag.ARRAY
+    if not is_array and (type(row.dtype) is not str or row.dtype not in TORCH_ITEMSIZE):
+        raise ValueError(f"{str(row.dtype)[:40]!r} is not a tensor dtype that can be stored")
+    itemsize = array_itemsize(row.dtype) if is_array else TORCH_ITEMSIZE[row.dtype]
+    shape, strides = row.shape, row.strides
     if len(shape) > DIMS_MAX or math.prod(size or 1 for size in shape) * max(itemsize, 1) > INT_LIMIT:
         raise ValueError(f"a tensor has {len(shape)} dimensions or more than {INT_LIMIT} bytes")
-    if steps is None:
+    if strides is None:
         strides = row_major(shape, itemsize)
-    else:
-        strides = tuple(checked_integer(step, "stride") for step in checked_list(steps, len(shape), "strides"))
-        _check_strides(strides, itemsize, flags)
-    spec = TensorSpec(extent, offset, dtype, itemsize, shape, strides, steps is None, flags, device)
+    elif len(strides) != len(shape):
+        raise ValueError(f"a tensor has {len(strides)} strides and {len(shape)} dimensions")
+    elif not is_array and any(stride < 0 or stride % itemsize for stride in strides):
+        raise ValueError(f"a tensor has strides {list(strides)} that are negative or no multiple of {itemsize} bytes")
+    spec = TensorSpec(
+        row.extent, row.offset, row.dtype, itemsize, shape, strides, row.strides is None, row.flags, row.device
+    )
     _check_bounds(spec, extents)
     return spec
-
-
-def _check_strides(strides: Sequence[int], itemsize: int, flags: int) -> None:
-    if not flags & Flag.ARRAY and any(stride < 0 or stride % itemsize for stride in strides):
-        raise ValueError(f"a tensor has strides {list(strides)} that are negative or no multiple of {itemsize} bytes")
 
 
 def _check_bounds(spec: TensorSpec, extents: Sequence[tuple[int, int]]) -> None:
     is_empty = 0 in spec.shape or spec.itemsize == 0
     if is_empty != (spec.extent is None):
         raise ValueError(f"a tensor of shape {list(spec.shape)} has elements but no bytes, or bytes but no elements")
-    offset = checked_count(spec.offset, "tensor offset")
     if spec.extent is None:
         return
-    if checked_count(spec.extent, "extent index") >= len(extents):
+    if spec.extent >= len(extents):
         raise ValueError(f"a tensor names extent {spec.extent} of {len(extents)}")
     low, high = byte_span(spec.shape, spec.strides, spec.itemsize)
-    nbytes = extents[spec.extent][1]
+    offset, nbytes = spec.offset, extents[spec.extent][1]
     if offset + low < 0 or offset + high > nbytes:
         raise ValueError(f"a tensor reaches from {offset + low} to {offset + high} in an extent of {nbytes} bytes")
     if not spec.flags & Flag.ARRAY and offset % spec.itemsize:

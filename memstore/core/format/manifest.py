@@ -11,9 +11,8 @@ layout, all chunk digests joined].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import msgpack
+import msgspec
 import xxhash
 
 from memstore.config import check_name
@@ -26,7 +25,7 @@ CHUNK_BYTES_MAX = 1 << 30
 LAYOUT_BYTES_MAX = 64 << 20  # plain objects live in the layout: 64 MiB is some 10 million numbers
 MANIFEST_BYTES_MAX = 2 * LAYOUT_BYTES_MAX  # a layout and the digests of a 16 TiB shard in 4 MiB chunks
 _INT_LIMIT = 1 << 62
-_FIELDS_COUNT = 10
+_ROW = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, int, int, int, bytes, bytes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
             f"{manifest.chunk_bytes}; every chunk but the last must be full"
         )
     shard = manifest.shard
-    row = [manifest.format, shard.job, shard.attempt, shard.step, shard.rank, manifest.world_size, manifest.nbytes]
-    row += [manifest.chunk_bytes, manifest.layout, b"".join(chunk.digest for chunk in manifest.chunks)]
-    data: bytes = msgpack.packb(row, use_bin_type=True)
+    row = (manifest.format, shard.job, shard.attempt, shard.step, shard.rank, manifest.world_size, manifest.nbytes)
+    data = msgspec.msgpack.encode(
+        (*row, manifest.chunk_bytes, manifest.layout, b"".join(chunk.digest for chunk in manifest.chunks))
+    )
     if len(data) > MANIFEST_BYTES_MAX:
         raise ManifestMismatch(
             f"manifest of {shard} takes {len(data)} bytes, the limit is {MANIFEST_BYTES_MAX}; use larger chunks"
@@ -108,10 +108,12 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
         ProtocolError: `data` is not a manifest, or passes a limit.
         ManifestMismatch: it is one, of another format or with numbers that contradict each other.
     """
-    row = _unpack(data)
-    types = (int, str, int, int, int, int, int, int, bytes, bytes)
-    if len(row) != len(types) or any(type(item) is not kind for item, kind in zip(row, types, strict=True)):
-        raise ProtocolError(f"a manifest has {len(types)} fields of fixed types; these {len(data)} bytes have others")
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise ProtocolError(f"a manifest of {len(data)} bytes is over the limit of {MANIFEST_BYTES_MAX}")
+    try:
+        row = _ROW.decode(data)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"{len(data)} bytes are not a manifest: {error}") from None
     form, job, attempt, step, rank, world_size, nbytes, chunk_bytes, layout, digests = row
     if not (0 <= nbytes < _INT_LIMIT and 0 < chunk_bytes <= CHUNK_BYTES_MAX):
         raise ManifestMismatch(f"manifest has nbytes={nbytes}, chunk_bytes={chunk_bytes} (at most {CHUNK_BYTES_MAX})")
@@ -126,29 +128,6 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
     manifest = Manifest(ShardId(job, attempt, step, rank), world_size, layout, nbytes, chunk_bytes, chunks, format=form)
     _check(manifest)
     return manifest
-
-
-def _unpack(data: bytes | bytearray | memoryview) -> list[Any]:
-    if len(data) > MANIFEST_BYTES_MAX:
-        raise ProtocolError(f"a manifest of {len(data)} bytes is over the limit of {MANIFEST_BYTES_MAX}")
-    arrays: list[list[Any]] = []
-
-    def flat(row: list[Any]) -> list[Any]:
-        # An array costs 80 times its encoded byte: the outer one is the only one that there is.
-        arrays.append(row)
-        if len(arrays) > 1:
-            raise ValueError("an array inside the array")
-        return row
-
-    try:
-        row = msgpack.unpackb(
-            data, raw=False, list_hook=flat, max_array_len=_FIELDS_COUNT, max_map_len=0, max_ext_len=0
-        )
-    except Exception as error:  # msgpack raises half a dozen unrelated types for bad bytes
-        raise ProtocolError(f"{len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
-    if not isinstance(row, list):
-        raise ProtocolError(f"{len(data)} bytes are not a manifest: the outermost value is a {type(row).__name__}")
-    return row
 
 
 def _check(manifest: Manifest) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from memstore.core.format.dtypes import array_itemsize
 
 INT_LIMIT = 1 << 62
+Count = Annotated[int, msgspec.Meta(ge=0, lt=INT_LIMIT)]
 NESTING_MAX = 100  # containers inside containers; a level takes up to five of Python's 1000 stack frames
 _INLINE_BYTES_MAX = 1 << 20
 
@@ -67,7 +70,7 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
     if len(item) not in (2, 3):
         raise ValueError(f"a node of {len(item)} items is neither [tag, data] nor [tag, data, children]")
     tag, data = _tag(item[0]), item[1]
-    below = checked_list(item[2], None, "children") if len(item) == 3 else []
+    below = _checked_list(item[2], None, "children") if len(item) == 3 else []
     _SHAPES[tag](data, len(below))
     if tag in (Tag.TENSOR, Tag.ARRAY):
         if data >= len(are_arrays) or are_arrays[data] != (tag is Tag.ARRAY):
@@ -83,21 +86,14 @@ def _tag(number: Any) -> Tag:
     return Tag(number)
 
 
-def checked_count(value: Any, what: str) -> int:
+def _checked_count(value: Any, what: str) -> int:
     """Return `value` if it is a whole number from 0 up; else ValueError."""
     if type(value) is not int or not 0 <= value < INT_LIMIT:
         raise ValueError(f"{what} {str(value)[:40]} is not a whole number from 0 to {INT_LIMIT}")
     return value
 
 
-def checked_integer(value: Any, what: str) -> int:
-    """Return `value` if it is an integer of moderate size; else ValueError."""
-    if type(value) is not int or abs(value) >= INT_LIMIT:
-        raise ValueError(f"{what} {str(value)[:40]} is not a whole number under {INT_LIMIT}")
-    return value
-
-
-def checked_list(value: Any, length: int | None, what: str) -> list[Any]:
+def _checked_list(value: Any, length: int | None, what: str) -> list[Any]:
     """Return `value` if it is a list, of `length` items unless None; else ValueError."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise ValueError(f"{what} is not a list" + ("" if length is None else f" of {length} items"))
@@ -126,12 +122,12 @@ def _default(data: Any, count: int) -> None:
 
 
 def _index(data: Any, count: int) -> None:
-    checked_count(data, "tensor index")
+    _checked_count(data, "tensor index")
     _require(count == 0, "a leaf")
 
 
 def _scalar(data: Any, count: int) -> None:
-    dtype, raw = checked_list(data, 2, "numpy scalar")
+    dtype, raw = _checked_list(data, 2, "numpy scalar")
     _require(count == 0 and type(raw) is bytes and len(raw) == array_itemsize(dtype), "a numpy scalar of its size")
 
 
@@ -142,7 +138,7 @@ def _array_dtype(data: Any, count: int) -> None:
 
 def _bytes(data: Any, count: int) -> None:
     is_inline = type(data) is bytes and len(data) <= _INLINE_BYTES_MAX
-    _require(count == 0 and (is_inline or checked_count(data, "blob index") >= 0), "bytes or a blob")
+    _require(count == 0 and (is_inline or _checked_count(data, "blob index") >= 0), "bytes or a blob")
 
 
 def _complex(data: Any, count: int) -> None:
@@ -154,13 +150,13 @@ def _name(data: Any, count: int) -> None:
 
 
 def _member(data: Any, count: int) -> None:
-    name, member = checked_list(data, 2, "enum member")
+    name, member = _checked_list(data, 2, "enum member")
     _require(count == 0 and type(name) is str and type(member) in (str, int), "an enum member")
 
 
 def _record(data: Any, count: int) -> None:
-    name, fields = checked_list(data, 2, "record")
-    names = checked_list(fields, None, "fields")
+    name, fields = _checked_list(data, 2, "record")
+    names = _checked_list(fields, None, "fields")
     _require(type(name) is str and len(names) == count, "a record with a value for every field")
     _require(all(type(field) is str for field in names) and len(set(names)) == count, "a record of distinct fields")
 
@@ -170,16 +166,16 @@ def _subclass(data: Any, count: int) -> None:
 
 
 def _dtensor(data: Any, count: int) -> None:
-    ranks, shape, names, placements, size, strides = checked_list(data, 6, "DTensor")
+    ranks, shape, names, placements, size, strides = _checked_list(data, 6, "DTensor")
     for numbers in (ranks, shape, size, strides):
-        for number in checked_list(numbers, None, "DTensor numbers"):
-            checked_count(number, "DTensor number")
+        for number in _checked_list(numbers, None, "DTensor numbers"):
+            _checked_count(number, "DTensor number")
     if names is not None:
         _require(
-            all(type(name) is str for name in checked_list(names, len(shape), "mesh names")),
+            all(type(name) is str for name in _checked_list(names, len(shape), "mesh names")),
             "a mesh of named dimensions",
         )
-    checked_list(placements, len(shape), "placements")
+    _checked_list(placements, len(shape), "placements")
     _require(count == 1, "a DTensor of one local tensor")
 
 

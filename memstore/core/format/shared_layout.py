@@ -1,7 +1,7 @@
 """The layout of a shared shard: the shared part, the rank's own part, and the ranks that wrote it. Pure (R34).
 
     stream    [shared state | zeros up to a chunk | own state]     a rank that does not copy has its own state alone
-    layout    no tensors; its tree is a dict that holds the two states' own layouts, each over its part of the stream
+    layout    no tensors; its tree is a dict of one key, under which lie the fields of a `NaturalLayout`, packed
 
 The shared part ends where a chunk ends, so that equal shared states are equal chunks on all ranks.
 """
@@ -10,51 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.core.format.manifest import Manifest
-from memstore.core.format.object_tree import Node, Tag, checked_count
+from memstore.core.format.object_tree import Count, Node, Tag
 from memstore.core.format.tensor_paths import tensor_paths
 from memstore.errors import ProtocolError
 
 NATURAL_KEY = "memstore.client.shared_shard"
-FORMAT = 1
 _PIECE_BYTES = 1 << 20  # of bytes in a tree
 _HEAD_BYTES = 64  # the key stands there: nothing but the size and three empty tables comes before the tree
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One state in the stream: its layout, its first chunk, its bytes."""
 
     layout: bytes
-    first_chunk: int
-    nbytes: int
+    first_chunk: Count
+    nbytes: Count
 
     def chunks_count(self, chunk_bytes: int) -> int:
         """The number of its chunks."""
         return -(-self.nbytes // chunk_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class NaturalLayout:
+class NaturalLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one rank of a shard stored."""
 
-    shard: int
-    shards: int
-    copiers: tuple[int, ...]  # ranks whose shards hold the shared state
-    roster: tuple[tuple[int, ...], ...]  # copiers by shard; of rank 0 only
+    shard: Count
+    shards: Count
+    copiers: tuple[Count, ...]  # ranks whose shards hold the shared state
+    roster: tuple[tuple[Count, ...], ...]  # copiers by shard; of rank 0 only
     shared: Part | None
     own: Part
+    format: Literal[2] = 2
 
     def encode(self, nbytes: int) -> bytes:
-        """Return the layout of a stream of `nbytes`."""
-        fields: dict[str, Any] = {
-            NATURAL_KEY: FORMAT, "shard": self.shard, "shards": self.shards, "copiers": self.copiers,
-            "roster": self.roster, "shared": _packed(self.shared), "own": _packed(self.own),
-        }  # fmt: skip
-        return encode_layout(nbytes, [], [], [], _node(fields))
+        """Return the layout of a stream of `nbytes`: its tree has these fields packed, in pieces."""
+        packed = msgspec.msgpack.encode(self)
+        pieces = [[Tag.BYTES, packed[at : at + _PIECE_BYTES]] for at in range(0, len(packed), _PIECE_BYTES)]
+        return encode_layout(nbytes, [], [], [], [Tag.DICT, None, [NATURAL_KEY, [Tag.LIST, None, pieces]]])
 
     @classmethod
     def decode(cls, manifest: Manifest) -> NaturalLayout | None:
@@ -66,77 +64,31 @@ class NaturalLayout:
         if manifest.layout.find(NATURAL_KEY.encode(), 0, _HEAD_BYTES) < 0:
             return None
         layout = decode_layout(manifest.layout)
+        tree: Any = layout.tree
         if layout.tensors or layout.blobs or layout.nbytes != manifest.nbytes:
             return None  # a state that has such a key
+        if not isinstance(tree, Node) or tree.tag is not Tag.DICT or tree.children[:1] != (NATURAL_KEY,):
+            return None
         try:
-            fields = _plain(layout.tree)
-            if not isinstance(fields, dict) or NATURAL_KEY not in fields:
-                return None
-            if fields[NATURAL_KEY] != FORMAT:
-                raise ValueError(f"format {str(fields[NATURAL_KEY])[:20]} is not {FORMAT}")
-            return cls._checked(fields, manifest)
-        except (LookupError, TypeError, ValueError) as error:
+            natural = _DECODER.decode(b"".join(piece.data for piece in tree.children[1].children))
+            natural._check(manifest)
+        except (AttributeError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise ProtocolError(f"the layout of {manifest.shard} is malformed: {error}") from None
-
-    @classmethod
-    def _checked(cls, fields: dict[str, Any], manifest: Manifest) -> NaturalLayout:
-        natural = cls(
-            checked_count(fields["shard"], "shard"), checked_count(fields["shards"], "shards"),
-            tuple(checked_count(rank, "copier") for rank in fields["copiers"]),
-            tuple(tuple(checked_count(rank, "copier") for rank in ranks) for ranks in fields["roster"]),
-            _part(fields["shared"], manifest), _own(fields["own"], manifest),
-        )  # fmt: skip
-        ranks = {*natural.copiers, *(rank for row in natural.roster for rank in row)}
-        if not natural.copiers or any(rank >= manifest.world_size for rank in ranks):
-            raise ValueError(f"copiers {sorted(ranks)[:10]} of {manifest.world_size} ranks")
-        if natural.shard >= natural.shards or len(natural.roster) not in (0, natural.shards):
-            raise ValueError(f"shard {natural.shard} of {natural.shards}, {len(natural.roster)} of them with copiers")
         return natural
 
-
-def _packed(part: Part | None) -> list[Any] | None:
-    if part is None:
-        return None
-    pieces = [part.layout[at : at + _PIECE_BYTES] for at in range(0, len(part.layout), _PIECE_BYTES)]
-    return [pieces, part.first_chunk, part.nbytes]
-
-
-def _own(value: Any, manifest: Manifest) -> Part:
-    part = _part(value, manifest)
-    if part is None:
-        raise ValueError("it has no part of its own")
-    return part
+    def _check(self, manifest: Manifest) -> None:
+        ranks = {*self.copiers, *(rank for row in self.roster for rank in row)}
+        if not self.copiers or any(rank >= manifest.world_size for rank in ranks):
+            raise ValueError(f"copiers {sorted(ranks)[:10]} of {manifest.world_size} ranks")
+        if self.shard >= self.shards or len(self.roster) not in (0, self.shards):
+            raise ValueError(f"shard {self.shard} of {self.shards}, {len(self.roster)} of them with copiers")
+        for part in (self.shared, self.own):
+            end = part.first_chunk * manifest.chunk_bytes + part.nbytes if part is not None and part.nbytes else 0
+            if end > manifest.nbytes:
+                raise ValueError(f"a part ends at byte {end}, the stream at {manifest.nbytes}")
 
 
-def _part(value: Any, manifest: Manifest) -> Part | None:
-    if value is None:
-        return None
-    pieces, first_chunk, nbytes = value
-    part = Part(b"".join(pieces), checked_count(first_chunk, "first chunk"), checked_count(nbytes, "size"))
-    if nbytes and first_chunk * manifest.chunk_bytes + nbytes > manifest.nbytes:
-        raise ValueError(f"{nbytes} bytes from chunk {first_chunk} pass the stream's end at {manifest.nbytes}")
-    return part
-
-
-def _node(value: Any) -> Any:
-    if isinstance(value, dict):
-        return [Tag.DICT, None, [item for key, child in value.items() for item in (key, _node(child))]]
-    if isinstance(value, list | tuple):
-        return [Tag.LIST, None, [_node(item) for item in value]]
-    return [Tag.BYTES, value] if isinstance(value, bytes) else value
-
-
-def _plain(node: Any) -> Any:
-    if not isinstance(node, Node):
-        return node
-    if node.tag is Tag.DICT:
-        keys, values = node.children[::2], node.children[1::2]
-        return {_plain(key): _plain(value) for key, value in zip(keys, values, strict=True)}
-    if node.tag is Tag.LIST:
-        return [_plain(child) for child in node.children]
-    if node.tag is Tag.BYTES and isinstance(node.data, bytes):
-        return node.data
-    raise ValueError(f"a {node.tag.name.lower()} stands in it")
+_DECODER = msgspec.msgpack.Decoder(NaturalLayout)
 
 
 # -- which tensors differ ---------------------------------------------------------------------------

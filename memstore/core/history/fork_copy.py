@@ -13,7 +13,10 @@ from memstore.core.cluster.job import Attempt, Call, Job, Seat
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.calls import ForkJob
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import ForkedShard, LookAtCopies, MakeFork
+from memstore.core.wire.replies import Forked
 from recovery.inventory import Copy, ShardId, StepId
 
 MAKE_AGAIN_S = 2.0  # an order may have died with a holder, or found no room for a manifest
@@ -27,7 +30,7 @@ class ForkMaking:
         self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, room: Reservations
     ) -> None:
         self.state, self.out, self.journal, self.view, self.room = state, out, journal, view, room
-        self.waiting: dict[str, list[Call]] = {}  # by new job: for it to be whole
+        self.waiting: dict[str, list[Call[ForkJob]]] = {}  # by new job: for it to be whole
         self.ordered_s: dict[str, float] = {}
 
     def apply(self, fact: JobForked, *, is_replay: bool) -> None:
@@ -123,7 +126,7 @@ class ForkMaking:
         if from_step in origin.torn and torn not in self.journal.log.unapplied():
             self.journal.record(torn)
 
-    def _answer(self, job: Job, call: Call) -> None:
+    def _answer(self, job: Job, call: Call[ForkJob]) -> None:
         fact = job.origin
         if fact is None:
             return
@@ -131,30 +134,32 @@ class ForkMaking:
         nbytes = sum(next(iter(hosts.values())).spec.nbytes for hosts in copies.values())
         self.out.answer(
             call,
-            {
-                "job": fact.job, "attempt": fact.attempt, "step": fact.step, "from_job": fact.from_job,
-                "from_attempt": fact.from_attempt, "shards": fact.world_size, "nbytes": nbytes,
-                "copies": min((len(hosts) for hosts in copies.values()), default=0),
-            },
+            Forked(
+                job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
+                from_attempt=fact.from_attempt, shards=fact.world_size, nbytes=nbytes,
+                copies=min((len(hosts) for hosts in copies.values()), default=0),
+            ),
         )  # fmt: skip
 
     def order(
-        self, job: Job, origin: Job, step: StepId, where: dict[int, list[str]], *, call: int = 0
+        self, job: Job, origin: Job, step: StepId, where: dict[int, list[str]], *, call: int | None = None
     ) -> set[str]:  # fmt: skip
         """Order hosts to look at their copies (with a call), or to make the fork's over the same slots."""
         if job.newest is None:
             return set()
         attempt = job.origin.attempt if job.origin is not None else job.newest.ordinal
-        orders: dict[str, list[list[Any]]] = {}
+        orders: dict[str, list[ForkedShard]] = {}
         for rank, hosts in where.items():
             shard = ShardId(origin.name, step.attempt, step.step, rank)
             new = ShardId(job.name, attempt, step.step, rank)
             for host in hosts:
-                item = [shard_to_wire(shard), origin.commits[step].digests[rank], shard_to_wire(new)]
+                item = ForkedShard(WireShard.of(shard), origin.commits[step].digests[rank], WireShard.of(new))
                 orders.setdefault(host, []).append(item)
         for host, shards in sorted(orders.items()):
-            body = {"job": job.name, "call": call, "what": "look" if call else "make", "shards": shards}
-            self.out.send(host, "fork", body)
+            if call is not None:
+                self.out.send(host, LookAtCopies(job=job.name, call=call, shards=tuple(shards)))
+            else:
+                self.out.send(host, MakeFork(job=job.name, shards=tuple(shards)))
         return set(orders)
 
     def forget(self, name: str) -> None:

@@ -24,7 +24,9 @@ from memstore.core.durable.paths import place_of
 from memstore.core.history.fork_copy import ForkMaking, stand_in
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body
+from memstore.core.wire.calls import ForkJob
+from memstore.core.wire.orders import GiveUpFork
+from memstore.core.wire.reports import CopiesLookedAt
 from memstore.errors import ConfigError
 from placement.domains import is_finer
 from recovery.inventory import StepId
@@ -47,15 +49,14 @@ class Forks:
 
     # -- asked --------------------------------------------------------------------------------
 
-    def ask(self, job: Job, call: Call) -> None:
+    def ask(self, job: Job, call: Call[ForkJob]) -> None:
         """Fork a step of a job under a new name; asked again with the same nonce it is the same fork."""
-        name, nonce = call.body.get("new_job"), str(call.body["nonce"])
+        name, nonce = call.request.new_job, call.request.nonce
         try:
             check_name("job", name)
         except ConfigError as error:
             self.out.refuse(call, "ConfigError", str(error))
             return
-        name = str(name)
         known, pending = self.state.jobs.get(name), self.state.pending_forks.get(name)
         if pending is not None and pending.nonce == nonce:
             pending.calls.append(call)
@@ -77,12 +78,12 @@ class Forks:
         asked, pending.is_listing = pending, True
         self.markers.ask(call.host_id, name, durable, lambda why: self._markers_listed(asked, why))
 
-    def _find(self, job: Job, name: str, call: Call) -> tuple[StepId | None, Refusal | None]:
+    def _find(self, job: Job, name: str, call: Call[ForkJob]) -> tuple[StepId | None, Refusal | None]:
         if name in self.state.jobs or name in self.state.pending_forks:
             return None, self._exists(name)
         step, refusal = named_step(
-            job, None if call.body["step"] is None else int(call.body["step"]), call.body.get("of_attempt"),
-            among={*job.commits, *job.markers}, option="attempt= or --attempt",
+            job, call.request.step, call.request.of_attempt, among={*job.commits, *job.markers},
+            option="attempt= or --attempt",
         )  # fmt: skip
         if step is None:
             return None, refusal
@@ -178,15 +179,15 @@ class Forks:
         pending.found = {rank: {} for rank in ranks}
         pending.waits = self.making.order(pending.job, origin, pending.step, where, call=pending.number)
 
-    def looked(self, host: str, body: Body) -> None:
+    def looked(self, host: str, report: CopiesLookedAt) -> None:
         """Take a host's report: the origin's shards that it has whole, and their digests under the new name."""
-        pending = self.state.pending_forks.get(str(body["job"]))
-        if pending is None or pending.number != body["call"] or host not in pending.waits:
+        pending = self.state.pending_forks.get(report.job)
+        if pending is None or pending.number != report.call or host not in pending.waits:
             return
         pending.waits.discard(host)
-        for rank, digest, lacking in body["shards"]:
-            if not lacking and int(rank) in pending.found:
-                pending.found[int(rank)][host] = str(digest)
+        for shard in report.shards:
+            if not shard.lacking and shard.rank in pending.found:
+                pending.found[shard.rank][host] = shard.digest
         self._progress(pending)
 
     def _progress(self, pending: PendingFork) -> None:
@@ -239,9 +240,8 @@ class Forks:
         job = pending.job
         self.state.pending_forks.pop(job.name, None)
         for host in sorted(pending.claimed):
-            removed = [job.name, max(job.attempts)]
             # The name and the number are free again: the next job of this name is not fenced by it.
-            self.out.send(host, "drop", {"shards": [], "removed": removed, "is_refused_fork": True})
+            self.out.send(host, GiveUpFork(job=job.name, attempt=max(job.attempts)))
         for call in pending.calls:
             self.out.refuse(call, error, why)
 

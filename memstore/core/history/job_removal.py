@@ -22,7 +22,10 @@ from memstore.core.history.fork_request import Forks
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
-from memstore.core.wire.messages import Body
+from memstore.core.wire.calls import RemoveJob
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import DropJob
+from memstore.core.wire.replies import LostPin, Removed
 from recovery.inventory import StepId
 
 CHECK_AGAIN_S = 600.0
@@ -85,9 +88,9 @@ class JobRemoval:
         is_used = is_read or bool(self.state.holds.in_use(job)) or bool(self.forks.unfinished(job))
         return is_joining or is_used
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[RemoveJob]) -> None:
         """Drop every copy of a job in RAM, and its facts."""
-        name = str(call.body.get("job", ""))
+        name = call.request.job
         is_story = name in self.state.stories.keys() - self.state.jobs.keys()
         job = Job(name) if is_story else job_of(self.state, self.out, call)
         if job is None:
@@ -95,7 +98,7 @@ class JobRemoval:
         attempt = job.newest
         seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
         alive = [s for s in seats if s.is_alive and self.state.hosts.is_live(s.host_id)]
-        if alive and not call.body.get("force"):
+        if alive and not call.request.force:
             seat = alive[0]
             self.out.refuse(
                 call, "JobBusyError",
@@ -111,25 +114,25 @@ class JobRemoval:
                 "or remove that one first",
             )  # fmt: skip
             return
-        if job.pins and not call.body.get("force"):
+        if job.pins and not call.request.force:
             self.out.refuse(
                 call, "JobBusyError",
                 f"job {job.name!r} has pins that would be lost with it: {listed_pins(job)}. Take them back with "
                 f"`memstore unpin {job.name} NAME`, or pass --force as well",
             )  # fmt: skip
             return
-        pins = [[name, pin.attempt, pin.step] for name, pin in sorted(job.pins.items())]
-        self.remove(job, (call, {"job": job.name, "pins": pins}))
+        pins = [LostPin(name, pin.attempt, pin.step) for name, pin in sorted(job.pins.items())]
+        self.remove(job, (call, Removed(job=job.name, pins=pins)))
 
-    def remove(self, job: Job, *waiting: tuple[Call, Body], story: str = "") -> None:
+    def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], story: str = "") -> None:
         """Record the end of a job, with the reason if a rule drops it; answer waiting calls once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]
         fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
         if fact not in unapplied:
             self.journal.record(fact)
-        for call, body in waiting:
-            self.waiters.add(fact, call, body)
+        for call, reply in waiting:
+            self.waiters.add(fact, call, reply)
 
     def forget(self, name: str) -> None:
         """Forget the checks of a removed job."""
@@ -156,7 +159,8 @@ class JobRemoval:
         if is_replay:
             return
         copies = job.copies.items() if job is not None else ()
-        shards = [[fact.job, s.attempt, s.step, rank] for s, ranks in copies for rank in ranks]
+        shards = tuple(WireShard(fact.job, s.attempt, s.step, rank) for s, ranks in copies for rank in ranks)
+        order = DropJob(job=fact.job, attempt=fact.attempt, shards=shards)
         for host in state.hosts.live_ids():
-            self.out.send(host, "drop", {"shards": shards, "removed": [fact.job, fact.attempt]})
-        self.waiters.fill(fact, {"shards": len(shards)})
+            self.out.send(host, order)
+        self.waiters.fill(fact, shards=len(shards))

@@ -16,6 +16,7 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.history.job_removal import JobRemoval
 from memstore.core.journal.replication import Journal
+from memstore.core.wire.orders import ForgetStory, KeepStory
 from recovery.inventory import StepId
 
 GRACE_S = 600.0  # for a launch to come after the last of the job's hosts; at most the time that makes an orphan
@@ -95,7 +96,7 @@ class Orphans:
         """Take the jobs that a host remembers; order it to forget those that went on, or were removed, since."""
         for name, story in stories.items():
             if name in self.ended or self._goes_on(name):
-                self.out.send(host, "dropped", {"job": name, "story": ""})
+                self.out.send(host, ForgetStory(job=name))
             else:
                 self.state.stories.setdefault(name, story)
 
@@ -108,22 +109,22 @@ class Orphans:
             self.ended.discard(fact.job)
             self.state.stories[fact.job] = fact.story
         if fact.story != before and not is_replay:
-            self._tell_all(fact.job, fact.story)
+            self._send_all(KeepStory(job=fact.job, story=fact.story) if fact.story else ForgetStory(job=fact.job))
 
     def begun(self, name: str) -> None:
         """Drop the removal record if an opened attempt or a commit goes on without the removed steps."""
         if name in self.state.stories and self._goes_on(name):
             del self.state.stories[name]
-            self._tell_all(name, "")
+            self._send_all(ForgetStory(job=name))
 
     def greet(self, host: str) -> None:
         """Send a host the removal records that it may have missed."""
         for name, story in self.state.stories.items():
-            self.out.send(host, "dropped", {"job": name, "story": story})
+            self.out.send(host, KeepStory(job=name, story=story))
 
-    def _tell_all(self, name: str, story: str) -> None:
+    def _send_all(self, order: KeepStory | ForgetStory) -> None:
         for host in self.state.hosts.live_ids():
-            self.out.send(host, "dropped", {"job": name, "story": story})
+            self.out.send(host, order)
 
     def _goes_on(self, name: str) -> bool:
         """Return whether a launch of the job asked to start over, or has committed something."""

@@ -16,7 +16,8 @@ from memstore.core.cluster.step_lookup import named_step, why_not_whole
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
-from memstore.core.wire.messages import Body
+from memstore.core.wire.calls import PinStep, UnpinStep
+from memstore.core.wire.replies import PinNoted
 from memstore.errors import ConfigError
 from recovery.inventory import StepId
 
@@ -42,18 +43,17 @@ class Pins:
 
     # -- pin ----------------------------------------------------------------------------------
 
-    def pin(self, job: Job, call: Call) -> None:
+    def pin(self, job: Job, call: Call[PinStep]) -> None:
         """Name a step of a job; asked again with the same step it is the same pin."""
-        body, attempt = call.body, job.newest
+        request, attempt = call.request, job.newest
         try:
-            name = check_name("pin", body.get("name"))
+            name = check_name("pin", request.name)
         except ConfigError as error:
             self.out.refuse(call, "ConfigError", str(error))
             return
         step, refusal = named_step(
-            job, None if body["step"] is None else int(body["step"]), body.get("of_attempt"),
-            among={*job.commits, *job.markers}, option="attempt= or --attempt",
-        )  # fmt: skip
+            job, request.step, request.of_attempt, among={*job.commits, *job.markers}, option="attempt= or --attempt"
+        )
         if step is None or attempt is None:
             what = f"job {job.name!r} has copies and no attempt: connect to it first"
             self.out.refuse(call, *(refusal or ("RecoveryError", what)))
@@ -118,9 +118,9 @@ class Pins:
 
     # -- unpin --------------------------------------------------------------------------------
 
-    def unpin(self, job: Job, call: Call) -> None:
+    def unpin(self, job: Job, call: Call[UnpinStep]) -> None:
         """Take a name back."""
-        name = str(call.body.get("name"))
+        name = call.request.name
         pin, fact = job.pins.get(name), StepUnpinned(job.name, name)
         if pin is None:
             have = listed_pins(job) or "none"
@@ -141,9 +141,9 @@ class Pins:
         if job.newest is not None:
             self.room.order(job, job.newest)
 
-    def _wait(self, call: Call, fact: Fact, pin: StepPinned) -> None:
+    def _wait(self, call: Call[PinStep] | Call[UnpinStep], fact: Fact, pin: StepPinned) -> None:
         self.waiters.add(fact, call, _answer(pin))
 
 
-def _answer(pin: StepPinned) -> Body:
-    return {"job": pin.job, "name": pin.name, "attempt": pin.attempt, "step": pin.step}
+def _answer(pin: StepPinned) -> PinNoted:
+    return PinNoted(job=pin.job, name=pin.name, attempt=pin.attempt, step=pin.step)

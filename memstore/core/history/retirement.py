@@ -10,6 +10,8 @@ from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import job_of
+from memstore.core.wire.calls import RetireStep
+from memstore.core.wire.replies import Noted
 from recovery.inventory import StepId
 
 
@@ -19,16 +21,16 @@ class Retirement:
     def __init__(self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, rounds: Rounds) -> None:
         self.state, self.out, self.journal, self.waiters, self.rounds = state, out, journal, waiters, rounds
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[RetireStep]) -> None:
         """Retire a step: by command, or because its rank saw that it is torn (R25)."""
-        job, body = job_of(self.state, self.out, call), call.body
+        job, request = job_of(self.state, self.out, call), call.request
         if job is None:
             return
-        is_torn, reason = body.get("is_torn") is True, str(body["reason"]) or "somebody said so"
-        fact = StepRetired(job.name, int(body["attempt"]), int(body["step"]), reason, is_torn)
+        reason = request.reason or "somebody said so"
+        fact = StepRetired(job.name, request.attempt, request.step, reason, request.is_torn)
         if not self.waiters.is_awaited(fact):
             self.journal.record(fact)
-        self.waiters.add(fact, call, {}, is_done_by_removal=True)
+        self.waiters.add(fact, call, Noted(), is_done_by_removal=True)
 
     def apply(self, fact: StepRetired) -> None:
         """Answer the call: the fact is replicated, so a successor has it too (R16)."""

@@ -9,14 +9,17 @@ Calls that cannot wait are no effects: a report is queued, and a pin is released
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.wire.codec import Request
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
+from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -77,12 +80,21 @@ class Stop:
 
 
 class Link(Protocol):
-    """The connection of a rank's process, by which it hands its puts over."""
+    """The connection of a rank's process, or of a tool, to its host's holder."""
 
+    nonce: str
     owner: Owner
-    job: str
+    job: str  # "": a tool's
     rank: int
+    attempt: int
+    parent: str  # nonce of the rank's process, if this is a child of it (R20)
+    pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
+    pin_numbers: Iterator[int]
     is_retired: bool  # the same process came back on another link and sends unsealed puts again
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether it can be sent anything."""
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -122,6 +134,13 @@ class Reach(Effect):
     """Give the Peer of a host; PeerUnreachable if the controller's view does not have it."""
 
     host: str
+
+
+@dataclass(frozen=True)
+class BeginConnect(Effect):
+    """Begin to open the streams to a job's targets, which its next put needs; give a function: whether that is over."""
+
+    job: str
 
 
 @dataclass(frozen=True)
@@ -166,7 +185,7 @@ class ReceiveChunks(Effect):
 class ReadDurableManifest(Effect):
     """Give the manifest of a shard in durable storage; IntegrityError if it is not there as it was put."""
 
-    place: Body
+    place: DurablePlace
     shard: ShardId
     spec: ShardSpec
 
@@ -175,7 +194,7 @@ class ReadDurableManifest(Effect):
 class ReceiveDurable(Effect):
     """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
 
-    place: Body
+    place: DurablePlace
     draft: IncomingReplica
     spec: ShardSpec
     chunks: Sequence[int]
@@ -186,7 +205,7 @@ class ReceiveDurable(Effect):
 class OpenDurable(Effect):
     """Give the Storage of a job, under the key that is in this host's key file now."""
 
-    place: Body
+    place: DurablePlace
 
 
 @dataclass(frozen=True)
@@ -221,20 +240,20 @@ class WriteSlice(Effect):
 
 
 @dataclass(frozen=True)
-class WriteMarker(Effect):
+class StoreMarker(Effect):
     """Write the marker of a step; IntegrityError unless all of its parts are there."""
 
-    place: Body
+    place: DurablePlace
     job: str
     marker: DurableMarker
-    lineage: Body
+    lineage: Lineage
 
 
 @dataclass(frozen=True)
 class RemoveDurable(Effect):
     """Remove a step from durable storage: its marker first."""
 
-    place: Body
+    place: DurablePlace
     job: str
     step: StepId
     only_unmarked: bool
@@ -244,21 +263,46 @@ class RemoveDurable(Effect):
 class SweepDurable(Effect):
     """Remove what abandoned writes of a job left behind before a step."""
 
-    place: Body
+    place: DurablePlace
     job: str
     step: StepId
 
 
 @dataclass(frozen=True)
-class ListMarkers(Effect):
-    """Give the fields of the report on a job's markers; with `check` also which parts of that step are missing."""
+class MarkersFound:
+    """What durable storage has of a job."""
 
-    place: Body
+    key: str  # the name of the key that this host has
+    records: Sequence[MarkerRecord]
+    damaged: str  # what is wrong with markers that are there and say nothing
+    lacks: str  # what is missing of the step that was to be checked
+
+
+@dataclass(frozen=True)
+class ReadMarkers(Effect):
+    """Give the MarkersFound of a job; with `check` also which parts of that step are missing."""
+
+    place: DurablePlace
     job: str
     check: StepId | None
 
 
 # -- this host's memory -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnStore(Effect):
+    """Call the store where that may digest, wait or unlink files; give what the call returns."""
+
+    call: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ClaimRoom(Effect):
+    """Reserve room for a job, and tell its ranks how far that is; CapacityError, with numbers, if it cannot be."""
+
+    job: str
+    share: PeerShare
 
 
 @dataclass(frozen=True)
@@ -336,7 +380,7 @@ class CompareSample(Effect):
 
     slots: Sequence[int]
     nbytes: int
-    seen: Body
+    seen: SlotSample
 
 
 @dataclass(frozen=True)
@@ -362,8 +406,7 @@ class DigestAndStore(Effect):
     """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
-    body: Body  # of the hand-over
-    slots: Sequence[int]
+    ready: PutReady
     fresh: FreshSource
 
 
@@ -396,15 +439,6 @@ class GiveUpPut(Effect):
 
 
 @dataclass(frozen=True)
-class TellFenced(Effect):
-    """Notify processes of older attempts that they are refused; not members of the new attempt."""
-
-    job: str
-    attempt: int
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class AnswerFence(Effect):
     """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
 
@@ -416,35 +450,59 @@ class AnswerFence(Effect):
 
 
 @dataclass(frozen=True)
-class TellLevel(Effect):
-    """Send the rank that handed a put over the level of its ticket."""
+class TellWelcome(Effect):
+    """Tell a rank that its link is taken, and which of the slots that it holds are not its own any more."""
 
     link: Link
-    attempt: int
-    step: int
-    level: str
-    reason: str
+    stale: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Tell(Effect):
+    """Send a rank a message; a link that cannot take it ends, and comes back."""
+
+    link: Link
+    message: HolderEvent
 
 
 @dataclass(frozen=True)
 class Grant(Effect):
-    """Lease a rank what its share allows now that a put of it is over."""
+    """Lease a rank what its share allows (`ranks.lease`), and tell it, in the order of its leases."""
 
     link: Link
 
 
 @dataclass(frozen=True)
-class TellReplicated(Effect):
-    """Notify the rank that put a shard that every one of its targets has sealed it."""
+class CloseLink(Effect):
+    """End a link."""
 
-    shard: ShardId
+    link: Link
+
+
+@dataclass(frozen=True)
+class ForgetProcess(Effect):
+    """Forget a process that is gone: its calls, its offers; room that no job has reserved can be given back."""
+
+    owner: Owner
+
+
+@dataclass(frozen=True)
+class ForgetJob(Effect):
+    """Forget what is known here of the attempts of a removed job, up to one.
+
+    If `is_refused_fork`, the job was never there: its name is free again.
+    """
+
+    job: str
+    attempt: int
+    is_refused_fork: bool
 
 
 @dataclass(frozen=True)
 class OpenHerald(Effect):
     """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
-    stream: Sequence[Any] | None  # the reader's nonce, and its number of the read
+    listener: ChunkListener | None
     manifest: bytes
     draft: IncomingReplica
 

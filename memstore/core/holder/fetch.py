@@ -28,7 +28,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import Body, shard_to_wire, spec_from_wire
+from memstore.core.wire.orders import Bring, DurablePlace, StageShard
 from memstore.core.wire.peer_messages import FetchManifest, ManifestFound, Verified, Verify
 from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, TransportError
 from recovery.inventory import ShardId
@@ -44,10 +44,9 @@ def deadline_s(state: HolderState) -> float:
     return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
-def may_wait(state: HolderState, body: Body, until_s: float) -> Steps[bool]:
+def may_wait(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
     """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
-    number = int(body["round"])
-    is_newest = number < 0 or state.stages.newest.get((str(body["job"]), int(body["rank"]))) == number
+    is_newest = not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) == order.round
     if not is_newest or state.now() >= until_s or state.is_stopping():
         return False
     yield Sleep(RETRY_S)
@@ -55,7 +54,7 @@ def may_wait(state: HolderState, body: Body, until_s: float) -> Steps[bool]:
 
 
 def manifest(
-    state: HolderState, body: Body, shard: ShardId, digest: str, until_s: float
+    state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
 ) -> Steps[tuple[bytes | None, set[str]]]:
     """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
 
@@ -70,21 +69,21 @@ def manifest(
             pass  # its file here was damaged: any other copy's manifest serves as well
         finally:
             state.store.unpin(*pinned)
-    return (yield from brought_manifest(state, body, shard, digest, until_s))
+    return (yield from brought_manifest(state, order, shard, digest, until_s))
 
 
 def brought_manifest(
-    state: HolderState, body: Body, shard: ShardId, digest: str, until_s: float
+    state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
 ) -> Steps[tuple[bytes | None, set[str]]]:
     """Get the manifest as `manifest` does, but from another host or durable storage."""
-    sources = [str(h) for h in body["holders"] if h != state.host_id]
-    sources += [DURABLE] if body.get("durable") else []
+    sources = [host for host in order.holders if host != state.host_id]
+    sources += [DURABLE] if order.durable is not None else []
     lacking: set[str] = set()
     while True:
         problems = []
         for source in sources:
             try:
-                return (yield from _manifest_of(body, source, shard, digest)), lacking
+                return (yield from _manifest_of(order, source, shard, digest)), lacking
             except IntegrityError:
                 lacking.add(source)
             except TransportError as exc:
@@ -92,20 +91,20 @@ def brought_manifest(
         if not problems:
             return None, lacking
         sources = [s for s in sources if s not in lacking]
-        if not (yield from may_wait(state, body, until_s)):
-            raise PeerUnreachable(f"no source gave the manifest of {shard_to_wire(shard)}: {'; '.join(problems)}")
+        if not (yield from may_wait(state, order, until_s)):
+            raise PeerUnreachable(f"no source gave the manifest of {shard}: {'; '.join(problems)}")
 
 
-def _manifest_of(body: Body, source: str, shard: ShardId, digest: str) -> Steps[bytes]:
+def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Steps[bytes]:
     """Return the manifest that a source has, checked against the shard's digest (R14)."""
     if source == DURABLE:
-        return (yield ReadDurableManifest(body["durable"], shard, spec_from_wire(body["spec"])))  # type: ignore[no-any-return]
+        return (yield ReadDurableManifest(_storage(order), shard, order.spec.spec))  # type: ignore[no-any-return]
     peer = yield Reach(source)
     found: ManifestFound = yield Ask(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
     data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
-            f"the manifest of {shard_to_wire(shard)} from host {source} has digest {shard_digest(data)}, "
+            f"the manifest of {shard} from host {source} has digest {shard_digest(data)}, "
             f"expected {digest}",
             shard=str(shard), holder=source,
         )  # fmt: skip
@@ -114,7 +113,7 @@ def _manifest_of(body: Body, source: str, shard: ShardId, digest: str) -> Steps[
 
 def chunks(
     state: HolderState,
-    body: Body,
+    order: Bring,
     draft: IncomingReplica,
     sizes: list[int],
     until_s: float,
@@ -126,13 +125,13 @@ def chunks(
     """
     wanted: dict[str, list[int]] = {}
     missing = set(draft.missing)
-    for tier, source, first, count in body["runs"]:
-        if tier != "local":
-            lacking = [i for i in range(first, first + count) if i in missing]
-            wanted.setdefault(source or DURABLE, []).extend(lacking)
+    for run in order.runs:
+        if run.tier != "local":
+            lacking = [i for i in range(run.first, run.first + run.count) if i in missing]
+            wanted.setdefault(run.source or DURABLE, []).extend(lacking)
     sources = [source for source, indices in wanted.items() if indices]
     fetches = [
-        _from_planned(state, body, source, draft, wanted[source][:: -1 if notifier else 1], sizes, until_s)
+        _from_planned(state, order, source, draft, wanted[source][:: -1 if notifier else 1], sizes, until_s)
         for source in sources
     ]
     found = yield Together(fetches, notifier)
@@ -142,7 +141,7 @@ def chunks(
 
 def _from_planned(
     state: HolderState,
-    body: Body,
+    order: Bring,
     source: str,
     draft: IncomingReplica,
     indices: list[int],
@@ -153,7 +152,7 @@ def _from_planned(
 
     Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
     """
-    others = [str(h) for h in body["holders"] if h not in (source, state.host_id)]
+    others = [host for host in order.holders if host not in (source, state.host_id)]
     turns = [source] * SOURCE_TRIES + (others if source != DURABLE else [])
     lost: set[int] = set()
     problem = ""
@@ -161,7 +160,7 @@ def _from_planned(
         host = turns[turn % len(turns)]
         todo = [i for i in indices if draft.slots[i] is None and i not in lost]
         try:
-            lacking = yield from _from(body, host, draft, todo, sizes)
+            lacking = yield from _from(order, host, draft, todo, sizes)
             problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
         except IntegrityError:
             lacking = todo
@@ -172,23 +171,29 @@ def _from_planned(
             lost.update(lacking)
         if all(draft.slots[i] is not None or i in lost for i in indices):
             return sorted(lost), ""
-        if not (yield from may_wait(state, body, until_s if turn + 1 >= len(turns) else float("inf"))):
+        if not (yield from may_wait(state, order, until_s if turn + 1 >= len(turns) else float("inf"))):
             break
     return sorted(lost), problem
 
 
-def _from(body: Body, host: str, draft: IncomingReplica, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
+def _from(order: Bring, host: str, draft: IncomingReplica, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
     """Pull chunks into the draft; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
     the peer's word (R25). What the peer holds undamaged stays open in the draft, to be asked for again.
     """
-    spec = spec_from_wire(body["spec"])
+    spec = order.spec.spec
     if host == DURABLE:
-        return (yield ReceiveDurable(body["durable"], draft, spec, indices, sizes))  # type: ignore[no-any-return]
+        return (yield ReceiveDurable(_storage(order), draft, spec, indices, sizes))  # type: ignore[no-any-return]
     peer = yield Reach(host)
     bad = yield ReceiveChunks(peer, draft, spec.digest, indices)
     if not bad:
         return []
     answer: Verified = yield Ask(peer, Verify(shard=WireShard.of(draft.shard), digest=spec.digest))
     return sorted(set(answer.missing).intersection(bad))
+
+
+def _storage(order: Bring) -> DurablePlace:
+    if order.durable is None:
+        raise IntegrityError(f"{order.shard.id} is planned from durable storage, and its job has none")
+    return order.durable

@@ -10,20 +10,25 @@ holds anyway, of any shard, is referenced, not fetched (R13). The reader digests
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
 from memstore.core.holder.effects import EnsureFree, OpenDraft, Steps, VerifySlots, WaitFor
 from memstore.core.holder.state import Excerpt, HolderState
-from memstore.core.wire.messages import Body, shard_from_wire, spec_from_wire
+from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
+TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
-def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
+def stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
     If other readers have the room, the read gives its chunks back and waits; only one read waits at a time.
@@ -33,7 +38,7 @@ def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
         IntegrityError: the shard has no such chunks.
     """
     with contextlib.suppress(CapacityError):
-        return (yield from _stage(state, body))
+        return (yield from _stage(state, order))
     excerpts = state.excerpts
     yield WaitFor(lambda: not excerpts.is_tight)
     excerpts.is_tight = True
@@ -41,35 +46,35 @@ def stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
         until_s = fetch.deadline_s(state)
         while True:
             try:
-                return (yield from _stage(state, body))
+                return (yield from _stage(state, order))
             except CapacityError:
-                if not (yield from fetch.may_wait(state, body, until_s)):
+                if not (yield from fetch.may_wait(state, order, until_s)):
                     raise
     finally:
         excerpts.is_tight = False
 
 
-def _stage(state: HolderState, body: Body) -> Steps[dict[str, list[int]]]:
-    shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
-    wanted = _wanted(shard, body["chunks"], spec.chunks_count)
+def _stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
+    shard, spec = order.shard.id, order.spec.spec
+    wanted = _wanted(shard, order.chunks, spec.chunks_count)
     until_s = fetch.deadline_s(state)
-    data, lack_all = yield from fetch.manifest(state, body, shard, spec.digest, until_s)
+    data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
     if data is None:
         return {source: list(wanted) for source in lack_all or {state.host_id}}
     chunks = decode_manifest(data).chunks
-    name = f"read-{-int(body['round'])}"
+    name = f"read-{order.read}"
     digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
-    draft = yield OpenDraft(name, shard, digests, sizes, int(body["attempt"]), wanted)
+    draft = yield OpenDraft(name, shard, digests, sizes, order.attempt, wanted)
     is_kept = False
     try:
         yield VerifySlots(_held(draft))  # what this host holds already is good, or it is fetched like the rest
         yield EnsureFree(len(draft.missing))
-        bad, problems = yield from fetch.chunks(state, _elsewhere(state, body), draft, sizes, until_s)
+        bad, problems = yield from fetch.chunks(state, _elsewhere(state, order), draft, sizes, until_s)
         if draft.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))
         if draft.missing:
             return bad or {state.host_id: draft.missing}
-        state.excerpts.known[int(body["round"])] = Excerpt(name, draft, data, state.now() + PIN_S)
+        state.excerpts.known[order.read] = Excerpt(name, draft, data, state.now() + TAKE_S)
         is_kept = True
         return {}
     finally:
@@ -82,21 +87,21 @@ def _held(draft: IncomingReplica) -> list[int]:
     return sorted({slot for slot in (draft.slots[i] for i in draft.wanted) if slot is not None})
 
 
-def _elsewhere(state: HolderState, body: Body) -> Body:
+def _elsewhere(state: HolderState, order: ReadChunks) -> ReadChunks:
     """Return the order with another holder, if there is one, as the source of chunks that were planned from here."""
-    others = [str(h) for h in body["holders"] if h != state.host_id]
+    others = [host for host in order.holders if host != state.host_id]
     if not others:
-        return body
-    runs = [["peer", others[0], first, count] if tier == "local" else [tier, source, first, count]
-            for tier, source, first, count in body["runs"]]  # fmt: skip
-    return {**body, "runs": runs}
+        return order
+    runs = (Run("peer", others[0], run.first, run.count) if run.tier == "local" else run for run in order.runs)
+    return structs.replace(order, runs=tuple(runs))
 
 
 def take(state: HolderState, number: int) -> Excerpt:
-    """Return the replica that was staged for a read. IntegrityError if it is gone."""
+    """Pin a read's staged chunks for its reader. IntegrityError if they are gone."""
     excerpt = state.excerpts.known.get(number)
     if excerpt is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
+    state.excerpts.known[number] = replace(excerpt, deadline_s=state.now() + PIN_S)
     return excerpt
 
 
@@ -115,12 +120,12 @@ def expire(state: HolderState) -> None:
             release(state, number)
 
 
-def _wanted(shard: ShardId, runs: list[list[int]], chunks_count: int) -> tuple[int, ...]:
+def _wanted(shard: ShardId, runs: Sequence[ChunkRange], chunks_count: int) -> tuple[int, ...]:
     """Return the chunks of runs; IntegrityError if the shard has no such chunk."""
-    for first, count in runs:
-        if first < 0 or count < 0 or first + count > chunks_count:
+    for first, count in ((run.first, run.count) for run in runs):
+        if first + count > chunks_count:
             raise IntegrityError(
                 f"{shard} has {chunks_count} chunks, the reader asks for {count} from chunk {first}: the metadata that "
                 "names them is not of this shard"
             )
-    return tuple(sorted({i for first, count in runs for i in range(first, first + count)}))
+    return tuple(sorted({i for run in runs for i in range(run.first, run.first + run.count)}))

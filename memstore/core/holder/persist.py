@@ -8,85 +8,106 @@ The chunks of a slice are copied first: a pin that is held while storage hangs w
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.durable.marker_format import row_of
 from memstore.core.holder.effects import (
     CopySlice,
-    ListMarkers,
+    Effect,
     LoadManifest,
+    MarkersFound,
     OpenDurable,
+    ReadMarkers,
     RemoveDurable,
     SliceTurn,
     Steps,
     Stop,
+    StoreMarker,
     SweepDurable,
     Unexpected,
     Verify,
     WaitFor,
     Warn,
-    WriteMarker,
     WriteSlice,
 )
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import Body, shard_from_wire, spec_from_wire
+from memstore.core.wire.orders import (
+    ListMarkers,
+    NameKey,
+    RemoveStep,
+    RemoveTornStep,
+    StopWriting,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.reports import (
+    KeyNamed,
+    MarkersListed,
+    MarkersUnread,
+    MarkerWritten,
+    SliceWritten,
+    TornStepRemoved,
+)
 from memstore.errors import IntegrityError, MemstoreError
-from recovery.inventory import DurableMarker, ShardId, StepId
+from recovery.inventory import DurableMarker, ShardId
 
 
-def stop(state: HolderState, body: Body) -> None:
+def stop(state: HolderState, order: StopWriting) -> None:
     """Write nothing more of a step."""
-    state.stops.setdefault(_key(body), Stop()).is_set = True
+    state.stops.setdefault((order.job, order.step.id), Stop()).is_set = True
 
 
-def slices(state: HolderState, body: Body) -> list[Steps[None]]:
+def slices(state: HolderState, order: WriteSlices) -> list[Steps[None]]:
     """Return the procedures that write the pieces of an order; those of another step of the job stop."""
-    job, step = key = _key(body)
+    job, step = key = order.job, order.step.id
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
     if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
     mark = state.stops[key]
     return [
-        _slice(state, body, shard_from_wire(shard), str(digest), int(number), mark)
-        for shard, digest, numbers in body["parts"]
-        for number in numbers
+        _slice(state, order, part.shard.id, part.digest, number, mark)
+        for part in order.parts
+        for number in part.numbers
     ]
 
 
-def _slice(state: HolderState, body: Body, shard: ShardId, digest: str, number: int, mark: Stop) -> Steps[None]:
+def _slice(state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop) -> Steps[None]:
     """Write one slice and report it; report nothing if it is not wanted any more."""
-    report = {**_report(body), "rank": shard.rank, "slice": number}
+    report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=order.key, problem=None)
     try:
-        if not (yield from _written(state, body, shard, digest, number, mark, report)):
+        if not (yield from _is_wanted(state, order, shard, digest, number, mark)):
             return
+        storage = yield OpenDurable(order.durable)
+        if storage.key != order.key:
+            key, asked = storage.key, order.key
+            why = f"durable_key_file has key {key} here, ordered was {asked}: put the same file on all hosts"
+            report = msgspec.structs.replace(report, key=key, problem=why)
+        else:
+            shelved, manifest, chunks = yield from _copied(state, shard, digest, number)
+            if not (yield WriteSlice(storage, shard, shelved.spec, number, manifest, chunks, mark)):
+                return
     except MemstoreError as exc:
-        report.update(ok=False, why=str(exc))
+        report = msgspec.structs.replace(report, problem=str(exc))
     except Exception as exc:
         yield Unexpected("durable write", exc)
-        report.update(ok=False, why=repr(exc))
-    state.report("persisted", report)
+        report = msgspec.structs.replace(report, problem=repr(exc))
+    state.report(report)
 
 
-def _written(
-    state: HolderState, body: Body, shard: ShardId, digest: str, number: int, mark: Stop, report: Body
+def _is_wanted(
+    state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop
 ) -> Steps[bool]:
-    """Write one slice, or note in the report why not; return False if it is not wanted any more."""
+    """Wait for a slice's turn; return False if it is not wanted any more."""
     if mark.is_set:
         return False
     pinned = state.store.pin(shard, digest)
-    if pinned is not None:
-        state.store.unpin(*pinned)  # its turn may be far off
-        wait_s = yield SliceTurn(str(body["job"]), pinned[0], number, body["durable"]["bytes_per_s"])
-        if (yield WaitFor(lambda: mark.is_set or state.is_stopping(), wait_s)):
-            return False
-    storage = yield OpenDurable(body["durable"])
-    if storage.key != body["key"]:
-        why = f"durable_key_file has key {storage.key} here, ordered was {body['key']}: put the same file on all hosts"
-        report.update(key=storage.key, ok=False, why=why)
+    if pinned is None:
         return True
-    shelved, manifest, chunks = yield from _copied(state, shard, digest, number)
-    return (yield WriteSlice(storage, shard, shelved.spec, number, manifest, chunks, mark))  # type: ignore[no-any-return]
+    state.store.unpin(*pinned)  # its turn may be far off
+    wait_s = yield SliceTurn(order.job, pinned[0], number, order.durable.bytes_per_s)
+    return not (yield WaitFor(lambda: mark.is_set or state.is_stopping(), wait_s))
 
 
 def _copied(
@@ -109,83 +130,74 @@ def _copied(
         state.store.unpin(shelved, pin)
 
 
-def marker(state: HolderState, body: Body) -> Steps[None]:
+def marker(state: HolderState, order: WriteMarker) -> Steps[None]:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
-    step = _step(body)
-    specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-    record = DurableMarker(step, len(specs), specs, body["key"])
-    if (yield from _reported(state, body, WriteMarker(body["durable"], str(body["job"]), record, body["lineage"]))):
-        yield from _quietly(SweepDurable(body["durable"], str(body["job"]), step))
+    step, place, specs = order.step.id, order.durable, {row.rank: row.spec.spec for row in order.specs}
+    record = DurableMarker(step, len(specs), specs, order.key)
+    problem = yield from _problem_of(StoreMarker(place, order.job, record, order.lineage))
+    state.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
+    if problem is None:
+        yield from _quietly(SweepDurable(place, order.job, step))
 
 
-def remove(state: HolderState, body: Body) -> Steps[None]:
-    """Remove a step from durable storage; report it only of a torn step, for which the controller waits."""
-    order = RemoveDurable(body["durable"], str(body["job"]), _step(body), bool(body["only_unmarked"]))
-    if body.get("is_torn"):
-        yield from _reported(state, body, order)
-    else:
-        yield from _quietly(order)
+def remove(order: RemoveStep) -> Steps[None]:
+    """Remove a step from durable storage."""
+    yield from _quietly(RemoveDurable(order.durable, order.job, order.step.id, order.only_unmarked))
 
 
-def say_key(state: HolderState, body: Body) -> Steps[None]:
+def remove_torn(state: HolderState, order: RemoveTornStep) -> Steps[None]:
+    """Remove a torn step from durable storage and report it: the controller waits for that."""
+    problem = yield from _problem_of(RemoveDurable(order.durable, order.job, order.step.id, only_unmarked=False))
+    state.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
+
+
+def say_key(state: HolderState, order: NameKey) -> Steps[None]:
     """Report the name of the key that is in this host's key file now."""
-    report = _report(body)
+    key, problem = "", None
     try:
-        report["key"] = (yield OpenDurable(body["durable"])).key
+        key = (yield OpenDurable(order.durable)).key
     except MemstoreError as exc:
-        report.update(ok=False, why=str(exc))
+        problem = str(exc)
     except Exception as exc:
         yield Unexpected("durable key", exc)
-        report.update(ok=False, why=repr(exc))
-    state.report("persisted", report)
+        problem = repr(exc)
+    state.report(KeyNamed(job=order.job, key=key, problem=problem))
 
 
-def markers(state: HolderState, body: Body) -> Steps[None]:
+def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
     """List the durable markers of a job, and report them with the faults of the others."""
-    report: Body = {"job": body["job"], "call": body["call"], "ok": True, "why": "", "markers": [], "key": ""}
-    report["lacks"] = ""
+    step = order.check.id if order.check is not None else None
     try:
-        check = body.get("check")
-        step = StepId(*map(int, check)) if check is not None else None
-        report.update((yield ListMarkers(body["durable"], str(body["job"]), step)))
+        found: MarkersFound = yield ReadMarkers(order.durable, order.job, step)
     except MemstoreError as exc:
-        report.update(ok=False, why=str(exc))
+        why = str(exc)
     except Exception as exc:
         yield Unexpected("durable markers", exc)
-        report.update(ok=False, why=repr(exc))
-    state.report("markers", report)
+        why = repr(exc)
+    else:
+        rows = tuple(row_of(record) for record in found.records)
+        report = MarkersListed(
+            job=order.job, call=order.call, markers=rows, key=found.key, damaged=found.damaged, lacks=found.lacks
+        )
+        state.report(report)
+        return
+    state.report(MarkersUnread(job=order.job, call=order.call, why=why))
 
 
-def _reported(state: HolderState, body: Body, order: Any) -> Steps[bool]:
-    """Have an order carried out and report its end; True if it was."""
-    report = _report(body)
+def _problem_of(effect: Effect) -> Steps[str | None]:
+    """Have an effect carried out; return why it could not be, or None."""
     try:
-        yield order
+        yield effect
     except MemstoreError as exc:
-        report.update(ok=False, why=str(exc))
+        return str(exc)
     except Exception as exc:
         yield Unexpected("durable write", exc)
-        report.update(ok=False, why=repr(exc))
-    state.report("persisted", report)
-    return bool(report["ok"])
+        return repr(exc)
+    return None
 
 
-def _quietly(order: Any) -> Steps[None]:
+def _quietly(effect: Effect) -> Steps[None]:
     try:
-        yield order
+        yield effect
     except MemstoreError as exc:
         yield Warn(f"durable clean-up: {exc}")
-
-
-def _step(body: Body) -> StepId:
-    return StepId(int(body["step"][0]), int(body["step"][1]))
-
-
-def _key(body: Body) -> tuple[str, StepId]:
-    return str(body["job"]), _step(body)
-
-
-def _report(body: Body) -> Body:
-    """Return the report that an order was carried out."""
-    report = {key: body[key] for key in ("job", "what", "step")}
-    return {**report, "rank": -1, "slice": 0, "ok": True, "why": "", "key": body.get("key", "")}

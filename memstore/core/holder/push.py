@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     Ask,
     AwaitDigest,
@@ -23,12 +24,10 @@ from memstore.core.holder.effects import (
     Sleep,
     Source,
     Steps,
-    TellReplicated,
     Unexpected,
 )
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.peer_messages import (
     Abort,
     Admitted,
@@ -40,6 +39,7 @@ from memstore.core.wire.peer_messages import (
     Refused,
     Seal,
 )
+from memstore.core.wire.reports import PushFailed
 from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
@@ -91,13 +91,12 @@ def run(state: HolderState, push: Push) -> Steps[None]:
     finally:
         waiting = state.pushes.under_way.pop((push.shard, push.target), [])
     if why:
-        shard = shard_to_wire(push.shard)
-        state.report("push_failed", {"shard": shard, "target": push.target, "why": why, "is_final": is_final})
+        state.report(PushFailed(shard=WireShard.of(push.shard), target=push.target, why=why, is_final=is_final))
         return
     for replication in waiting:
         replication.left.discard(push.target)
         if not replication.left:
-            yield TellReplicated(replication.shard)
+            yield from ranks.tell_replicated(state, replication.shard)
 
 
 def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:

@@ -12,11 +12,10 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import chunk_sizes
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     AnswerFence,
     CompareSample,
@@ -29,16 +28,13 @@ from memstore.core.holder.effects import (
     OpenFresh,
     Replicate,
     Steps,
-    TellFenced,
-    TellLevel,
-    TellReplicated,
     Unexpected,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.core.wire.measured import seconds
-from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -46,13 +42,12 @@ SEAL_S = 60.0  # longest wait for the same shard to be sealed on behalf of an ol
 FENCE_DRAIN_S = 5.0
 
 
-def add(state: HolderState, link: Link, body: Body) -> HandOver | None:
+def add(state: HolderState, link: Link, ready: PutReady) -> HandOver | None:
     """Count a hand-over that came completely, so that a fence waits for it (R21); None if its link is retired."""
     if link.is_retired:
         return None
-    put = HandOver(link, body, state.fences.first(link.job))
-    key, _ = put.key, put.shard  # a message that names no step is refused before it counts
-    state.puts.pending[key] = state.puts.pending.get(key, 0) + 1
+    put = HandOver(link, ready, state.fences.first(link.job))
+    state.puts.pending[put.key] = state.puts.pending.get(put.key, 0) + 1
     return put
 
 
@@ -76,7 +71,8 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
             yield Unexpected(f"put of {shard} on host {state.host_id}", exc)
             why = f"{type(exc).__name__}: {exc}"
         if why:
-            yield TellLevel(put.link, shard.attempt, shard.step, "failed", why)
+            failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
+            yield from ranks.tell_level(state, put.link, failed)
             yield GiveUpPut(put.link, shard, why, is_failed)
     finally:
         done(state, put)
@@ -94,34 +90,28 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
         sealing.discard(shard)
     if known is None:
         return why
-    before = yield NotePut(known, _shared(put))
-    yield TellLevel(put.link, shard.attempt, shard.step, "sealed", "")
-    measured = _measured(put.body, state.now()) | ({} if before is None else {"unchanged_since": before})
-    state.sealed(known, measured)
+    before = yield NotePut(known, shared_count(put.ready))
+    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
+    yield from ranks.tell_level(state, put.link, sealed)
+    state.sealed(known, _measured(put.ready, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
-        yield TellReplicated(shard)
-    yield Grant(put.link)
+        yield from ranks.tell_replicated(state, shard)
+    yield Grant(state.ranks.current(put.link))
     return ""
 
 
 def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
     """Return the stored replica and whether copies of it are to come; or None and why not ("": it comes again)."""
-    body, store, link = put.body, state.store, put.link
+    ready, store, link = put.ready, state.store, put.link
     # The whole message is checked before a slot changes its owner, and no list is as long as a rank says.
-    slots, nbytes, world_size = [int(n) for n in body["slots"]], int(body["nbytes"]), int(body["world_size"])
-    _shared(put)
-    if len(slots) != -(-nbytes // store.chunk_bytes) or world_size < 1:
-        raise IntegrityError(
-            f"{shard} was handed over with {len(slots)} slots for {nbytes} bytes, world size {world_size}"
-        )
-    sizes = chunk_sizes(nbytes, store.chunk_bytes)
-    if type(body["layout"]) is not bytes:  # of a number, bytes() would make that many
-        raise IntegrityError(f"{shard} was handed over without a layout")
-    seen = dict(body.get("sample") or {})
+    slots = ready.slots
+    shared_count(ready)
+    if len(slots) != -(-ready.nbytes // store.chunk_bytes):
+        raise IntegrityError(f"{shard} was handed over with {len(slots)} slots for {ready.nbytes} bytes")
     if link.is_retired:
         return None, False, ""  # the new link brings it again
-    is_lost = bool(body.get("lost")) or str(body["arena"]) != store.arena_identity
+    is_lost = ready.is_lost or ready.arena != store.arena_identity
     known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
     is_refused = known is None and (is_old or not is_mine)
@@ -131,70 +121,62 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
         return None, False, f"attempt {put.fence} was opened" if is_old else "its slots were no longer leased to it"
     if known is not None:
         return known, (yield Replicate(shard, known.spec.digest)), ""
-    why = yield from _not_seen(state, shard, slots, nbytes, seen)
+    why = yield from _not_seen(state, shard, ready)
     if why:
         store.give_back(slots)
         return None, False, why
-    return *(yield from _fresh(state, shard, body, slots, sizes)), ""
+    return *(yield from _fresh(state, shard, ready)), ""
 
 
-def _not_seen(state: HolderState, shard: ShardId, slots: list[int], nbytes: int, seen: Body) -> Steps[str]:
+def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[str]:
     """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
     try:
-        found = yield CompareSample(slots, nbytes, seen)
+        found = yield CompareSample(ready.slots, ready.nbytes, ready.sample)
     except IntegrityError as exc:
         return f"{shard} was handed over, but {exc}"
     if not found:
         return ""
     why = (
-        f"what rank {shard.rank} filled is not what its host sees: {len(found)} of {len(slots)} chunks differ, the "
-        f"first is chunk {found[0]} in slot {slots[found[0]]}, so nothing of it is kept. Restart "
+        f"what rank {shard.rank} filled is not what its host sees: {len(found)} of {len(ready.slots)} chunks "
+        f"differ, the first is chunk {found[0]} in slot {ready.slots[found[0]]}, so nothing of it is kept. Restart "
         "the rank: it has another file mapped than its holder, or writes on after its put"
     )
     yield Warn(f"host {state.host_id}, job {shard.job}: {why}")
     return why
 
 
-def _fresh(
-    state: HolderState, shard: ShardId, body: Body, slots: list[int], sizes: list[int]
-) -> Steps[tuple[StoredReplica, bool]]:
+def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[tuple[StoredReplica, bool]]:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
-    fresh = yield OpenFresh(shard, slots, sizes)
+    fresh = yield OpenFresh(shard, ready.slots, chunk_sizes(ready.nbytes, state.store.chunk_bytes))
     try:
         has_targets = yield Replicate(shard, "", fresh)
     except BaseException as exc:
         fresh.fail(repr(exc))
-        state.store.give_back(slots)
+        state.store.give_back(ready.slots)
         raise
     try:
-        shelved = yield DigestAndStore(shard, body, slots, fresh)
+        shelved = yield DigestAndStore(shard, ready, fresh)
     except BaseException as exc:
         fresh.fail(f"{type(exc).__name__}: {exc}")
         raise
     return shelved, has_targets
 
 
-def _shared(put: HandOver) -> int | None:
-    return shared_count(put.body, len(put.body["slots"]))
+def shared_count(ready: PutReady) -> int | None:
+    """Return how many of a put's first chunks its rank shares; None if it names no shard. MemstoreError."""
+    if ready.shared_chunks is not None and ready.shared_chunks > len(ready.slots):
+        raise MemstoreError(f"a put of {len(ready.slots)} chunks shares {ready.shared_chunks} of them")
+    return ready.shared_chunks
 
 
-def shared_count(body: Body, chunks_count: int) -> int | None:
-    """Return how many of a hand-over's first chunks its rank shares; None if it names no shard. MemstoreError."""
-    value = body.get("shared_chunks")
-    if value is None:
-        return None
-    if type(value) is not int or not 0 <= value <= chunks_count:
-        raise MemstoreError(f"a put of {chunks_count} chunks shares {str(value)[:40]} of them")
-    return value
-
-
-def _measured(body: Body, now: float) -> dict[str, Any]:
+def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
     """Return the times of a put for the report of its seal: the seconds for which it blocked, and since it began.
 
     The rank's monotonic clock is this host's, so its age needs no agreement between machines.
     """
-    stall_s, began_s = seconds(body.get("stall_s")), seconds(body.get("began_s"))
-    return {"stall_s": stall_s, "age_s": now - began_s if 0.0 < began_s <= now else stall_s}
+    is_known = 0.0 < ready.began_s <= now
+    age_s = now - ready.began_s if is_known else ready.stall_s
+    return PutTimes(stall_s=ready.stall_s, age_s=age_s, unchanged_since=before)
 
 
 # -- fences -------------------------------------------------------------------------------------------
@@ -206,19 +188,10 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 
 
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Notify older processes that they are refused, finish what they handed over, and answer with what is here (R21).
-
-    A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
-    """
+    """Notify older processes that they are refused, finish their hand-overs, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
-    yield TellFenced(job, attempt, tuple(members))
+    yield from ranks.tell_fenced(state, job, attempt, members)
     yield AnswerFence(job, attempt)
-
-
-def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]:
-    """Wait until nothing that one process handed over is unfinished; False if it took too long."""
-    pending = state.puts.pending
-    return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]

@@ -20,61 +20,93 @@ from memstore.core.holder.effects import (
     OpenDraft,
     OpenHerald,
     Steps,
+    Tell,
     Unexpected,
     Verify,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.state import HolderState, Reading
-from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_from_wire
+from memstore.core.wire.orders import Bring, OrderCheck, ReadChunks, ReadShard, StageShard
+from memstore.core.wire.rank_messages import CheckInto
+from memstore.core.wire.reports import IntoChecked, IntoError, ReadEnded, StageEnded
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
+BringOrder = StageShard | ReadShard | ReadChunks
 BESIDE_S = 10.0  # without a chunk, until a read that waits for another one of the same shard takes its place
 LOOK_S = 0.5  # between two looks at how far that one has come
 
 
-def begin(state: HolderState, body: Body) -> None:
+def staged_key(order: StageShard | ReadShard) -> StagedKey:
+    """Return under which key what an order brings is kept for its reader."""
+    if isinstance(order, StageShard):
+        return StagedKey(order.job, order.rank, "round", order.round)
+    return StagedKey(order.job, order.rank, "read", order.read)
+
+
+def begin(state: HolderState, order: BringOrder) -> None:
     """Note the round of an order: only in the newest round of a rank are fetches tried again."""
-    if int(body["round"]) > 0:
-        state.stages.newest[str(body["job"]), int(body["rank"])] = int(body["round"])
+    if isinstance(order, StageShard):
+        state.stages.newest[order.job, order.rank] = order.round
 
 
-def run(state: HolderState, body: Body) -> Steps[None]:
+def run(state: HolderState, order: BringOrder) -> Steps[None]:
     """Stage a shard, or some chunks of it, and report the end."""
-    shard = shard_from_wire(body["shard"])
-    report = {
-        "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": False, "why": "", "bad": {},
-        "shard": body["shard"], "digest": body["spec"][0],
-    }  # fmt: skip
+    problem: str | None = None
+    bad: dict[str, list[int]] = {}
     try:
-        is_part = body.get("chunks") is not None
-        bad = yield from partial_read.stage(state, body) if is_part else _once(state, body, shard)
-        report["bad"], report["ok"] = bad, not bad
+        bad = yield from partial_read.stage(state, order) if isinstance(order, ReadChunks) else _once(state, order)
         if bad:
             parts = "; ".join(f"{source}: {len(chunks)} chunks" for source, chunks in bad.items())
-            report["why"] = f"chunks damaged or missing at {parts}"
+            problem = f"chunks damaged or missing at {parts}"
     except MemstoreError as exc:
-        report["why"] = f"{type(exc).__name__}: {exc}"
+        problem = f"{type(exc).__name__}: {exc}"
     except Exception as exc:
-        yield Unexpected(f"staging {body['shard']}", exc)
-        report["why"] = repr(exc)
-    state.report("staged", report)
+        yield Unexpected(f"staging {order.shard.id}", exc)
+        problem = repr(exc)
+    lacking = {source: tuple(chunks) for source, chunks in bad.items()}
+    shard, digest = order.shard, order.spec.digest
+    if isinstance(order, StageShard):
+        report: StageEnded | ReadEnded = StageEnded(
+            job=order.job, round=order.round, rank=order.rank, shard=shard, digest=digest, problem=problem, bad=lacking
+        )
+    else:
+        report = ReadEnded(read=order.read, shard=shard, digest=digest, problem=problem, bad=lacking)
+    state.report(report)
 
 
-def _once(state: HolderState, body: Body, shard: ShardId) -> Steps[dict[str, list[int]]]:
+def check(state: HolderState, order: OrderCheck) -> Steps[None]:
+    """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
+    why = f"what was staged for rank {order.rank} on host {state.host_id} is gone: call get() again"
+    shelved = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
+    try:
+        if shelved is not None:
+            manifest = yield LoadManifest(shelved)
+            for link in state.ranks.of_job(order.job):
+                if link.rank == order.rank:
+                    yield Tell(link, CheckInto(round=order.round, manifest=manifest))
+            return
+    except DigestMismatch as exc:
+        why = str(exc)
+    error = IntoError(error="RecoveryError", message=why)
+    state.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
+
+
+def _once(state: HolderState, order: StageShard | ReadShard) -> Steps[dict[str, list[int]]]:
     """Stage a shard; of several reads of it, as by ranks that share its state, one fetches and the others wait."""
-    if int(body["round"]) > 0:
-        return (yield from stage(state, body, shard))
+    shard = order.shard.id
+    if isinstance(order, StageShard):
+        return (yield from stage(state, order, shard))
     reading = state.stages.reading
-    key, mine = (shard, spec_from_wire(body["spec"]).digest), Reading()
+    key, mine = (shard, order.spec.digest), Reading()
     while (first := reading.setdefault(key, mine)) is not mine:
         if (yield from _await_other(state, first)):
-            return (yield from stage(state, body, shard))  # which fetches, if the other could not
+            return (yield from stage(state, order, shard))  # which fetches, if the other could not
         if reading.get(key) is first:  # the reads that waited beside this one wait for it now
             del reading[key]
     try:
-        return (yield from stage(state, body, shard, mine))
+        return (yield from stage(state, order, shard, mine))
     finally:
         if reading.get(key) is mine:
             del reading[key]
@@ -93,28 +125,29 @@ def _await_other(state: HolderState, other: Reading) -> Steps[bool]:
 
 
 def stage(
-    state: HolderState, body: Body, shard: ShardId, reading: Reading | None = None
+    state: HolderState, order: StageShard | ReadShard, shard: ShardId, reading: Reading | None = None
 ) -> Steps[dict[str, list[int]]]:
     """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
-    spec, me, store = spec_from_wire(body["spec"]), state.host_id, state.store
-    key = (str(body["job"]), int(body["round"]), int(body["rank"]))
-    bad = yield from _staged_here(state, body, key, shard, spec)
+    spec, me, store = order.spec.spec, state.host_id, state.store
+    key = staged_key(order)
+    bad = yield from _staged_here(state, order, key, shard, spec)
     if bad is None:
         return {}
     until_s = fetch.deadline_s(state)
-    data, lack_all = yield from fetch.manifest(state, body, shard, spec.digest, until_s)
+    data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
     if data is None:
         return {**bad, **{source: list(range(spec.chunks_count)) for source in lack_all or {me}}}
     sizes = [c.nbytes for c in decode_manifest(data).chunks]
     digests = [c.digest for c in decode_manifest(data).chunks]
-    name = f"stage-{body['attempt']}-{body['round']}"
-    draft = yield OpenDraft(name, shard, digests, sizes, int(body["attempt"]))
+    number = f"{order.attempt}-{order.round}" if isinstance(order, StageShard) else f"read-{order.read}"
+    name = f"stage-{number}"
+    draft = yield OpenDraft(name, shard, digests, sizes, order.attempt)
     if reading is not None:
         reading.draft = draft
     try:
         yield EnsureFree(len(draft.missing))
-        notifier = yield OpenHerald(body.get("stream"), data, draft)
-        lost, problems = yield from fetch.chunks(state, body, draft, sizes, until_s, notifier)
+        notifier = yield OpenHerald(order.listener if isinstance(order, ReadShard) else None, data, draft)
+        lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, notifier)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
         if draft.missing and problems and not bad:
@@ -127,13 +160,13 @@ def stage(
     state.sealed(shelved, None)
     pinned = store.pin(shard, spec.digest)
     if pinned is None:
-        raise IntegrityError(f"{shard_to_wire(shard)} was dropped while it was staged")
+        raise IntegrityError(f"{shard} was dropped while it was staged")
     yield KeepStaged(key, *pinned)
     return {}
 
 
 def _staged_here(
-    state: HolderState, body: Body, key: StagedKey, shard: ShardId, spec: ShardSpec
+    state: HolderState, order: StageShard | ReadShard, key: StagedKey, shard: ShardId, spec: ShardSpec
 ) -> Steps[dict[str, list[int]] | None]:
     """Keep the copy that is here and return None, if it is whole; else return the planned chunks that it lacks."""
     pinned = state.store.pin(shard, spec.digest)
@@ -143,9 +176,9 @@ def _staged_here(
     is_kept = False
     try:
         # A reader digests what it copies and fetches bad chunks again, so it is not digested here first (R27).
-        is_read = key[1] < 0
+        is_read = isinstance(order, ReadShard)
         lacking = sorted(shelved.missing) if is_read else (yield Verify(shelved))
-        if not lacking and (yield from _has_manifest(state, body, shelved)):
+        if not lacking and (yield from _has_manifest(state, order, shelved)):
             is_kept = True
             yield KeepStaged(key, shelved, pin)
             return None
@@ -153,19 +186,20 @@ def _staged_here(
     finally:
         if not is_kept:
             state.store.unpin(shelved, pin)
-    planned = {i for tier, _, first, count in body["runs"] if tier == "local" for i in range(first, first + count)}
+    local = (run for run in order.runs if run.tier == "local")
+    planned = {i for run in local for i in range(run.first, run.first + run.count)}
     lost = sorted(planned & set(lacking))
     return {state.host_id: lost} if lost else {}  # evidence for the next plan
 
 
-def _has_manifest(state: HolderState, body: Body, shelved: StoredReplica) -> Steps[bool]:
+def _has_manifest(state: HolderState, order: Bring, shelved: StoredReplica) -> Steps[bool]:
     """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
     try:
         yield LoadManifest(shelved)
     except DigestMismatch as exc:
         yield Warn(f"host {state.host_id}: {exc}")
         until_s = fetch.deadline_s(state)
-        data, _ = yield from fetch.brought_manifest(state, body, shelved.shard, shelved.spec.digest, until_s)
+        data, _ = yield from fetch.brought_manifest(state, order, shelved.shard, shelved.spec.digest, until_s)
         if data is None:
             return False
         state.store.mend_manifest(shelved, data)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
+from memstore.core.format.manifest import Manifest
 from memstore.core.holder.effects import Link, Source, Stop
 from memstore.core.holder.fences import JobFences
-from memstore.core.wire.messages import Body
+from memstore.core.wire.rank_messages import PutReady, StepLevel
+from memstore.core.wire.reports import PutTimes, Report
 from recovery.inventory import ShardId, StepId
 
 
 class Store(Protocol):
     """The holder's replica store, as far as procedures call it without waiting (shell/arena/replica_store.py)."""
 
-    def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
-        """Pin a replica; None if it is not here, or dropped."""
+    def pin(self, shard: ShardId, digest: str, *, is_reader: bool = False) -> tuple[StoredReplica, int] | None:
+        """Pin a replica; None if it is not here, or dropped. A reader's pin ends soon after a drop."""
 
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
@@ -43,6 +46,18 @@ class Store(Protocol):
         Returns the shard too, if it is stored already.
         """
 
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
+        """Lease what the rank's share still allows beside what it and its heirs have."""
+
+    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
+        """Keep those leases of a process that it names; return what it names and has not leased."""
+
+    def reclaim(self, owner: Owner) -> None:
+        """Free what a process leased and did not hand over."""
+
+    def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
+        """Free what processes leased that are neither known nor alive."""
+
     def give_back(self, slots: Sequence[int]) -> None:
         """Free slots that were taken over and hold nothing that is to be stored."""
 
@@ -51,6 +66,27 @@ class Store(Protocol):
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
+
+    def staged(self, key: StagedKey) -> StoredReplica | None:
+        """Return what is kept for the reader of a round."""
+
+    def drop_all(self, shards: Iterable[ShardId], removed: tuple[str, int] | None) -> None:
+        """Remove shards, and the room of a removed job up to an attempt."""
+
+    def drop_step(self, job: str, attempt: int, step: int) -> None:
+        """Remove what is stored of a step, and what is on its way in."""
+
+    def prepare_room(self, job: str, share: PeerShare) -> None:
+        """Grow for a share that may be claimed later; CapacityError at the limit."""
+
+    def keep_shares(self, jobs: Collection[str]) -> None:
+        """Give back the room of jobs that are not among these, if nothing of them is here."""
+
+    def renamed(self, shelved: StoredReplica, new: ShardId) -> Manifest:
+        """Verify a pinned replica, and return its manifest under another id; DigestMismatch if it was damaged."""
+
+    def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        """Store a shard under another id as well, with a reference more for each slot; None if it is not here."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +156,18 @@ class HandOver:
     """A put that a rank handed over completely, and the fence of its job at that moment."""
 
     link: Link
-    body: Body
+    ready: PutReady
     fence: int
 
     @property
     def shard(self) -> ShardId:
         """Return the shard that it is to become."""
-        return ShardId(self.link.job, int(self.body["attempt"]), int(self.body["step"]), self.link.rank)
+        return ShardId(self.link.job, self.ready.attempt, self.ready.step, self.link.rank)
 
     @property
     def key(self) -> tuple[str, int, Owner]:
         """Return the key by which a fence and a `bye` wait for it."""
-        return self.link.job, int(self.body["attempt"]), self.link.owner
+        return self.link.job, self.ready.attempt, self.link.owner
 
 
 @dataclass
@@ -143,6 +179,29 @@ class Puts:
 
 
 @dataclass
+class Ranks:
+    """The links of this host's ranks, and their processes."""
+
+    links: dict[str, Link] = field(default_factory=dict)  # by nonce
+    owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
+    parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
+    committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
+
+    def of_job(self, job: str) -> list[Link]:
+        """Return the links of a job's ranks."""
+        return [link for link in self.links.values() if link.job == job]
+
+    def is_current(self, link: Link) -> bool:
+        """Say whether a link is the one on which its process is connected."""
+        return self.links.get(link.nonce) is link
+
+    def current(self, link: Link) -> Link:
+        """Return the link on which the same store is connected now."""
+        now = self.links.get(link.nonce, link)
+        return now if now.owner == link.owner else link
+
+
+@dataclass
 class HolderState:
     """The state of one holder, shared by its procedures."""
 
@@ -151,14 +210,14 @@ class HolderState:
     outgoing: Callable[[ShardId, str], Source | None]  # pins a replica for a push; None if it is not here
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
-    report: Callable[[str, Body], None]  # queues a report to the controller
-    sealed: Callable[
-        [StoredReplica, Body | None], None
-    ]  # reports a copy as it is now, with what was measured of its put
+    report: Callable[[Report], None]  # queues a report to the controller
+    sealed: Callable[[StoredReplica, PutTimes | None], None]  # reports a copy as it is now, and its put's times
     is_stopping: Callable[[], bool]
+    is_alive: Callable[[Owner], bool]  # of a process on this host
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
     excerpts: Excerpts = field(default_factory=Excerpts)
     puts: Puts = field(default_factory=Puts)
+    ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

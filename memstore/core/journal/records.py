@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import get_args
 
 import msgpack
 import msgspec
 
 from memstore.core.cluster.facts import Fact
 from memstore.core.wire.codec import check_body
+from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalOrder, JournalPage, JournalReplace
 from memstore.errors import ProtocolError
 
 RECORD_VERSION = 2
@@ -36,6 +37,7 @@ BODY_ITEMS_MAX = 8 << 20
 PAGE_BYTES = 8 << 20
 """Bytes of a journal in one message, which has at most twice as much: attempts of many ranks are kept."""
 DIGEST_BYTES = 16
+WholeOrder = JournalAppend | JournalReplace | JournalKeep
 _PLACE, _HEAD = struct.Struct("<QQ"), struct.Struct("<QQB")
 _ZLIB = 0x78  # the first byte of its streams, and of no msgpack map
 _ENCODER = msgspec.msgpack.Encoder()
@@ -100,36 +102,36 @@ def _fact(body: bytes | memoryview) -> Fact:
     return fact
 
 
-def whole_order(pages: list[bytes], order: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an order (`journal` in events.py) with the records of its former pages, which `pages` keeps until then.
+def whole_order(pages: list[bytes], order: JournalOrder) -> WholeOrder | None:
+    """Return an order with the records of its former pages, which `pages` keeps until then.
 
     None for a page that is not the last: if the controller dies now, the journal must be what it was. All hosts may
     be replaced at once, and what was not sent yet would be nowhere (D134).
     """
-    pages += order["records"]
-    if order.get("is_page"):
+    if isinstance(order, JournalKeep):
+        return order
+    pages += order.records
+    if isinstance(order, JournalPage):
         return None
-    whole = {**order, "records": list(pages)}
+    whole = msgspec.structs.replace(order, records=tuple(pages))
     pages.clear()
     return whole
 
 
-def journal_after(journal: list[bytes], order: Mapping[str, Any]) -> list[bytes]:
+def journal_after(journal: list[bytes], order: WholeOrder) -> list[bytes]:
     """Return a journal as it is once a whole order has been obeyed."""
-    if "keep" in order:
-        before = kept_records(journal, order["keep"], order["short"])
-    else:
-        before = [] if order["reset"] else journal
-    return [*before, *order["records"]]
+    if isinstance(order, JournalKeep):
+        return kept_records(journal, order)
+    return [*(() if isinstance(order, JournalReplace) else journal), *order.records]
 
 
-def kept_records(records: Iterable[bytes], places: Iterable[Any], short: Iterable[bytes]) -> list[bytes]:
-    """Return those records of a journal, in their order, whose (term, seq) is among `places`.
+def kept_records(records: Iterable[bytes], order: JournalKeep) -> list[bytes]:
+    """Return those records of a journal, in their order, whose place is among those to keep.
 
-    Records of `short` take the place of those that are called the same.
+    Shorter records take the place of those that are called the same.
     """
-    wanted: Collection[tuple[int, int]] = {(int(term), int(seq)) for term, seq in places}
-    shorter = {place_of_record(record): record for record in short}
+    wanted = {(place.term, place.seq) for place in order.places}
+    shorter = {place_of_record(record): record for record in order.short}
     found = ((place_of_record(record), record) for record in records)
     return [shorter.get(place, record) for place, record in found if place in wanted]
 

@@ -17,6 +17,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.lease import Lease
 from memstore.core.journal.records import Entry, paged
+from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalPage, JournalReplace, RecordPlace
 
 
 class Journal:
@@ -45,10 +46,10 @@ class Journal:
         """Give all live holders the facts that they were not sent yet, in one message."""
         if not self.unsent:
             return
-        body = {"reset": False, "records": [entry.record for entry in self.unsent], "seq": self.unsent[-1].seq}
+        order = JournalAppend(records=tuple(entry.record for entry in self.unsent), seq=self.unsent[-1].seq)
         self.unsent = []
         for host in self.state.hosts.live_ids():
-            self.out.send(host, "journal", body)
+            self.out.send(host, order)
 
     def send(self, *hosts: str, have: Sequence[Entry] | None = None) -> None:
         """Give hosts the whole journal in place of their own, or what theirs lacks if it is the first part of it."""
@@ -56,18 +57,19 @@ class Journal:
         log = self.log
         missing = log.missing(have) if have is not None else None
         *pages, last = paged(entry.record for entry in (log.entries if missing is None else missing))
-        bodies = [{"is_page": True, "records": page} for page in pages]
-        for body in (*bodies, {"reset": missing is None, "records": last, "seq": log.last_seq}):
+        whole = JournalReplace if missing is None else JournalAppend
+        pages_first = [JournalPage(records=tuple(page)) for page in pages]
+        for order in (*pages_first, whole(records=tuple(last), seq=log.last_seq)):
             for host in hosts:
-                self.out.send(host, "journal", body)
+                self.out.send(host, order)
 
     def shorten(self) -> None:
         """Have all live holders reduce their journals to the log's records, which are not sent again."""
         self.send_facts()
         log = self.log
-        body = {
-            "keep": [[entry.term, entry.seq] for entry in log.entries], "short": log.shortened_records(),
-            "records": [], "seq": log.last_seq,
-        }  # fmt: skip
+        order = JournalKeep(
+            places=tuple(RecordPlace(entry.term, entry.seq) for entry in log.entries),
+            short=tuple(log.shortened_records()), seq=log.last_seq,
+        )  # fmt: skip
         for host in self.state.hosts.live_ids():
-            self.out.send(host, "journal", body)
+            self.out.send(host, order)

@@ -9,20 +9,23 @@ Before that a successor may know nothing of the fact, and the caller would have 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
 
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import Fact, JobRemoved
 from memstore.core.cluster.job import Call
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import ControllerReply
 
 
 @dataclass(slots=True)
 class Waiting:
     """One call, and its answer."""
 
-    call: Call
-    body: Body
+    call: Call[Any]
+    reply: ControllerReply
     is_done_by_removal: bool  # the end of its job is as good as the fact
 
 
@@ -33,16 +36,16 @@ class Waiters:
         self.out = out
         self._waiting: dict[Fact, list[Waiting]] = {}
 
-    def add(self, fact: Fact, call: Call, body: Body, *, is_done_by_removal: bool = False) -> None:
-        """Answer a call with a body once a fact that was recorded is true.
+    def add(self, fact: Fact, call: Call[Any], reply: ControllerReply, *, is_done_by_removal: bool = False) -> None:
+        """Answer a call once a fact that was recorded is true.
 
         Args:
             fact: Recorded by the caller.
             call: To be answered.
-            body: The answer; it may be filled until then.
+            reply: It may be filled until then.
             is_done_by_removal: Answer, rather than refuse, if the job is removed before.
         """
-        self._waiting.setdefault(fact, []).append(Waiting(call, body, is_done_by_removal))
+        self._waiting.setdefault(fact, []).append(Waiting(call, reply, is_done_by_removal))
 
     def is_awaited(self, fact: Fact) -> bool:
         """Return whether some call waits for this very fact."""
@@ -51,12 +54,12 @@ class Waiters:
     def applied(self, fact: Fact) -> None:
         """Answer the calls that waited for a fact."""
         for waiting in self._waiting.pop(fact, ()) if self._waiting else ():
-            self.out.answer(waiting.call, waiting.body)
+            self.out.answer(waiting.call, waiting.reply)
 
-    def fill(self, fact: Fact, values: Body) -> None:
+    def fill(self, fact: Fact, **values: object) -> None:
         """Add late fields to the answers of the calls that wait for a fact."""
         for waiting in self._waiting.get(fact, ()):
-            waiting.body.update(values)
+            waiting.reply = replace(waiting.reply, **values)
 
     def refuse(self, fact: Fact, error: str, message: str) -> None:
         """Refuse the calls that waited for a fact which will not be recorded."""
@@ -69,6 +72,6 @@ class Waiters:
         for fact in [fact for fact in facts if not isinstance(fact, JobRemoved)]:
             for waiting in self._waiting.pop(fact):
                 if waiting.is_done_by_removal:
-                    self.out.answer(waiting.call, waiting.body)
+                    self.out.answer(waiting.call, waiting.reply)
                 else:
                     self.out.refuse(waiting.call, *job_removed(name))

@@ -6,12 +6,15 @@ from memstore.core.capacity.drop_orders import Drops
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.wire.calls import DropCopy
+from memstore.core.wire.replies import CopyDropped
 from recovery.inventory import ShardId, StepId
 
 
 def drop_copy(
-    state: ClusterState, out: Effects, drops: Drops, refused_s: dict[tuple[ShardId, str], float], job: Job, call: Call
-) -> None:
+    state: ClusterState, out: Effects, drops: Drops, refused_s: dict[tuple[ShardId, str], float], job: Job,
+    call: Call[DropCopy],
+) -> None:  # fmt: skip
     """Drop the copy of a shard of a committed step on a host; repair leaves that host alone for a moment (R29).
 
     For `memstore drill canary`, which proves on its own job that a lost copy is no loss. Refused if no other live host
@@ -23,10 +26,10 @@ def drop_copy(
         drops: The orders to free copies.
         refused_s: Of repair: (shard, host) that it leaves alone, and since when.
         job: Of the shard.
-        call: {attempt, step, rank, host}.
+        call: Names the copy.
     """
-    body, host = call.body, str(call.body["host"])
-    shard = ShardId(job.name, int(body["attempt"]), int(body["step"]), int(body["rank"]))
+    request, host = call.request, call.request.host
+    shard = ShardId(job.name, request.attempt, request.step, request.rank)
     step = StepId(shard.attempt, shard.step)
     commit, copies = job.commits.get(step), job.copies.get(step, {}).get(shard.rank, {})
     if commit is None or host not in copies:
@@ -60,4 +63,4 @@ def drop_copy(
     drops.order(host, [shard])
     dropped = copies[host]
     job.drop_copy(shard, host)
-    out.answer(call, {"host": host, "left_on": others, "nbytes": dropped.spec.nbytes})
+    out.answer(call, CopyDropped(host=host, left_on=others, nbytes=dropped.spec.nbytes))

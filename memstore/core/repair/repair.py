@@ -21,7 +21,9 @@ from memstore.core.commit.commits import Steps
 from memstore.core.repair.pushes import Pushes
 from memstore.core.repair.stand_ins import StandIns
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body, shard_to_wire
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import PushCopy
+from memstore.core.wire.reports import PushFailed
 from recovery.inventory import Copy, ShardId, StepId
 
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
@@ -211,24 +213,22 @@ class Repair:
         self.pushes.load[source] += 1
         self.pushes.under_way[shard, target] = (source, now + PUSH_DEADLINE_S)
         digest = good[source].spec.digest
-        self.out.send(
-            source, "push", {"shard": shard_to_wire(shard), "digest": digest, "target": target, "is_repair": True}
-        )
+        self.out.send(source, PushCopy(shard=WireShard.of(shard), digest=digest, target=target))
         return True
 
     def pushed(self, shard: ShardId, target: str) -> None:
         """Note that the target sealed the shard."""
         self.pushes.under_way.pop((shard, target), None)
 
-    def push_failed(self, now: float, shard: ShardId, body: Body) -> None:
+    def push_failed(self, now: float, report: PushFailed) -> None:
         """Note a refused or broken push: count the step without it, try again later (R18)."""
-        target, why = str(body["target"]), str(body["why"])
+        shard, target, why = report.shard.id, report.target, report.why
         job = self.state.jobs.get(shard.job)
         self.pushes.under_way.pop((shard, target), None)
         if job is None:
             return
         self.pushes.refused_s[shard, target] = now
-        if body.get("is_final", True) and self.state.hosts.is_answering(target):
+        if report.is_final and self.state.hosts.is_answering(target):
             kept = {
                 key: text for key, text in job.refusals.items() if StepId(key[0].attempt, key[0].step) in job.copies
             }

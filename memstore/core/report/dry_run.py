@@ -11,6 +11,7 @@ from memstore.core.report.gone_steps import gone_steps
 from memstore.core.report.status import StatusReport
 from memstore.core.report.timeline import gone_rows
 from memstore.core.restore.single_read import job_of, newest_attempt
+from memstore.core.wire.calls import AskPlan
 from recovery.planner import RecoveryPlan
 from recovery.simulate import what_if
 
@@ -23,13 +24,13 @@ class DryRuns:
     ) -> None:
         self.state, self.out, self.states, self.looks, self.status = state, out, states, looks, status
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[AskPlan]) -> None:
         """Say what a get would recover now, from where, if the named hosts, or none, were lost before it."""
         job = job_of(self.state, self.out, call)
         attempt = newest_attempt(self.out, call, job)
         if job is None or attempt is None:
             return
-        lost = [str(h) for h in call.body.get("lose", ())]
+        lost = list(call.request.lose)
         unknown = [h for h in lost if h not in self.state.hosts.states]
         if unknown:
             known = ", ".join(sorted(self.state.hosts.states))

@@ -22,8 +22,10 @@ from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import Pushes
 from memstore.core.report.event_ring import RecentEvents
 from memstore.core.report.redundancy import RedundancyMonitor
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.measured import seconds
-from memstore.core.wire.messages import Body
+from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.status_rows import HostStats
 from recovery.inventory import Copy, StepId
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
@@ -71,7 +73,7 @@ class EventRecorder:
         self.chronicle = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
-        self.skips: dict[tuple[str, int, int], Body] = {}  # (job, attempt, step) -> the rank's report of it
+        self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
@@ -84,27 +86,24 @@ class EventRecorder:
     # -- puts -----------------------------------------------------------------------------------
 
     @never_raises
-    def sealed(self, copy: Copy, host: str, put: Any) -> None:
-        """Record a copy; `put` has the measurements of the rank and its holder, if it is a rank's own.
-
-        Its form: {stall_s, age_s}, seconds that put blocked and since it began.
-        """
+    def sealed(self, copy: Copy, host: str, put: PutTimes | None) -> None:
+        """Record a copy; `put` has the measurements of the rank and its holder, if it is a rank's own."""
         self.watch.sealed(copy, host)
         job = self.state.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
-        if not isinstance(put, dict) or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
+        if put is None or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
         if copy.shard.step <= job.newest_commit(attempt.ordinal):
             return  # reported again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
-        began_s = self.state.now - seconds(put.get("age_s"))
+        began_s = self.state.now - seconds(put.age_s)
         putting = self.puts.setdefault(key, Putting(began_s))
         putting.began_s = min(putting.began_s, began_s)
         rank = copy.shard.rank
-        putting.stalls_s[rank], putting.hosts[rank] = seconds(put.get("stall_s")), host
+        putting.stalls_s[rank], putting.hosts[rank] = seconds(put.stall_s), host
         putting.nbytes[rank] = copy.spec.nbytes
-        before = put.get("unchanged_since")
-        if type(before) is int and 0 <= before < copy.shard.step:
+        before = put.unchanged_since
+        if before is not None and before < copy.shard.step:
             putting.unchanged[rank] = before
         if len(putting.stalls_s) == attempt.world_size and not putting.is_told:
             self._put(key, putting)
@@ -163,9 +162,9 @@ class EventRecorder:
         )  # fmt: skip
 
     @never_raises
-    def skipped(self, host: str, body: Body) -> None:
+    def skipped(self, host: str, request: SkipStep) -> None:
         """Keep a rank's or holder's report of a skipped put until the fact that all skip it (R12)."""
-        self.skips[str(body["job"]), int(body["attempt"]), int(body["step"])] = {**body, "host": host}
+        self.skips[request.job, request.attempt, request.step] = host, request
         while len(self.skips) > SKIPS_MAX:
             del self.skips[next(iter(self.skips))]
 
@@ -251,12 +250,15 @@ class EventRecorder:
         for key in [k for k in self.puts if k[0] == fact.job and k[1].attempt == fact.attempt]:
             if fact.step <= key[1].step < max(fact.resume, fact.step + 1):
                 del self.puts[key]
-        found = {} if word is None else {"rank": int(word["rank"]), "host": str(word["host"])}
-        why = "a rank passed over it, or no copy has all of it" if word is None else str(word.get("why") or "no room")
-        stall = {} if word is None or "stall_s" not in word else {"stall_s": rounded(seconds(word["stall_s"]))}
+        found: dict[str, Any] = {}
+        why = "a rank passed over it, or no copy has all of it"
+        if word is not None:
+            host, request = word
+            found, why = {"rank": request.rank, "host": host}, request.why or "no room"
+            found |= {"stall_s": rounded(seconds(request.stall_s))} if request.stall_s is not None else {}
         self.add(
             "skip", job=fact.job, attempt=fact.attempt, step=fact.step, why=why[:300], resume=fact.resume,
-            **found, **stall,
+            **found,
         )  # fmt: skip
 
     # -- restores -------------------------------------------------------------------------------
@@ -319,16 +321,16 @@ class EventRecorder:
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @never_raises
-    def heard(self, host: str, stats: Any) -> None:
+    def heard(self, host: str, stats: HostStats | None) -> None:
         """Record what a host's scrub found since its last heartbeat (R30), and what spilled (D87)."""
         state = self.state.hosts.states.get(host)
-        found, short = int(stats.get("scrub", 0)), str(stats.get("short_of_idle", ""))
         if state is None:
             return
+        found, short = (stats.scrub, stats.short_of_idle) if stats is not None else (0, "")
         if short and host not in self.short:
-            self.add("spill", host=host, why=short[:300], nbytes=int(stats.get("spilled_bytes", 0)))
+            self.add("spill", host=host, why=short[:300], nbytes=stats.spilled_bytes if stats is not None else 0)
         (self.short.add if short else self.short.discard)(host)
-        lost = str(stats.get("files_lost", ""))[:300]
+        lost = stats.files_lost[:300] if stats is not None else ""
         if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
             self.add("files_lost", host=host, what=lost)
         self.files_lost[host] = lost

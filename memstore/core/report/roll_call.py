@@ -13,7 +13,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.restore.awaited import awaited_by_get, named_hosts, named_ranks
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import RollCalled
 
 
 class RollCalls:
@@ -25,12 +25,12 @@ class RollCalls:
         self.state, self.view, self.room, self.attempts, self.mesh_orders = state, view, room, attempts, mesh_orders
         self._looks: dict[str, Callable[[Job, Attempt], tuple[list[int], str] | None]] = {
             "get": lambda job, attempt: awaited_by_get(state, job, attempt),
-            "mesh_order": self._mesh_order,
+            "assign_ranks": self._mesh_order,
             "reserve": self._reserve,
         }
 
-    def of(self, name: str, verb: str) -> Body | None:
-        """Return {come, awaited, is_complete} of a call that ranks of a job wait for; None if none of them does."""
+    def of(self, name: str, verb: str) -> RollCalled | None:
+        """Return how far a call is that ranks of a job wait for; None if none of them does."""
         job = self.state.jobs.get(name)
         attempt = job.newest if job is not None else None
         look = self._looks.get(verb)
@@ -39,9 +39,11 @@ class RollCalls:
             missing, awaited = found
             ranks = {"ranks": attempt.world_size - len(missing), "world_size": attempt.world_size}
             awaited = named_ranks(attempt, missing) if missing else awaited
-            return {"come": come_text({**ranks, "missing": missing}), "awaited": awaited, "is_complete": not missing}
+            return RollCalled(come=come_text({**ranks, "missing": missing}), awaited=awaited, is_complete=not missing)
         row = launch(self.state, self.attempts, name)
-        return {"come": come_text(row), "awaited": row["awaited"], "is_complete": not row["missing"]} if row else None
+        if row is None:
+            return None
+        return RollCalled(come=come_text(row), awaited=row["awaited"], is_complete=not row["missing"])
 
     def _mesh_order(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
         asked = self.mesh_orders.asked.get(job.name)

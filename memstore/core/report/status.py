@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import launches
 from memstore.core.capacity.reservations import Reservations
@@ -64,7 +66,8 @@ class StatusReport:
                 {
                     "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
-                    "heard_s": now - state.last_heard_s, "stats": dict(state.stats), "machine": info.machine,
+                    "heard_s": now - state.last_heard_s, "machine": info.machine,
+                    "stats": structs.asdict(state.stats) if state.stats is not None else {},
                     "is_explicit": info.is_explicit, "holds": holds.get(host, []),
                     "drains_s": self.drains.due_s(host), "drain_left": remains.shards_count,
                     "drain_may_come": remains.may_come, "drain_short": remains.short, "drain_durable": remains.durable,

@@ -21,19 +21,20 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import same_number
 from memstore.core.cluster.text import listed, plural
 from memstore.core.durable.marker_listing import DurableMarkers
-from memstore.core.durable.paths import place_of
+from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.restore.awaited import awaited_text, ran_out_text
-from memstore.core.restore.single_read import SingleReads
+from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body
+from memstore.core.wire.calls import Get, Withdraw
+from memstore.core.wire.replies import Noted
+from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
 
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then is left out, with a note
-STAGE_LIMIT_S = 600.0  # for a get that names no deadline of its own
 
 
 class Rounds:
@@ -67,15 +68,14 @@ class Rounds:
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def get(self, now: float, call: Call) -> None:
+    def get(self, now: float, call: Call[Get]) -> None:
         """Handle a rank's get(); the round ends for all ranks at once."""
-        body, found = call.body, attempt_of(self.state, self.out, call)
+        request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
         job, attempt = found
         name = job.name
-        only_step = body.get("step")
-        rank = int(body["rank"])
+        only_step, rank, is_agreement = request.step, request.rank, request.is_agreement
         if only_step is None and self._is_over(attempt, rank) and name not in self.state.rounds:
             self._repeat(call, attempt)
             return
@@ -90,7 +90,6 @@ class Rounds:
         if active is None or active.attempt != attempt.ordinal:
             attempt.rounds_count += 1
             active = self.state.rounds[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
-        is_agreement = bool(body.get("is_agreement"))
         if not active.calls:
             active.is_agreement = is_agreement
         if active.only_step != only_step or active.is_agreement != is_agreement:
@@ -121,13 +120,12 @@ class Rounds:
         seat = attempt.seats.get(rank)
         return attempt.is_released and seat is not None and seat.step < 0
 
-    def _repeat(self, call: Call, attempt: Attempt) -> None:
+    def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
         """Give a rank the step of the others, without a barrier: they may be training already."""
-        if attempt.parent is None or attempt.parent_step is None or call.body.get("is_agreement"):
+        if attempt.parent is None or attempt.parent_step is None or call.request.is_agreement:
             self.out.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
             return
-        call.body.update(step=attempt.parent_step, of_attempt=attempt.parent)
-        self.reads.ask(call)
+        self.reads.read(call, Wanted(attempt.parent_step, attempt.parent, call.request.rank))
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
@@ -143,7 +141,7 @@ class Rounds:
                 self._plan(self.state.now, active)
 
         host = first if first in hosts else hosts[0]
-        call = active.markers_call = self.markers.ask(host, job.name, place_of(attempt.config), listed)
+        call = active.markers_call = self.markers.ask(host, job.name, storage_of(attempt.config), listed)
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -323,17 +321,17 @@ class Rounds:
 
     # -- staging ------------------------------------------------------------------------------
 
-    def staged(self, now: float, body: Body) -> None:
+    def staged(self, now: float, report: StageEnded) -> None:
         """Take a host's report on one rank's shard."""
-        active = self._current(body)
+        active = self._current(report)
         if active is not None:
-            self._act(now, active, self.staging.staged(now, active, body))
+            self._act(now, active, self.staging.staged(now, active, report))
 
-    def checked(self, now: float, body: Body) -> None:
+    def checked(self, now: float, report: IntoChecked) -> None:
         """Take a rank's report on its `into=`."""
-        active = self._current(body)
+        active = self._current(report)
         if active is not None:
-            self._act(now, active, self.staging.checked(now, active, body))
+            self._act(now, active, self.staging.checked(now, active, report))
 
     def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
         """Let ranks go on: enough journals say that everything was staged, so no rank can get another step (R23)."""
@@ -344,9 +342,9 @@ class Rounds:
         if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
             self._act(now, active, Released())
 
-    def _current(self, body: Body) -> Round | None:
-        active = self.state.rounds.get(str(body["job"]))
-        return active if active is not None and active.number == body["round"] else None
+    def _current(self, report: StageEnded | IntoChecked) -> Round | None:
+        active = self.state.rounds.get(report.job)
+        return active if active is not None and active.number == report.round else None
 
     def _act(self, now: float, active: Round, outcome: Outcome) -> None:
         """Do what staging said is to become of a round."""
@@ -396,20 +394,20 @@ class Rounds:
         if job in self.state.rounds:
             self.fail(self.state.rounds[job], name, message)
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: Call[Withdraw]) -> None:
         """Let a rank leave whose deadline passed if nothing is decided yet; else it takes the result (R23)."""
-        active = self.state.rounds.get(str(call.body["job"]))
-        self.out.answer(call, {})
+        active = self.state.rounds.get(call.request.job)
+        self.out.answer(call, Noted())
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
             return
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         if len(active.calls) == attempt.world_size:
             active.ran_out_on = awaited_text(self.state, self.state.jobs[active.job], attempt)
-        gone = active.calls.pop(int(call.body["rank"]), None)
-        active.withdrawn.add(int(call.body["rank"]))
+        gone = active.calls.pop(call.request.rank, None)
+        active.withdrawn.add(call.request.rank)
         missing = [r for r in range(attempt.world_size) if r not in active.calls and r not in active.withdrawn]
         if gone is not None:
-            why = f"after {call.body['timeout_s']:g} s {ran_out_text(missing, attempt.world_size, active.ran_out_on)}"
+            why = f"after {call.request.timeout_s:g} s {ran_out_text(missing, attempt.world_size, active.ran_out_on)}"
             self.out.refuse(gone, "GatherTimeout", f"get() of job {active.job!r}: {why}")
         if not active.calls:
             del self.state.rounds[active.job]
@@ -427,7 +425,7 @@ class Rounds:
                 self._plan(now, active, is_grace_over=waited_s > self.state.rules.recovery_grace_s)
             elif active.phase in ("staging", "checking"):
                 dead = [c.host_id for c in active.calls.values() if not self.state.hosts.is_live(c.host_id)]
-                limit_s = max(float(c.body.get("timeout_s", STAGE_LIMIT_S)) for c in active.calls.values())
+                limit_s = max(c.request.timeout_s for c in active.calls.values())
                 if dead:
                     why = f"host {dead[0]} died while the step was being restored: restart"
                     self.fail(active, "RecoveryError", why)

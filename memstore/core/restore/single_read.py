@@ -5,13 +5,21 @@ asked --planned--> the reader's host brings it, from hosts or durable storage --
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import dropped_text, listed
 from memstore.core.durable.paths import place_of
-from memstore.core.wire.messages import Body, shard_from_wire, shard_to_wire, spec_to_wire
+from memstore.core.wire.calls import Get, ReadRanges, ReadStep
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import ChunkListener, ChunkRange, ReadChunks, ReadShard, Run
+from memstore.core.wire.reports import ReadEnded
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
 from recovery.planner import RecoveryPlan, plan
@@ -24,9 +32,20 @@ def first_number(term: int) -> int:
     return term % TERMS << TERM_SHIFT
 
 
-def job_of(state: ClusterState, out: Effects, call: Call) -> Job | None:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One rank's shard that is to be read, or some of its chunks."""
+
+    step: int | None  # None: the newest
+    of_attempt: int | None
+    rank: int
+    chunks: tuple[ChunkRange, ...] | None = None  # None: all of them
+    listener: ChunkListener | None = None
+
+
+def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
     """Return the job that a call names; None, and the call is refused, if the store does not hold it."""
-    name = str(call.body.get("job", ""))
+    name = call.request.job
     job = state.jobs.get(name)
     if job is None:
         have = ", ".join(sorted(state.jobs)) or "none"
@@ -36,7 +55,7 @@ def job_of(state: ClusterState, out: Effects, call: Call) -> Job | None:
     return job
 
 
-def newest_attempt(out: Effects, call: Call, job: Job | None) -> Attempt | None:
+def newest_attempt(out: Effects, call: Call[Any], job: Job | None) -> Attempt | None:
     """Return the newest attempt of a job; None, and the call is refused, if no attempt of it is known."""
     if job is not None and job.newest is None:
         why = f"job {job.name!r} has copies and no attempt: connect to it first"
@@ -51,21 +70,26 @@ class SingleReads:
         self.state, self.out = state, out
         self._count = first_number(term)
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: Call[ReadStep] | Call[ReadRanges]) -> None:
+        """Read what a reader names."""
+        asked = call.request
+        chunks, listener = (None, asked.listener) if isinstance(asked, ReadStep) else (asked.chunks, None)
+        self.read(call, Wanted(asked.step, asked.of_attempt, asked.rank, chunks, listener))
+
+    def read(self, call: Call[Get] | Call[ReadStep] | Call[ReadRanges], wanted: Wanted) -> None:
         """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
         job = job_of(self.state, self.out, call)
         attempt = newest_attempt(self.out, call, job)
         if job is None or attempt is None:
             return
-        rank, wanted = int(call.body["rank"]), call.body.get("step")
-        spans, of_attempt = job.spans(attempt.ordinal), call.body.get("of_attempt")
-        known = [s for s in {*job.copies, *job.commits, *job.markers} if of_attempt in (None, s.attempt)]
-        found = [s for s in known if s.step == wanted]
+        rank, spans = wanted.rank, job.spans(attempt.ordinal)
+        known = [s for s in {*job.copies, *job.commits, *job.markers} if wanted.of_attempt in (None, s.attempt)]
+        found = [s for s in known if s.step == wanted.step]
         only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
-        if wanted is not None and only is None:
+        if wanted.step is not None and only is None:
             have = sorted({s.step for s in known})
             what = f"its steps are {listed(have)}" if have else "it has none"
-            self.out.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted}: {what}")
+            self.out.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted.step}: {what}")
             return
         result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
         if result.step is not None and result.world_size not in (None, attempt.world_size):
@@ -78,21 +102,20 @@ class SingleReads:
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
         answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
-        if call.body.get("chunks") is not None:
-            answer["excerpt"] = -self._count
-        self.state.reads[-self._count] = Read(call, shard, answer)
-        self.out.send(
-            call.host_id, "stage",
-            {
-                "job": job.name, "round": -self._count, "rank": rank, "shard": shard_to_wire(shard),
-                "spec": spec_to_wire(result.specs[rank]), "attempt": attempt.ordinal, "holders": sorted(holders),
-                "durable": place_of(attempt.config, job.markers.get(result.step)),
-                "chunks": call.body.get("chunks"), "stream": call.body.get("stream"),
-                "runs": [
-                    [t.tier, t.source, t.first_chunk, t.chunks_count] for t in result.transfers if t.rank == rank
-                ],
-            },
-        )  # fmt: skip
+        bring: dict[str, Any] = {
+            "job": job.name, "read": self._count, "rank": rank, "shard": WireShard.of(shard),
+            "spec": WireSpec.of(result.specs[rank]), "attempt": attempt.ordinal, "holders": tuple(sorted(holders)),
+            "durable": place_of(attempt.config, job.markers.get(result.step)),
+            "runs": tuple(
+                Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank
+            ),
+        }  # fmt: skip
+        if wanted.chunks is not None:
+            answer["excerpt"] = self._count
+            self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks))
+        else:
+            self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
+        self.state.reads[self._count] = Read(call, shard, answer)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
@@ -101,19 +124,19 @@ class SingleReads:
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
-    def staged(self, body: Body) -> None:
-        """Answer the reader: its shard is at its host, or could not be brought there."""
-        number = int(body["round"])
-        read = self.state.reads.get(number)
-        if read is None or shard_from_wire(body["shard"]) != read.shard:
+    def ended(self, report: ReadEnded) -> None:
+        """A shard that is read is at its reader's host, or could not be brought there."""
+        read = self.state.reads.get(report.read)
+        if read is None or report.shard.id != read.shard:
             return
-        del self.state.reads[number]
-        if body["ok"]:
-            self.out.answer(read.call, {**read.answer, "shard": body["shard"], "digest": body["digest"]})
+        del self.state.reads[report.read]
+        if report.problem is None:
+            shard = list(structs.astuple(report.shard))
+            self.out.answer(read.call, {**read.answer, "shard": shard, "digest": report.digest})
         elif self._was_dropped(read.shard):
             self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
         else:
-            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {body['why']}")
+            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {report.problem}")
 
     def _was_dropped(self, shard: ShardId) -> bool:
         """Say whether retention dropped the step for a newer one: its chunks are gone then, not damaged (R19)."""

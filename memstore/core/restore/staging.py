@@ -9,7 +9,8 @@ staging --every rank's shard verified--> checking (into=) --all agree--> releasi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec import structs
 
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
@@ -20,7 +21,9 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
-from memstore.core.wire.messages import Body, shard_to_wire, spec_to_wire
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import OrderCheck, Run, StageShard
+from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Copy, ShardId
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
@@ -68,28 +71,28 @@ class Staging:
         active.enter(now, "staging")
         active.staged.clear()
         active.checked.clear()
-        runs: dict[int, list[list[Any]]] = {}
+        runs: dict[int, list[Run]] = {}
         for t in result.transfers:
-            runs.setdefault(t.rank, []).append([t.tier, t.source, t.first_chunk, t.chunks_count])
+            runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
         durable = place_of(job.attempts[active.attempt].config, job.markers.get(result.step))
         for rank, home in sorted(active.homes.items()):
             shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
             holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
-            body = {
-                "job": job.name, "round": active.number, "rank": rank, "shard": shard_to_wire(shard),
-                "spec": spec_to_wire(result.specs[rank]), "runs": runs.get(rank, []), "durable": durable,
-                "holders": sorted(holders), "attempt": active.attempt,
-            }  # fmt: skip
-            self.out.send(home, "stage", body)
+            order = StageShard(
+                job=job.name, round=active.number, rank=rank, shard=WireShard.of(shard),
+                spec=WireSpec.of(result.specs[rank]), runs=tuple(runs.get(rank, ())), durable=durable,
+                holders=tuple(sorted(holders)), attempt=active.attempt,
+            )  # fmt: skip
+            self.out.send(home, order)
         return None
 
-    def staged(self, now: float, active: Round, body: Body) -> Outcome:
+    def staged(self, now: float, active: Round, report: StageEnded) -> Outcome:
         """Take a host's report that it staged one rank's shard, or which chunks their sources lack (R25)."""
         if active.phase != "staging" or active.plan is None:
             return None
-        if not body["ok"]:
-            return self._staging_failed(active, body)
-        active.staged[int(body["rank"])] = body
+        if report.problem is not None:
+            return self._staging_failed(active, report, report.problem)
+        active.staged[report.rank] = report
         if len(active.staged) < len(active.homes):
             return None
         if active.is_agreement:
@@ -98,7 +101,7 @@ class Staging:
         self._order_checks(now, active)
         return None
 
-    def _staging_failed(self, active: Round, body: Body) -> Outcome:
+    def _staging_failed(self, active: Round, report: StageEnded, problem: str) -> Outcome:
         """Plan again without the chunks that their sources say they lack; anything else fails the get, never the step.
 
         A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
@@ -106,26 +109,26 @@ class Staging:
         job, result = self.state.jobs[active.job], active.plan
         if result is None or result.step is None:
             return None
-        step, rank, bad = result.step, int(body["rank"]), body.get("bad", {})
+        step, rank, bad = result.step, report.rank, report.bad
         if not bad:
             return Failed(
                 "RecoveryError",
                 f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
-                f"{active.homes[rank]}: {body['why']}. Nothing is known to be lost and no older step was "
+                f"{active.homes[rank]}: {problem}. Nothing is known to be lost and no older step was "
                 "taken: call get() again once the cause is gone",
             )  # fmt: skip
         for source, chunks in bad.items():
             copy = job.copies.get(step, {}).get(rank, {}).get(source)
             if copy is None:
                 continue
-            missing = copy.missing | frozenset(int(i) for i in chunks)
+            missing = copy.missing | frozenset(chunks)
             if len(missing) >= copy.spec.chunks_count:
                 job.drop_copy(copy.shard, source)
             else:
                 job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
-        active.notes.append(f"rank {rank}: {body['why']}")
+        active.notes.append(f"rank {rank}: {problem}")
         if set(bad) == {"durable"}:  # the plan uses it only for chunks without another source
-            active.failed_steps[step] = str(body["why"])
+            active.failed_steps[step] = problem
         return PlanAgain()
 
     def tick(self, now: float, active: Round) -> None:
@@ -137,15 +140,15 @@ class Staging:
         active.check_again_s = now + CHECK_AGAIN_S
         for rank, call in active.calls.items():
             if rank not in active.checked:
-                self.out.send(call.host_id, "check", {"job": active.job, "round": active.number, "rank": rank})
+                self.out.send(call.host_id, OrderCheck(job=active.job, round=active.number, rank=rank))
 
-    def checked(self, now: float, active: Round, body: Body) -> Outcome:
+    def checked(self, now: float, active: Round, report: IntoChecked) -> Outcome:
         """Take a rank's report that it compared `into=` with the manifest (R26)."""
         if active.phase != "checking":
             return None
-        if not body["ok"]:
-            return Failed(str(body["error"][0]), f"rank {body['rank']}: {body['error'][1]}")
-        active.checked.add(int(body["rank"]))
+        if report.error is not None:
+            return Failed(report.error.error, f"rank {report.rank}: {report.error.message}")
+        active.checked.add(report.rank)
         return self._adopt(now, active) if len(active.checked) == len(active.calls) else None
 
     def _adopt(self, now: float, active: Round) -> Outcome:
@@ -196,8 +199,9 @@ class Staging:
         }  # fmt: skip
         self.out.emit(RoundReleased(active, shared))
         for rank, call in active.calls.items():
-            staged = {} if active.is_agreement else active.staged[rank]
-            self.out.answer(call, {**shared, **{key: staged[key] for key in ("shard", "digest") if key in staged}})
+            staged = None if active.is_agreement else active.staged[rank]
+            place = {} if staged is None else {"shard": list(structs.astuple(staged.shard)), "digest": staged.digest}
+            self.out.answer(call, {**shared, **place})
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
         self.repair.consider(now, job)

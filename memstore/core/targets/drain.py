@@ -20,6 +20,8 @@ from memstore.core.cluster.facts import HostDraining
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
+from memstore.core.wire.calls import DrainHost
+from memstore.core.wire.replies import DrainNoted
 
 OVERDUE_S = 60.0  # a host that is still there this long after its deadline was spared
 SAME_S = 1.0  # moments nearer than this are one
@@ -39,20 +41,20 @@ class Drains:
         """Return whether the host is to go, or went with notice and is not back: no loss."""
         return host in self.state.draining or host in self.left
 
-    def ask(self, call: Call) -> None:
-        """Handle a command that gives notice, or takes it back: body {host, within_s or None}."""
-        host, within_s = str(call.body["host"]), call.body.get("within_s")
+    def ask(self, call: Call[DrainHost]) -> None:
+        """A person or a script gives notice, or takes it back."""
+        host, within_s = call.request.host, call.request.within_s
         if not self.state.hosts.is_live(host):
             live = ", ".join(self.state.hosts.live_ids()) or "none"
             self.out.refuse(call, "ConfigError", f"no live host {host!r} in the store: it has {live}")
             return
-        if within_s is not None and not (isinstance(within_s, int | float) and 0 < within_s < WITHIN_MAX_S):
-            why = f"within_s={str(within_s)[:40]}: a notice is from 0 to {WITHIN_MAX_S:g} seconds long"
+        if within_s is not None and not 0 < within_s < WITHIN_MAX_S:
+            why = f"within_s={within_s:g}: a notice is from 0 to {WITHIN_MAX_S:g} seconds long"
             self.out.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.state.wall_s + within_s
         self._record(host, until_s, within_s or 0.0)
-        self.out.answer(call, {"host": host, "until_s": until_s})
+        self.out.answer(call, DrainNoted(host=host, until_s=until_s))
 
     def seen(self, until_s: Mapping[str, float]) -> None:
         """Take the cluster manager's repeated list of notices. The earliest one counts; a missing one lifts nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
@@ -17,7 +16,10 @@ from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed
+from memstore.core.wire.calls import TellDiffering
 from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import CopierTargets
+from memstore.core.wire.replies import Noted, SharedShardPlace
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
@@ -57,25 +59,25 @@ class Twins:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def refusal(self, name: str, calls: Sequence[Call]) -> str | None:
-        """Say why the ranks of a launch, in order, do not name their shards so that all are there, or None."""
-        by_count: dict[Any, list[int]] = {}
-        for rank, call in enumerate(calls):
-            by_count.setdefault(call.body.get("shards"), []).append(rank)
+    def refusal(self, name: str, named: Sequence[tuple[int | None, int | None]]) -> str | None:
+        """Say why the ranks of a launch, in order, do not name (shard, shards) so that all are there, or None."""
+        by_count: dict[int | None, list[int]] = {}
+        for rank, (_, count) in enumerate(named):
+            by_count.setdefault(count, []).append(rank)
         if list(by_count) == [None]:
             return None
         if len(by_count) > 1:
             said = "; ".join(f"ranks {listed(ranks)} say {_said(count)}" for count, ranks in by_count.items())
             return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
         count = next(iter(by_count))
-        if type(count) is not int or not 1 <= count <= len(calls):
-            return f"job {name!r}: shard_count={count!r} where {len(calls)} ranks can hold 1 to {len(calls)}"
-        named = [call.body.get("shard") for call in calls]
-        wrong = [rank for rank, shard in enumerate(named) if type(shard) is not int or not 0 <= shard < count]
+        if count is None or count > len(named):
+            return f"job {name!r}: shard_count={count!r} where {len(named)} ranks can hold 1 to {len(named)}"
+        shards = [shard for shard, _ in named]
+        wrong = [rank for rank, shard in enumerate(shards) if shard is None or shard >= count]
         if wrong:
-            said = ", ".join(f"rank {rank} shard_rank={named[rank]!r}" for rank in wrong[:10])
+            said = ", ".join(f"rank {rank} shard_rank={shards[rank]!r}" for rank in wrong[:10])
             return f"job {name!r}: shard_count={count} are numbered 0 to {count - 1}, and {said}"
-        missing = sorted(set(range(count)).difference(named))
+        missing = sorted(set(range(count)).difference(shards))
         if missing:
             return (
                 f"job {name!r}: no rank names shard {listed(missing)} of shard_count={count}: every shard "
@@ -91,15 +93,14 @@ class Twins:
         leaving = {host for host in set(fact.hosts) if self.state.is_draining(host)}
         return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
-    def joined(self, attempt: Attempt, rank: int) -> Body:
+    def joined(self, attempt: Attempt, rank: int) -> SharedShardPlace | None:
         """Return a rank's role in its shard; rank 0 keeps the list of all writers, for readers of its shard (R27)."""
         if not attempt.shard_of:
-            return {}
+            return None
         table = self._copiers_by_shard(attempt)
         mine = attempt.shard_of[rank]
-        roster = [table[shard] for shard in sorted(table)] if rank == 0 else []
-        # Not under "shard": that names bytes that the holder is to give the rank.
-        return {"natural": [mine, max(attempt.shard_of) + 1, table[mine], roster]}
+        roster = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+        return SharedShardPlace(mine, max(attempt.shard_of) + 1, tuple(table[mine]), roster)
 
     @staticmethod
     def _copiers_by_shard(attempt: Attempt) -> dict[int, list[int]]:
@@ -143,35 +144,35 @@ class Twins:
         known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
         return known
 
-    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[list[Any]]]:
+    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[CopierTargets]]:
         """Return, by host, [writer, its targets, the ranks that write the same] of every writer that puts there."""
-        table: dict[str, list[list[Any]]] = {}
+        table: dict[str, list[CopierTargets]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
-                row = [rank, guests(rank), [other for other in ranks if other != rank]]
+                row = CopierTargets(rank, tuple(guests(rank)), tuple(other for other in ranks if other != rank))
                 table.setdefault(attempt.seats[rank].host_id, []).append(row)
         return table
 
     # -- what differs -------------------------------------------------------------------------
 
-    def told(self, call: Call) -> None:
+    def told(self, call: Call[TellDiffering]) -> None:
         """Take a rank's report of tensors in which two writers differ, or its holder's that they are equal again."""
-        body = call.body
-        self.out.answer(call, {})
-        job = self.state.jobs.get(str(body["job"]))
+        told = call.request
+        self.out.answer(call, Noted())
+        job = self.state.jobs.get(told.job)
         attempt = job.newest if job is not None else None
-        ranks = (int(body["ranks"][0]), int(body["ranks"][1]))
-        if job is None or attempt is None or attempt.ordinal != body["attempt"] or not set(ranks) <= set(attempt.seats):
+        ranks = told.ranks
+        if job is None or attempt is None or attempt.ordinal != told.attempt or not set(ranks) <= set(attempt.seats):
             return
-        known, step = self.differing.setdefault(job.name, {}), int(body["step"])
-        if not body["chunks"]:
+        known, step = self.differing.setdefault(job.name, {}), told.step
+        if not told.chunks:
             if known.pop(ranks, None) is not None:
                 self.out.emit(ReplicasAgree(job, attempt, step, ranks))
             return
-        names = tuple(str(name)[:NAME_CHARS_MAX] for name in body["names"][:NAMED_MAX])
+        names = tuple(name[:NAME_CHARS_MAX] for name in told.names[:NAMED_MAX])
         if ranks not in known:
             known[ranks] = Differing(ranks, attempt.ordinal, step, self.state.now, names)
-            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, int(body["chunks"])))
+            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, told.chunks))
 
     def status(self, job: Job, attempt: Attempt) -> Body:
         """Return what `memstore status` shows of it."""

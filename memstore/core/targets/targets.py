@@ -7,7 +7,7 @@ these hosts, `repair.py` for how copies get there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -18,6 +18,7 @@ from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import Twins
+from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets
 from placement.domains import is_finer, levels_of, spread_level
 from placement.groups import Placement, Strategy, place
 from placement.rebalance import rebalance
@@ -49,7 +50,7 @@ class ClusterView:
         self.state, self.out, self.told, self.drains = state, out, told, drains
         self.twins = Twins(state, out)
         self.news: set[str] = set()  # hosts that came, moved or went, not yet announced to all
-        self._told: dict[str, list[Any]] = {}  # host -> where it is, as last sent to all
+        self._told: dict[str, HostAddress] = {}  # host -> where it is, as last sent to all
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
@@ -182,22 +183,22 @@ class ClusterView:
         copiers = self.twins.rows(attempt, lambda rank: self.guests(job, attempt, rank))
         for host, others in targets.items():
             if only is None or host in only:
-                body = {
-                    "job": job.name, "attempt": attempt.ordinal, "targets": others, "copiers": copiers.get(host, []),
-                }  # fmt: skip
-                if not (is_news_only and self.told.is_known(host, "targets", body)):
-                    self.told.note(host, "targets", body)
-                    self.out.send(host, "targets", body)
+                order = PushTargets(
+                    job=job.name, attempt=attempt.ordinal, targets=tuple(others), copiers=tuple(copiers.get(host, ()))
+                )
+                if not (is_news_only and self.told.is_known(host, order)):
+                    self.told.note(host, order)
+                    self.out.send(host, order)
 
     def greet(self, hosts: Iterable[str]) -> None:
         """Send hosts whose session has just begun the addresses of all others, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
         """
-        rows = [self._row(host) for host in self.state.hosts.live_ids()]
-        body = {"hosts": rows, "gone": None, "jobs": self._jobs()}
+        rows = tuple(self._row(host) for host in self.state.hosts.live_ids())
+        order = AllHosts(hosts=rows, jobs=self._jobs())
         for host in hosts:
-            self.out.send(host, "view", body)
+            self.out.send(host, order)
 
     def send_news(self) -> None:
         """Send all hosts the changes of the others' addresses, if there are any (R3, R28)."""
@@ -211,21 +212,21 @@ class ClusterView:
                 gone.append(host)
         self.news.clear()
         if rows or gone:
-            body = {"hosts": rows, "gone": gone, "jobs": self._jobs()}
+            order = HostNews(hosts=tuple(rows), gone=tuple(gone), jobs=self._jobs())
             for host in self.state.hosts.live_ids():
-                self.out.send(host, "view", body)
+                self.out.send(host, order)
 
     def settled(self, hosts: Iterable[str]) -> None:
         """Send all hosts all addresses at once, as a new controller."""
         self._told = {host: self._row(host) for host in hosts}
         self.news.clear()
 
-    def _row(self, host: str) -> list[Any]:
+    def _row(self, host: str) -> HostAddress:
         info = self.state.hosts.states[host].info
-        return [info.host_id, info.address, info.port, info.incarnation]
+        return HostAddress(info.host_id, info.address, info.port, info.incarnation)
 
-    def _jobs(self) -> list[str]:
-        return [*self.state.jobs, *self.state.pending_forks]
+    def _jobs(self) -> tuple[str, ...]:
+        return (*self.state.jobs, *self.state.pending_forks)
 
     def awaited_hosts(self, job: Job, found: RecoveryPlan) -> frozenset[str]:
         """Return the hosts that a get waits for: they may have a newer step, or its bytes in RAM (R23, R24)."""

@@ -1,15 +1,13 @@
 """Rank, or tool, to controller: questions and requests, each answered once (`replies.py`) or refused. Pure.
 
 They travel through the holder of the rank's host, which asks again if a controller dies.
-
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from memstore.core.wire.codec import Request, Setting
+from memstore.core.wire.codec import Decoder, Request, Setting
 from memstore.core.wire.ids import Name, Ordinal, Positive
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.replies import (
@@ -75,11 +73,11 @@ class AssignRanks(RankRequest[Joined], frozen=True, tag="assign_ranks"):
     together: Positive
 
 
-class Rewind(RankRequest[Joined], frozen=True, tag="rewind"):
+class Rewind(RankRequest[Joined], frozen=True, kw_only=True, tag="rewind"):
     """Go on from an older step in a new attempt; answered when all have asked (R22)."""
 
     step: Ordinal
-    of_attempt: Ordinal | None
+    of_attempt: Ordinal | None = None
     nonce: str
     key: str | None
     world_size: Positive
@@ -158,22 +156,22 @@ class RollCall(Request[RollCalled | NoRollCall], frozen=True, tag="roll_call"):
     """The tag of the call."""
 
 
-class ReadStep(Request[ShardPlaced], frozen=True, tag="read_step"):
+class ReadStep(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_step"):
     """Read one rank's shard, without a barrier (R27)."""
 
     job: Name
     step: Ordinal | None
-    of_attempt: Ordinal | None
+    of_attempt: Ordinal | None = None
     rank: Ordinal
-    listener: ChunkListener | None
+    listener: ChunkListener | None = None
 
 
-class ReadRanges(Request[ShardPlaced], frozen=True, tag="read_ranges"):
+class ReadRanges(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_ranges"):
     """Read some chunks of one rank's shard; none: its manifest alone."""
 
     job: Name
     step: Ordinal | None
-    of_attempt: Ordinal | None
+    of_attempt: Ordinal | None = None
     rank: Ordinal
     chunks: tuple[ChunkRange, ...]
 
@@ -194,7 +192,7 @@ class AskSteps(Request[Steps], frozen=True, tag="steps"):
 class AskEvents(Request[Events], frozen=True, tag="events"):
     """Ask what happened after a number, to one job or to all."""
 
-    since: Ordinal
+    since: Ordinal = 0
     job: Name | None = None
 
 
@@ -202,19 +200,19 @@ class AskPlan(Request[Plan], frozen=True, tag="plan"):
     """Ask what a get() would recover if these hosts were lost."""
 
     job: Name
-    lose: tuple[str, ...]
+    lose: tuple[str, ...] = ()
 
 
 class AskLastCopies(Request[LastCopies], frozen=True, tag="last_copies"):
     """Ask what would be lost with the copies in RAM, of one job or of all."""
 
-    job: Name | None
+    job: Name | None = None
 
 
 class VerifyStore(Request[VerifyResult], frozen=True, tag="verify"):
     """Have every host digest everything again, of one job or of all (R30)."""
 
-    job: Name | None
+    job: Name | None = None
 
 
 class PinStep(Request[PinNoted], frozen=True, tag="pin"):
@@ -223,7 +221,7 @@ class PinStep(Request[PinNoted], frozen=True, tag="pin"):
     job: Name
     name: str
     step: Ordinal | None
-    of_attempt: Ordinal | None
+    of_attempt: Ordinal | None = None
 
 
 class UnpinStep(Request[PinNoted], frozen=True, tag="unpin"):
@@ -241,12 +239,12 @@ class PersistStep(Request[Persisted], frozen=True, tag="persist"):
     within_s: float
 
 
-class ForkJob(Request[Forked], frozen=True, tag="fork"):
+class ForkJob(Request[Forked], frozen=True, kw_only=True, tag="fork"):
     """Begin a new job with a committed step of another one (R32)."""
 
     job: Name
     step: Ordinal | None
-    of_attempt: Ordinal | None
+    of_attempt: Ordinal | None = None
     new_job: str
     nonce: str
     """The same when it is asked again."""
@@ -256,7 +254,7 @@ class RemoveJob(Request[Removed], frozen=True, tag="rm"):
     """Drop every copy of a job in RAM, and its facts."""
 
     job: Name
-    force: bool
+    force: bool = False
 
 
 class DrainHost(Request[DrainNoted], frozen=True, tag="drain"):
@@ -305,3 +303,5 @@ RankCall = (
     | DrainHost
     | DropCopy
 )
+
+decode_call: Decoder[RankCall] = Decoder(RankCall)

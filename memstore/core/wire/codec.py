@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 import msgpack
 import msgspec
 
-from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
+from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX, Kind, pack_header
 from memstore.errors import ProtocolError
 
 ERROR_CHARS_MAX = 300
@@ -87,6 +87,18 @@ def reply_decoder(kind: type[Request[Any]]) -> Decoder[Any]:
     return Decoder(reply)
 
 
+def tag_of(kind: type[Message] | Message) -> str:
+    """Return the name of a type of messages, as it travels."""
+    return str(kind.__struct_config__.tag)
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """Return the fields of a message as plain values: for JSON."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    del fields["k"]
+    return fields
+
+
 def encode(message: Message) -> bytes:
     """Return a message as a body; ProtocolError if it cannot be encoded, or is longer than a body may be."""
     try:
@@ -98,6 +110,12 @@ def encode(message: Message) -> bytes:
             f"{type(message).__name__} of {len(data):,} bytes exceeds the limit of {BODY_BYTES_MAX:,}; send it in pages"
         )
     return data
+
+
+def encode_frame(kind: Kind, message: Message) -> bytes:
+    """Return a whole frame without bulk, for one message that goes to many."""
+    data = encode(message)
+    return pack_header(kind, 0, data) + data
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -52,9 +52,7 @@ def declared(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
 def decoders() -> dict[str, codec.Decoder[Any]]:
     """Return what decodes the bodies of each direction, and of the replies to each request, by name."""
     found: dict[str, codec.Decoder[Any]] = {
-        "calls in messages": codec.Decoder(
-            calls.RankCall | rank_messages.LendSlots | rank_messages.AdoptSlots | rank_messages.UnlendSlots
-        ),
+        "calls in messages": codec.Decoder(calls.RankCall),
         "replies in messages": codec.Decoder(replies.ControllerReply),
     }
     for module in MODULES:

@@ -18,6 +18,7 @@ ORDINAL_LIMIT = 1 << 62
 
 Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
 Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]
+Seconds = Annotated[float, Meta(ge=0, lt=1e9, description="a time that another process measured")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
 ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="xxh3-128 of a chunk")]

@@ -1,44 +1,7 @@
 """Every event that can reach the controller's catalog and every action it can order. Pure.
 
 The catalog is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
-from sockets and a clock; a simulator feeds it from a seeded schedule. Bodies are plain msgpack-able
-values; shards travel as `[job, attempt, step, rank]`, specs as
-`[digest, nbytes, chunk_bytes, chunks_count, world_size]`.
-
-Orders to a holder (`Tell.kind`):
-    journal        seq, records, reset | keep, short
-                                                append records of facts (R16), to nothing (reset), or to the records of
-                                                these (term, seq) alone (keep), of which some (short) say less now;
-                                                answered by FactAck. Before it may come pages of its records (is_page)
-    fence          job, attempt, members        refuse processes of older attempts but members (nonces) (R21)
-    clock          clock_s                      the controller's clock, for the next beats to echo (R17)
-    view           hosts, gone, jobs            addresses for peers: of all hosts (gone None), or of those that came or
-                                                moved, and who is gone; room of other jobs is given back
-    targets        job, attempt, targets, copiers
-                                                where this host pushes its ranks' shards (R13); for those that copy what
-                                                others hold too: [rank, its own targets, ranks that copy the same] (R34)
-    reserve        job, attempt, call, ranks, guest_slots, world_size, versions
-                                                claim room (R10); the call is a pin's or a fork's
-    grow           as reserve                   have memory and connections ready for such room; claims nothing
-    fork           job, call, what, shards      look at copies (with a call), or make manifests over their slots (R32)
-    push           shard, digest, target, is_repair            copy one shard to a peer (R13, R29)
-    stage          job, round, rank, shard, spec, runs          bring a shard here and verify it (R23)
-    check          job, round, rank             let the rank check `into=` against the manifest (R26)
-    release        job, round, rank, result     hand the staged shard to the rank
-    level          job, attempt, step, level, reason, degraded  for the tickets of this host's ranks (R15)
-    abandon        job, attempt, step, resume   forget an uncommitted step; put again from `resume` (R12)
-    drop           shards, number, removed      free copies (R19), and the room of a removed job: [job, attempt] (R10);
-                                                its processes are fenced (R21), unless it `is_refused_fork`
-    persist        job, what, step, parts | specs              write slices of parts, or the marker, to durable storage;
-                                                or remove it, and say so if it is torn (R31)
-    markers        job, durable, call, check    list durable markers; with a step to check, look at all its slices
-    dropped        job, story                   remember why a job is gone, outside the host's folder; or "" (R5)
-    outdated       above                        a later life of this host was here: take a higher incarnation (R3)
-
-Reports from a holder (`Report.kind`): sealed, freed (a drop, by its number, was obeyed), pushed, push_failed, fenced,
-reserved, staged, checked, persisted, markers, forked, verified, rank_here. A rank's own seal carries `put`:
-{stall_s, age_s}, and `unchanged_since`, a step, where its chunks are those of the put before; for people only
-(observer.py).
+from sockets and a clock; a simulator feeds it from a seeded schedule. What travels: `reports.py`, `orders.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.config import check_name
+from memstore.core.wire import calls, reports
+from memstore.core.wire.orders import Order
+from memstore.core.wire.replies import Reply
+from memstore.core.wire.status_rows import HostStats
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 Body = dict[str, Any]
@@ -88,7 +55,7 @@ class Heard:
     """A heartbeat; it echoes the last `clock` that the host was sent in this session."""
 
     host_id: str
-    stats: Mapping[str, Any] = field(default_factory=dict)
+    stats: HostStats | None = None
     clock_s: float = -math.inf
     trained: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # job -> attempt, newest step trained there
 
@@ -107,25 +74,15 @@ class RankCall:
 
     host_id: str
     call_id: int
-    verb: str
-    body: Body
-
-
-@dataclass(frozen=True, slots=True)
-class RankGone:
-    """The process of a rank is proved dead by its pid (R20)."""
-
-    host_id: str
-    nonce: str
+    request: calls.RankCall
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A holder's report of something it did; see the module docstring."""
+    """A holder's report of something it did."""
 
     host_id: str
-    kind: str
-    body: Body
+    report: reports.Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +114,7 @@ class Tick:
     heard: tuple[Heard, ...] = ()
 
 
-Event = HostUp | Heard | HostLost | RankCall | RankGone | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
+Event = HostUp | Heard | HostLost | RankCall | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +122,7 @@ class Tell:
     """Send an order to one holder."""
 
     host_id: str
-    kind: str
-    body: Body
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +131,7 @@ class Answer:
 
     host_id: str
     call_id: int
-    body: Body
+    reply: Reply | None
     error: tuple[str, str] | None = None
 
 

@@ -11,7 +11,6 @@ from typing import Literal
 
 from memstore.core.wire.codec import Decoder, Message, Part, Row
 from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireShard, WireSpec, WireStep
-from memstore.core.wire.replies import ControllerReply
 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
@@ -72,6 +71,7 @@ class HostAddress(Row, frozen=True):
     host: str
     address: str
     port: Ordinal
+    incarnation: Ordinal
 
 
 class AllHosts(Message, frozen=True, tag="all_hosts"):
@@ -131,12 +131,12 @@ class Reserve(Message, frozen=True, tag="reserve"):
 
     job: Name
     attempt: Ordinal
-    call: Positive | None
-    """The number of a pin's or fork's claim; None: the attempt's own."""
     ranks: tuple[RankSlots, ...]
     guest_slots: Ordinal
     world_size: Ordinal
     versions: Ordinal
+    call: Positive | None = None
+    """The number of a pin's or fork's claim; None: the attempt's own."""
 
 
 class Grow(Message, frozen=True, tag="grow"):
@@ -444,7 +444,7 @@ class CallAnswered(Message, frozen=True, tag="answered"):
     """The answer to a call of a rank, or of the holder itself."""
 
     id: Ordinal
-    reply: ControllerReply
+    reply: bytes
 
 
 class CallRefused(Message, frozen=True, tag="call_refused"):
@@ -455,6 +455,7 @@ class CallRefused(Message, frozen=True, tag="call_refused"):
     message: str
 
 
+DurableOrder = WriteSlices | WriteMarker | StopWriting | RemoveStep | RemoveTornStep | NameKey | ListMarkers
 JournalOrder = JournalPage | JournalAppend | JournalReplace | JournalKeep
 Order = (
     JournalOrder
@@ -479,13 +480,7 @@ Order = (
     | ReadShard
     | ReadChunks
     | OrderCheck
-    | WriteSlices
-    | WriteMarker
-    | StopWriting
-    | RemoveStep
-    | RemoveTornStep
-    | NameKey
-    | ListMarkers
+    | DurableOrder
     | KeepStory
     | ForgetStory
     | CallAnswered

@@ -5,8 +5,6 @@
 
 In EVENT frames. Nothing of it is acknowledged: a link that comes back reports its leases, and unanswered messages are
 sent again.
-
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.calls import RankCall
-from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, Setting
+from memstore.core.wire.codec import Decoder, Message, Part, Row, Setting
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.ids import Name, Ordinal, Positive
-from memstore.core.wire.replies import Noted, PassedReply, ShardPlaced
+from memstore.core.wire.ids import Name, Ordinal, Positive, Seconds
 from memstore.core.wire.reports import IntoChecked
+
+Level = Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
+"""Of a ticket (R15)."""
 
 # -- rank to holder -----------------------------------------------------------------------------------
 
@@ -56,39 +56,37 @@ class SlotSample(Part, frozen=True):
     digests: bytes
 
 
-class LendSlots(Request[Noted], frozen=True, tag="lend"):
+class Ask(Message, frozen=True, tag="ask"):
+    """A call, which the holder passes on to the controller."""
+
+    id: Ordinal
+    """The rank's own number of it: the answer has it too."""
+    call: RankCall
+
+
+class LendSlots(Message, frozen=True, tag="lend"):
     """Offer filled slots to a child of this process; refused if the holder sees other bytes there."""
 
+    id: Ordinal
     step: Ordinal
     slots: tuple[Ordinal, ...]
     arena: str
     sample: SlotSample
 
 
-class Lent(Message, frozen=True, tag="lent"):
-    """Slots that are the asking process's now."""
-
-    slots: tuple[Ordinal, ...]
-
-
-class AdoptSlots(Request[Lent], frozen=True, tag="adopt"):
+class AdoptSlots(Message, frozen=True, tag="adopt"):
     """Take over the slots that the parent process offers."""
 
+    id: Ordinal
     step: Ordinal
 
 
-class UnlendSlots(Request[Lent], frozen=True, tag="unlend"):
+class UnlendSlots(Message, frozen=True, tag="unlend"):
     """End an offer: slots that no child has adopted are this process's again."""
 
+    id: Ordinal
     step: Ordinal
     slots: tuple[Ordinal, ...]
-
-
-class Ask(Message, frozen=True, tag="ask"):
-    """A call, under the rank's own number; the holder answers some itself and passes the others on."""
-
-    id: Ordinal
-    call: RankCall | LendSlots | AdoptSlots | UnlendSlots
 
 
 class PutReady(Message, frozen=True, tag="put_ready"):
@@ -104,8 +102,9 @@ class PutReady(Message, frozen=True, tag="put_ready"):
     world_size: Positive
     shared_chunks: Ordinal | None
     """So many of its first chunks are what other ranks put as well; None: the rank names no shard (R34)."""
-    began_s: float
-    stall_s: float
+    began_s: Seconds
+    """By the clock of this machine."""
+    stall_s: Seconds
     is_lost: bool = False
     """Its slots are the rank's no more: it is sent again for its level only."""
 
@@ -128,7 +127,7 @@ class MarksMade(Message, frozen=True, tag="marks"):
     file: str
 
 
-class PutWaits(Message, frozen=True, tag="put_waits"):
+class PutWaiting(Message, frozen=True, tag="put_waiting"):
     """A put of this step waits for room: older copies are held back no longer (R13)."""
 
     step: Ordinal
@@ -139,7 +138,8 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 Hello = RankHello | ToolHello
-RankMessage = Ask | PutReady | Unpin | StepTrained | MarksMade | PutWaits | IntoChecked | Bye
+Question = Ask | LendSlots | AdoptSlots | UnlendSlots
+RankMessage = Question | PutReady | Unpin | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
 decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)
@@ -153,9 +153,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     stale: tuple[Ordinal, ...]
     """Slots of those held that are not the rank's any more (R8)."""
     arena: str
-    host: str
-    folder: str
-    slots: Ordinal
     chunk_bytes: Positive
     store: dict[str, Setting]
     job_defaults: dict[str, Setting]
@@ -165,11 +162,18 @@ class AskAnswered(Message, frozen=True, tag="ask_answered"):
     """The answer to a call."""
 
     id: Ordinal
-    reply: PassedReply | ShardPlaced | Lent
+    reply: bytes
+
+
+class SlotsMoved(Message, frozen=True, tag="slots_moved"):
+    """The answer to LendSlots, AdoptSlots and UnlendSlots: these are the asking process's now."""
+
+    id: Ordinal
+    slots: tuple[Ordinal, ...]
 
 
 class AskRefused(Message, frozen=True, tag="ask_refused"):
-    """An error, to be raised where the call was made."""
+    """An error, to be raised where the question was asked."""
 
     id: Ordinal
     error: str
@@ -194,7 +198,7 @@ class StepLevel(Message, frozen=True, tag="level"):
 
     attempt: Ordinal
     step: Ordinal
-    level: Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
+    level: Level
     reason: str = ""
     degraded: bool = False
     resume: Ordinal = 0
@@ -204,7 +208,6 @@ class StepLevel(Message, frozen=True, tag="level"):
 class CheckInto(Message, frozen=True, tag="check_into"):
     """Compare `into=` with this manifest and say what came of it (R26)."""
 
-    job: Name
     round: Positive
     manifest: bytes
 
@@ -228,7 +231,7 @@ class ChunksArrived(Message, frozen=True, tag="chunks_arrived"):
 
     read: Ordinal
     chunks: tuple[ArrivedChunk, ...]
-    manifest: bytes | None
+    manifest: bytes | None = None
     """With the first ones."""
 
 
@@ -244,6 +247,7 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
 
 HolderEvent = (
     AskAnswered
+    | SlotsMoved
     | AskRefused
     | SlotsLeased
     | RoomGrown

@@ -3,12 +3,15 @@
 The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
 ChunksStaged, reach the rank with their place there, as ShardPlaced.
 
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
+Those of reads and of status still travel as plain maps (`MAPPED`).
 """
 
 from __future__ import annotations
 
-from memstore.core.wire.codec import Message, Part, Row
+from typing import Any
+
+from memstore.core.wire.codec import Message, Part, Request, Row, decode_reply, encode, tag_of
+from memstore.core.wire.frame import pack_body, unpack_body
 from memstore.core.wire.ids import Digest, Name, Ordinal, WireShard
 from memstore.core.wire.status_rows import (
     AttemptRow,
@@ -288,7 +291,7 @@ class Removed(Message, frozen=True, tag="removed"):
 
     job: Name
     pins: list[LostPin]
-    shards: Ordinal
+    shards: Ordinal = 0
 
 
 class DrainNoted(Message, frozen=True, tag="drain_noted"):
@@ -329,3 +332,17 @@ PassedReply = (
     | CopyDropped
 )
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
+
+Reply = ControllerReply | dict[str, Any]
+MAPPED = frozenset({"get", "read_step", "read_ranges", "status", "steps", "events", "plan", "verify"})
+"""Tags of the requests that are answered with a plain map still."""
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """Return a reply as a body."""
+    return encode(reply) if isinstance(reply, Message) else pack_body(reply)
+
+
+def unpack_reply(request: Request[Any], data: bytes) -> Any:
+    """Return the reply to a request that a body is; ProtocolError if it is none."""
+    return unpack_body(data) if tag_of(request) in MAPPED else decode_reply(request, data)

@@ -295,7 +295,8 @@ Report = (
     | MarkersListed
     | MarkersUnread
     | RankArrived
+    | RankGone
 )
-HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | RankGone | Called | Report
+HolderMessage = InventoryPage | Inventory | Heartbeat | Outranked | FactsWritten | Called | Report
 
 decode_holder_message: Decoder[HolderMessage] = Decoder(HolderMessage)

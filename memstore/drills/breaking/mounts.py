@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -43,6 +44,20 @@ def unmount(at: Path) -> None:
             return
         time.sleep(POLL_S)
     _run(["umount", "-l", str(at)], f"cannot unmount {at}")
+
+
+def check_full(folder: Path, nbytes: int) -> str:
+    """Return, as text, that a file of `nbytes` does not fit into a folder; raise DrillError if it does."""
+    probe = folder / ".drill-probe"
+    try:
+        probe.write_bytes(bytes(nbytes))
+    except OSError as exc:
+        if exc.errno == errno.ENOSPC:
+            return f"a write of {nbytes >> 10} KiB there ends in ENOSPC (checked)"
+        raise DrillError(f"a write of {nbytes >> 10} KiB there ended in {exc}, not in ENOSPC") from exc
+    finally:
+        probe.unlink(missing_ok=True)
+    raise DrillError(f"{nbytes >> 10} KiB could be written to {folder}: the fault did not take effect")
 
 
 @functools.cache

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import click
 
-from memstore.cli.options import store_options
 from memstore.cli.output import print_json
 from memstore.config import MIB, Config, bytes_from_text
+from memstore.drills.model.promises import EMBEDDED
 from memstore.drills.sites.site_options import (
     HOSTS_MAX,
-    SEED_LIMIT,
-    address_option,
-    embedded_option,
-    embedded_site,
+    cluster_options,
     line_printer,
+    own_site,
     prepare_ray,
     quiet,
     running_site,
-    yes_option,
 )
 from memstore.errors import ConfigError
 
@@ -41,16 +37,12 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 
 @click.command(short_help="Safe in production: lose and restore a copy of a scratch job, at real size.")
-@embedded_option
 @click.option("--nbytes", callback=_size, metavar="SIZE",
               help='Per rank, such as "3.5GiB"; default: as the largest shard in the store, else 64 MiB.')  # fmt: skip
 @click.option("--replicas", type=click.IntRange(2, 8), help="Copies of each shard; default: as the store's jobs have.")
 @click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=3, show_default=True,
               help="With --embedded: its hosts.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, SEED_LIMIT), help="Of the states; default: a random one.")
-@address_option
-@yes_option
-@store_options
+@cluster_options
 def canary(config: Config, as_json: bool, **given: Any) -> None:
     """Put a scratch job on the real hosts, drop one copy of each of its shards, restore from the others, compare.
 
@@ -64,15 +56,15 @@ def canary(config: Config, as_json: bool, **given: Any) -> None:
     with quiet():
         sized = {**given, "replicas": given["replicas"] or 2}
         with (
-            embedded_site(sized, 2 * (nbytes or EMBEDDED_NBYTES))
+            own_site(EMBEDDED, sized, 2 * (nbytes or EMBEDDED_NBYTES))
             if given["embedded"]
             else running_site(config, given, TOUCHES)
         ) as site:
             from memstore.drills.canary.canary import CanaryOptions, run_canary
 
-            seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
-            print_line(f"canary · seed {seed} · {'a cluster of its own' if given['embedded'] else 'your cluster'}")
-            report = run_canary(site, CanaryOptions(seed, nbytes, given["replicas"]), print_line)
+            where = "a cluster of its own" if given["embedded"] else "your cluster"
+            print_line(f"canary · seed {given['seed']} · {where}")
+            report = run_canary(site, CanaryOptions(given["seed"], nbytes, given["replicas"]), print_line)
     if as_json:
         print_json(report.to_dict())
     print_line(f"{report.outcome}  {report.words}")

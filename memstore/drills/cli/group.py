@@ -5,38 +5,32 @@ Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any
 
 import click
 
-from memstore.cli.options import store_options
 from memstore.cli.output import print_json
 from memstore.config import MIB, Config
 from memstore.drills.cli.canary import canary
 from memstore.drills.cli.run import run
 from memstore.drills.model.catalogue import DRILLS, find, rows
-from memstore.drills.model.promises import FAMILIES, GOES_ON, PLACES
+from memstore.drills.model.promises import FAMILIES, GOES_ON, PLACES, RUNNING, Drill
+from memstore.drills.model.report import EXIT_CODES
 from memstore.drills.sites.site_options import (
-    SEED_LIMIT,
-    address_option,
     check_usage,
     durable_directory,
-    embedded_option,
-    job_options,
     line_printer,
+    options_from,
     own_site,
+    play_options,
     prepare_ray,
     quiet,
     running_site,
-    yes_option,
 )
-
-if TYPE_CHECKING:
-    from memstore.drills.model.report import Report
 
 
 class Drills(click.Group):
@@ -99,64 +93,37 @@ drill.add_command(canary)
 def _play_command(name: str) -> click.Command:
     """Return the command that plays one drill."""
     entry = find(name)
-    options: list[Callable[..., Any]] = [
-        embedded_option,
-        click.option("--seed", type=click.IntRange(0, SEED_LIMIT),
-                     help="Chooses victims and states; default: a random one."),
-        click.option("--beyond", is_flag=True,
-                     help="Lose more than is tolerated: a refusal (or the durable step) is promised."),
-        job_options,
-        click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill hits what is not its own."),
-        click.option("--allow-data-loss", is_flag=True,
-                     help="Even if another job has its last copy of something on the hosts that lose their memory."),
-        address_option,
-        yes_option,
-        store_options,
-    ]  # fmt: skip
 
     def play(config: Config, as_json: bool, **given: Any) -> None:
-        _play(name, config, given, as_json=as_json)
+        row = _play(entry, config, given, as_json=as_json)
+        if as_json:
+            click.echo(json.dumps(row, ensure_ascii=False))
+        click.get_current_context().exit(EXIT_CODES[row["outcome"]])
 
-    wrapped: Callable[..., Any] = play
-    for option in reversed(options):
-        wrapped = option(wrapped)
+    beyond = click.option(
+        "--beyond", is_flag=True, help="Lose more than is tolerated: a refusal (or the durable step) is promised."
+    )
     help_text = f"Break {entry.breaks}.\n\nTouches: {entry.touches}.\n\nPromised: {entry.promise.words}."
-    return click.command(name, help=help_text, short_help=entry.breaks)(wrapped)
+    return click.command(name, help=help_text, short_help=entry.breaks)(beyond(play_options(play)))
 
 
-def _play(name: str, config: Config, given: dict[str, Any], *, as_json: bool) -> None:
-    check_usage(find(name), given)
+def _play(entry: Drill, config: Config, given: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """Play one drill on the cluster that was asked for; return its row of a suite's record."""
+    check_usage(entry, given)
+    print_line = line_printer(as_json)
     if given["embedded"]:
         prepare_ray()
-    print_line = line_printer(as_json)
-    with quiet():
-        report = _report(name, config, given, print_line)
-    from memstore.drills.model.report import verdict_line
+        place = (entry.beyond_runs_on if given["beyond"] else entry.runs_on)[0]
+        opened = own_site(place, given, given["mbytes"] * MIB, name=entry.name)
+    else:
+        touches = f"{entry.touches}; besides, room for a scratch job of {given['mbytes']} MiB per rank"
+        place, opened = RUNNING, running_site(config, given, touches)
+    with quiet(), durable_directory(given, is_needed=entry.needs_durable) as durable, opened as site:
+        from memstore.drills.run.suite import Play, Suite
 
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
-    print_line(verdict_line(report))
-    click.get_current_context().exit(report.exit_code)
-
-
-def _report(name: str, config: Config, given: dict[str, Any], print_line: Callable[[str], None]) -> Report:
-    from memstore.drills.model.options import DURABLE_EVERY, Options, replay
-    from memstore.drills.run.runner import run_drill
-
-    entry, nbytes = find(name), given["mbytes"] * MIB
-    seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
-    touches = f"{entry.touches}; besides, room for a scratch job of {given['mbytes']} MiB per rank"
-    place = (entry.beyond_runs_on if given["beyond"] else entry.runs_on)[0]
-    is_own = given["embedded"]
-    opened = own_site(place, given, nbytes, name=name) if is_own else running_site(config, given, touches)
-    with durable_directory(given, is_needed=entry.needs_durable) as durable, opened as site:
-        fields = {"replicas": given["replicas"], "durable": durable, "durable_every": DURABLE_EVERY}
-        options = Options(
-            seed=seed, is_beyond=given["beyond"], ranks_count=given["hosts_count"], nbytes=nbytes,
-            config=site.config.with_fields(fields), victim=given["victim"],
-            allows_data_loss=given["allow_data_loss"],
+        suite = Suite(
+            {place: lambda: contextlib.nullcontext(site)}, options_from(given, site.config, durable=durable),
+            durable=durable, timeout_s=math.inf, print_line=print_line, named_durable=given["durable"],
         )  # fmt: skip
-        report = run_drill(name, site, options, print_line)
-    store = None if given["embedded"] else config.store
-    report.replay = replay(name, options, store=store, durable=given["durable"])
-    return report
+        [row] = suite.run([Play(entry, given["beyond"])]).drills
+    return row

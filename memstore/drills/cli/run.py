@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,24 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memstore.cli.options import store_options
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
 from memstore.drills.model.promises import EMBEDDED, NAMESPACES, RUNNING, TIGHT
 from memstore.drills.model.report import PASS
-from memstore.drills.run.page import page, rpo_text, seconds_text, tiers_text, title_of
+from memstore.drills.run.page import HEADS, cells, page, title_of
 from memstore.drills.sites.site_options import (
-    SEED_LIMIT,
-    address_option,
-    embedded_option,
-    job_options,
     line_printer,
+    options_from,
     own_site,
     place_problem,
+    play_options,
     prepare_ray,
     quiet,
     running_site,
-    yes_option,
 )
 
 if TYPE_CHECKING:
@@ -50,14 +46,7 @@ SUITES = ("standard", "full")
               help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.")  # fmt: skip
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=TIMEOUT_S, show_default=True,
               help="No drill is begun after this.")  # fmt: skip
-@embedded_option
-@click.option("--seed", type=click.IntRange(0, SEED_LIMIT), help="Chooses victims and states; default: a random one.")
-@click.option("--victim", metavar="HOST", help="On a running cluster: the host to hit.")
-@click.option("--allow-data-loss", is_flag=True, help="Even if another job has its last copy there.")
-@job_options
-@address_option
-@yes_option
-@store_options
+@play_options
 def run(suite: str, out: Path | None, timeout_s: float, config: Config, as_json: bool, **given: Any) -> None:
     """Play a suite of drills. One that fails does not stop the others; those that cannot be played here are named."""
     if out is not None:
@@ -83,19 +72,10 @@ def _play(
     suite: str, timeout_s: float, config: Config, given: dict[str, Any], print_line: Callable[[str], None]
 ) -> dict[str, Any]:
     """Open the clusters, play the suite, and return the record."""
-    import tempfile
-
-    from memstore.drills.model.options import DURABLE_EVERY, Options
     from memstore.drills.run.suite import Suite, plays_of
     from memstore.drills.run.suite_record import record
 
     plays, nbytes = plays_of(suite), given["mbytes"] * MIB
-    seed = given["seed"] if given["seed"] is not None else random.randrange(SEED_LIMIT)
-    fields = {"replicas": given["replicas"], "durable_every": DURABLE_EVERY}
-    options = Options(
-        seed=seed, ranks_count=given["hosts_count"], nbytes=nbytes, config=config.with_fields(fields),
-        victim=given["victim"], allows_data_loss=given["allow_data_loss"],
-    )  # fmt: skip
 
     @contextlib.contextmanager
     def running() -> Iterator[Site]:
@@ -114,21 +94,17 @@ def _play(
         durable = given["durable"]
         if durable is None and given["embedded"]:
             durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-"))
-        runner = Suite(openers, options, durable=durable, timeout_s=timeout_s, print_line=print_line,
-                       named_durable=given["durable"], problems=problems)  # fmt: skip
+        runner = Suite(openers, options_from(given, config), durable=durable, timeout_s=timeout_s,
+                       print_line=print_line, named_durable=given["durable"], problems=problems)  # fmt: skip
         result = runner.run(plays)
-    return record(suite, seed, result, nbytes=nbytes)
+    return record(suite, given["seed"], result, nbytes=nbytes)
 
 
 def show(found: dict[str, Any]) -> None:
     """Print a record as a table."""
-    table = plain_table("DRILL", "OUTCOME", ">DETECT", ">PLAN", "RESTORED", "VERIFIED", ">RPO", ">RTO", ">PLAYED")
+    table = plain_table(*HEADS)
     for row in found["drills"]:
-        table.add_row(
-            title_of(row), row["outcome"], seconds_text(row["seconds"]["detect"]), seconds_text(row["seconds"]["plan"]),
-            tiers_text(row), "every byte" if row["verified"] else "-", rpo_text(row), seconds_text(row["rto_s"]),
-            seconds_text(row["seconds_played"]),
-        )  # fmt: skip
+        table.add_row(*cells(row))
     console = data_console()
     console.print(table)
     for row in found["drills"]:

@@ -7,239 +7,238 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.drills.model.catalogue_network import NETWORK_DRILLS
-from memstore.drills.model.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, RUNNING, TIGHT, Drill, Promise
+from memstore.drills.model.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, NAMESPACES, RUNNING, TIGHT, Drill, Promise
 from memstore.errors import ConfigError
 
-DRILLS = {
-    drill.name: drill
-    for drill in (
-        Drill(
-            "kill-rank", "ranks",
-            "one rank, with SIGKILL in the middle of its puts",
-            "one process of the drill's own",
-            LOCAL_ONLY,
-            "a rank, and the memory of every host with a copy of its shard",
-        ),
-        Drill(
-            "kill-rank-mid-put", "ranks",
-            "one rank, with SIGKILL while a put of its is under way",
-            "one process of the drill's own",
-            LOCAL_ONLY, is_standard=False,
-        ),
-        Drill(
-            "hang-rank", "ranks",
-            "one rank stops in the middle of its puts (SIGSTOP) until its launcher gives it up and kills it",
-            "one process of the drill's own",
-            LOCAL_ONLY,
-        ),
-        Drill(
-            "kill-holder", "holders",
-            "the process that owns one host's arena; the arena stays",
-            "one holder, which the store replaces: puts on its host wait or skip for some seconds",
-            LOCAL_ONLY,
-            "the holder with its arena, and the memory of every host with a copy of the same shard",
-            needs_victim=True,
-        ),
-        Drill(
-            "freeze-holder", "holders",
-            "the process that owns one host's arena stops for some seconds (SIGSTOP) and goes on, while all ranks put",
-            "one holder: puts on its host wait or skip while it is frozen",
-            Promise("no put raises, every stall within its budget, commits go on and copies are complete again"),
-            flow=GOES_ON, needs_victim=True,
-        ),
-        Drill(
-            "kill-host", "hosts",
-            "every process of one host, and its memory",
-            "one host: on a running cluster only its holder, its arena of this store and the drill's own ranks",
-            Promise("0 steps lost, from peer RAM, durable untouched", frozenset({"peer", "mixed"}), needs="peer"),
-            "that host and every other host with a copy of its ranks' shards",
-            needs_victim=True,
-        ),
-        Drill(
-            "preempt-host", "hosts",
-            "one host, with its memory, some time after notice was given; its ranks go on putting until then",
-            "one host",
-            Promise("every shard it held is on enough other hosts before the moment; 0 steps lost, durable untouched",
-                    frozenset({"local", "peer", "mixed"})),
-            runs_on=(EMBEDDED,),
-        ),
-        Drill(
-            "kill-rack", "hosts",
-            "every process of every host of one rack at once, and their memory",
-            "the hosts of one rack",
-            Promise("0 steps lost, from peer RAM of another rack, durable untouched",
-                    frozenset({"peer", "mixed"}), needs="peer"),
-            "the rack and every other host with a copy of one of its shards",
-            runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "kill-rack-staggered", "hosts",
-            "the hosts of one rack one after the other, each while the copies of the last are missing",
-            "the hosts of one rack",
-            Promise("0 steps lost, from peer RAM of another rack, durable untouched",
-                    frozenset({"peer", "mixed"}), needs="peer"),
-            runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "second-failure", "hosts",
-            "one host, and a second one with a copy of the same shard during the restore, with three copies",
-            "two hosts",
-            Promise("0 steps lost, from the third copy in peer RAM, durable untouched",
-                    frozenset({"peer", "mixed"}), needs="peer"),
-            "the third host with a copy as well",
-            runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "kill-raylet", "hosts",
-            "the raylet of one host, with it its holder and its ranks; the memory stays and Ray is started again",
-            "every process of one host",
-            LOCAL_ONLY, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "freeze-raylet", "hosts",
-            "every process of one host stops until it counts as dead and training has gone on, then wakes (a zombie)",
-            "one host",
-            Promise("0 steps lost, from peer RAM; the zombie ends, serves nothing stale, and its host takes part again",
-                    frozenset({"peer", "mixed"}), needs="peer"),
-            runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "flap-host", "hosts",
-            "one host's holder dies and comes back three times, while all ranks put",
-            "one holder, and its host is on probation for ten minutes",
-            Promise("no put raises, every stall within its budget, commits go on, the host is on probation",
-                    has_commits_meanwhile=True),
-            flow=GOES_ON, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "memory-pressure", "hosts",
-            "a task of somebody else on one host takes memory until Ray's memory monitor kills it, while all ranks put",
-            "a task of the drill's own, which takes 1.5 to 4 GiB of this machine",
-            Promise("the holder and its arena stay, no put raises, every stall within its budget, commits go on",
-                    has_commits_meanwhile=True),
-            flow=GOES_ON, runs_on=(TIGHT,), is_standard=False,
-        ),
-        Drill(
-            "kill-controller", "control plane",
-            "the process that decides commits, while ranks put",
-            "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
-            LOCAL_ONLY,
-            "the controller, and the memory of every host with a copy of one shard",
-        ),
-        Drill(
-            "kill-controller-restore", "control plane",
-            "one rank, and the controller while the ranks of the next attempt wait in get()",
-            "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
-            LOCAL_ONLY, is_standard=False,
-        ),
-        Drill(
-            "kill-controller-persist", "control plane",
-            "the controller while a durable step is half written, and all ranks put",
-            "the controller, which Ray restarts: commits of every job of the store stop for some seconds",
-            Promise(
-                "no put raises, every stall within its budget, commits resume, a newer durable step follows",
-            ),
-            flow=GOES_ON, needs_durable=True, is_standard=False,
-        ),
-        Drill(
-            "head-node", "control plane",
-            "every process of Ray's head, for good: every raylet ends for want of it, then Ray is started again",
-            "all of Ray; the hosts' memory stays",
-            LOCAL_ONLY, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "restart-ray", "control plane",
-            "every process of Ray and of the store on every host at once; Ray is started again, one host late",
-            "all of Ray; the hosts' memory stays",
-            Promise("0 steps lost, from RAM that new holders adopt, durable untouched",
-                    frozenset({"local", "peer", "mixed"})),
-            runs_on=(EMBEDDED,),
-        ),
-        Drill(
-            "corrupt-chunk", "storage",
-            "bytes of one chunk in one copy, in the arena file",
-            "one chunk of the drill's own job",
-            Promise(
-                "found by verify, never served, repaired from a peer, 0 steps lost",
-                frozenset({"local", "peer", "mixed"}),
-            ),
-            "the same chunk in every copy",
-            beyond_runs_on=("embedded", RUNNING),
-        ),
-        Drill(
-            "torn-manifest", "storage",
-            "the manifest file of one copy is cut short, and its holder killed so that it is read again",
-            "one manifest of the drill's own job, and one holder, which the store replaces",
-            Promise("the torn copy is dropped, never served, repaired from a peer; 0 steps lost",
-                    frozenset({"local", "peer", "mixed"})),
-            "the manifest of every copy of the same shard",
-            needs_victim=True,
-        ),
-        Drill(
-            "arena-full", "storage",
-            "a second job wants more room than an arena has, while all ranks put",
-            "two processes of the drill's own",
-            Promise("CapacityError at the second job's first put, on all its ranks; the first job's puts and commits "
-                    "go on", has_commits_meanwhile=True),
-            flow=GOES_ON, runs_on=(EMBEDDED,),
-        ),
-        Drill(
-            "tmpfs-full", "storage",
-            "the file system of the arenas: no page of it is left, for manifest or journal, while all ranks put",
-            "a file system of the drill's own, for the arenas of its own hosts",
-            Promise(
-                "no put raises, every stall within its budget, nothing stored is lost, the status names the host and "
-                "the reason, commits resume once there is room"
-            ),
-            flow=GOES_ON, needs_root=True, runs_on=(TIGHT,), is_standard=False,
-        ),
-        Drill(
-            "durable-error", "storage",
-            "the durable directory of the scratch job: every write to it fails until it is fixed, while all ranks put",
-            "a directory of the drill's own",
-            Promise(
-                "no put raises, every stall within its budget, commits go on meanwhile, the status names the error, "
-                "a durable step follows once it is repaired",
-                has_commits_meanwhile=True,
-            ),
-            flow=GOES_ON, needs_durable=True,
-        ),
-        Drill(
-            "durable-full", "storage",
-            "the durable directory of the scratch job: a full file system in its place until it is taken away",
-            "a directory of the drill's own, on the machine that the hosts share",
-            Promise(
-                "no put raises, every stall within its budget, commits go on meanwhile, the status names the error, "
-                "a durable step follows once there is room",
-                has_commits_meanwhile=True,
-            ),
-            flow=GOES_ON, needs_durable=True, needs_root=True, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "durable-slow", "storage",
-            "the durable directory of the scratch job: every write to it waits a second or more, while all ranks put",
-            "a directory of the drill's own, on the machine that the hosts share",
-            Promise(
-                "no put raises, every stall within its budget, commits go on meanwhile, a newer durable step follows "
-                "once it is fast again",
-                has_commits_meanwhile=True,
-            ),
-            flow=GOES_ON, needs_durable=True, needs_root=True, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        Drill(
-            "durable-torn", "storage",
-            "one part of the newest durable step is cut short, and every copy of that shard in RAM is lost",
-            "a directory of the drill's own, and every host with a copy of one shard",
-            Promise(
-                "an older durable step, whole and the same on every rank; the torn one never",
-                frozenset({"durable", "mixed"}), frozenset({"local", "peer", "durable"}), "durable", is_lossless=False,
-            ),
-            needs_durable=True, runs_on=(EMBEDDED,), is_standard=False,
-        ),
-        *NETWORK_DRILLS,
-    )
-}  # fmt: skip
+ANYWHERE = frozenset({"local", "peer", "mixed"})
+GOES_ON_WELL = "no put raises, every stall within its budget"
+COPIES_AGAIN = f"{GOES_ON_WELL}, commits go on and copies are complete again"
+CONTROLLER = "the controller, which Ray restarts: commits of every job of the store stop for some seconds"
+ALL_OF_RAY = "all of Ray; the hosts' memory stays"
+OWN_DIRECTORY = "a directory of the drill's own"
+OWN_NETWORK = "hosts of the drill's own, in network namespaces"
+ERROR_SHOWN = f"{GOES_ON_WELL}, commits go on meanwhile, the status names the error, a durable step follows once"
+OWN: dict[str, Any] = {"runs_on": (EMBEDDED,), "is_standard": False}
+ON_NETWORK: dict[str, Any] = {"flow": GOES_ON, "runs_on": (NAMESPACES,), "beyond_runs_on": (NAMESPACES,)}
+
+
+def from_peer(words: str) -> Promise:
+    """Return the promise of a drill that loses memory: bytes must come from a peer."""
+    return Promise(f"0 steps lost, from {words}", frozenset({"peer", "mixed"}), needs="peer")
+
+
+def meanwhile(words: str) -> Promise:
+    """Return the promise of a drill during whose fault steps must be committed."""
+    return Promise(words, has_commits_meanwhile=True)
+
+
+_DRILLS = (
+    Drill(
+        "kill-rank", "ranks",
+        "one rank, with SIGKILL in the middle of its puts",
+        "one process of the drill's own", LOCAL_ONLY,
+        "a rank, and the memory of every host with a copy of its shard",
+    ),
+    Drill(
+        "kill-rank-mid-put", "ranks",
+        "one rank, with SIGKILL while a put of its is under way",
+        "one process of the drill's own", LOCAL_ONLY, is_standard=False,
+    ),
+    Drill(
+        "hang-rank", "ranks",
+        "one rank stops in the middle of its puts (SIGSTOP) until its launcher gives it up and kills it",
+        "one process of the drill's own", LOCAL_ONLY,
+    ),
+    Drill(
+        "kill-holder", "holders",
+        "the process that owns one host's arena; the arena stays",
+        "one holder, which the store replaces: puts on its host wait or skip for some seconds", LOCAL_ONLY,
+        "the holder with its arena, and the memory of every host with a copy of the same shard", needs_victim=True,
+    ),
+    Drill(
+        "freeze-holder", "holders",
+        "the process that owns one host's arena stops for some seconds (SIGSTOP) and goes on, while all ranks put",
+        "one holder: puts on its host wait or skip while it is frozen", Promise(COPIES_AGAIN),
+        flow=GOES_ON, needs_victim=True,
+    ),
+    Drill(
+        "kill-host", "hosts",
+        "every process of one host, and its memory",
+        "one host: on a running cluster only its holder, its arena of this store and the drill's own ranks",
+        from_peer("peer RAM, durable untouched"),
+        "that host and every other host with a copy of its ranks' shards", needs_victim=True,
+    ),
+    Drill(
+        "preempt-host", "hosts",
+        "one host, with its memory, some time after notice was given; its ranks go on putting until then",
+        "one host",
+        Promise("every shard it held is on enough other hosts before the moment; 0 steps lost, durable untouched",
+                ANYWHERE),
+        runs_on=(EMBEDDED,),
+    ),
+    Drill(
+        "kill-rack", "hosts",
+        "every process of every host of one rack at once, and their memory",
+        "the hosts of one rack", from_peer("peer RAM of another rack, durable untouched"),
+        "the rack and every other host with a copy of one of its shards", **OWN,
+    ),
+    Drill(
+        "kill-rack-staggered", "hosts",
+        "the hosts of one rack one after the other, each while the copies of the last are missing",
+        "the hosts of one rack", from_peer("peer RAM of another rack, durable untouched"), **OWN,
+    ),
+    Drill(
+        "second-failure", "hosts",
+        "one host, and a second one with a copy of the same shard during the restore, with three copies",
+        "two hosts", from_peer("the third copy in peer RAM, durable untouched"),
+        "the third host with a copy as well", **OWN,
+    ),
+    Drill(
+        "kill-raylet", "hosts",
+        "the raylet of one host, with it its holder and its ranks; the memory stays and Ray is started again",
+        "every process of one host", LOCAL_ONLY, **OWN,
+    ),
+    Drill(
+        "freeze-raylet", "hosts",
+        "every process of one host stops until it counts as dead and training has gone on, then wakes (a zombie)",
+        "one host", from_peer("peer RAM; the zombie ends, serves nothing stale, and its host takes part again"), **OWN,
+    ),
+    Drill(
+        "flap-host", "hosts",
+        "one host's holder dies and comes back three times, while all ranks put",
+        "one holder, and its host is on probation for ten minutes",
+        meanwhile(f"{GOES_ON_WELL}, commits go on, the host is on probation"), flow=GOES_ON, **OWN,
+    ),
+    Drill(
+        "memory-pressure", "hosts",
+        "a task of somebody else on one host takes memory until Ray's memory monitor kills it, while all ranks put",
+        "a task of the drill's own, which takes 1.5 to 4 GiB of this machine",
+        meanwhile(f"the holder and its arena stay, {GOES_ON_WELL}, commits go on"),
+        flow=GOES_ON, runs_on=(TIGHT,), is_standard=False,
+    ),
+    Drill(
+        "kill-controller", "control plane",
+        "the process that decides commits, while ranks put", CONTROLLER, LOCAL_ONLY,
+        "the controller, and the memory of every host with a copy of one shard",
+    ),
+    Drill(
+        "kill-controller-restore", "control plane",
+        "one rank, and the controller while the ranks of the next attempt wait in get()", CONTROLLER, LOCAL_ONLY,
+        is_standard=False,
+    ),
+    Drill(
+        "kill-controller-persist", "control plane",
+        "the controller while a durable step is half written, and all ranks put", CONTROLLER,
+        Promise(f"{GOES_ON_WELL}, commits resume, a newer durable step follows"),
+        flow=GOES_ON, needs_durable=True, is_standard=False,
+    ),
+    Drill(
+        "head-node", "control plane",
+        "every process of Ray's head, for good: every raylet ends for want of it, then Ray is started again",
+        ALL_OF_RAY, LOCAL_ONLY, **OWN,
+    ),
+    Drill(
+        "restart-ray", "control plane",
+        "every process of Ray and of the store on every host at once; Ray is started again, one host late",
+        ALL_OF_RAY, Promise("0 steps lost, from RAM that new holders adopt, durable untouched", ANYWHERE),
+        runs_on=(EMBEDDED,),
+    ),
+    Drill(
+        "corrupt-chunk", "storage",
+        "bytes of one chunk in one copy, in the arena file",
+        "one chunk of the drill's own job",
+        Promise("found by verify, never served, repaired from a peer, 0 steps lost", ANYWHERE),
+        "the same chunk in every copy", beyond_runs_on=(EMBEDDED, RUNNING),
+    ),
+    Drill(
+        "torn-manifest", "storage",
+        "the manifest file of one copy is cut short, and its holder killed so that it is read again",
+        "one manifest of the drill's own job, and one holder, which the store replaces",
+        Promise("the torn copy is dropped, never served, repaired from a peer; 0 steps lost", ANYWHERE),
+        "the manifest of every copy of the same shard", needs_victim=True,
+    ),
+    Drill(
+        "arena-full", "storage",
+        "a second job wants more room than an arena has, while all ranks put",
+        "two processes of the drill's own",
+        meanwhile("CapacityError at the second job's first put, on all its ranks; the first job's puts and commits go "
+                  "on"),
+        flow=GOES_ON, runs_on=(EMBEDDED,),
+    ),
+    Drill(
+        "tmpfs-full", "storage",
+        "the file system of the arenas: no page of it is left, for manifest or journal, while all ranks put",
+        "a file system of the drill's own, for the arenas of its own hosts",
+        Promise(f"{GOES_ON_WELL}, nothing stored is lost, the status names the host and the reason, commits resume "
+                "once there is room"),
+        flow=GOES_ON, needs_root=True, runs_on=(TIGHT,), is_standard=False,
+    ),
+    Drill(
+        "durable-error", "storage",
+        "the durable directory of the scratch job: every write to it fails until it is fixed, while all ranks put",
+        OWN_DIRECTORY, meanwhile(f"{ERROR_SHOWN} it is fixed"), flow=GOES_ON, needs_durable=True,
+    ),
+    Drill(
+        "durable-full", "storage",
+        "the durable directory of the scratch job: a full file system in its place until it is taken away",
+        f"{OWN_DIRECTORY}, on the machine that the hosts share", meanwhile(f"{ERROR_SHOWN} there is room"),
+        flow=GOES_ON, needs_durable=True, needs_root=True, **OWN,
+    ),
+    Drill(
+        "durable-slow", "storage",
+        "the durable directory of the scratch job: every write to it waits a second or more, while all ranks put",
+        f"{OWN_DIRECTORY}, on the machine that the hosts share",
+        meanwhile(f"{GOES_ON_WELL}, commits go on meanwhile, a newer durable step follows once it is fast again"),
+        flow=GOES_ON, needs_durable=True, needs_root=True, **OWN,
+    ),
+    Drill(
+        "durable-torn", "storage",
+        "one part of the newest durable step is cut short, and every copy of that shard in RAM is lost",
+        f"{OWN_DIRECTORY}, and every host with a copy of one shard",
+        Promise("an older durable step, whole and the same on every rank; the torn one never",
+                frozenset({"durable", "mixed"}), frozenset({"local", "peer", "durable"}), "durable", is_lossless=False),
+        needs_durable=True, **OWN,
+    ),
+    Drill(
+        "partition-half", "network",
+        "the network splits in halves, the controller on the side that cannot reach what elects controllers",
+        OWN_NETWORK,
+        Promise("that side commits nothing, the other elects a controller and commits; healed, no step was committed "
+                "twice with other bytes, commits go on and copies are complete again"),
+        "every copy of a shard is on the side that stays cut off", **ON_NETWORK,
+    ),
+    Drill(
+        "partition-one-way", "network",
+        "packets from one host to the host with its copies vanish, the other way they arrive; both reach the "
+        "controller",
+        OWN_NETWORK, Promise(f"{GOES_ON_WELL}, no host is taken for dead, commits go on once healed"),
+        is_standard=False, **ON_NETWORK,
+    ),
+    Drill(
+        "slow-link", "network",
+        "one host's link has 10 Mbit/s while all ranks put",
+        OWN_NETWORK, meanwhile(f"{GOES_ON_WELL}, a step put over the slow link is committed within 60 s"),
+        is_standard=False, **ON_NETWORK,
+    ),
+    Drill(
+        "swizzle-clog", "network",
+        "links of a random part of the hosts are cut one by one, and come back in another order",
+        OWN_NETWORK, Promise(COPIES_AGAIN), is_standard=False, **ON_NETWORK,
+    ),
+    Drill(
+        "flip-in-transit", "network",
+        "bits of chunks flip between a host and the host with its copies",
+        OWN_NETWORK,
+        meanwhile("every damaged chunk is counted and sent again, none is stored, commits go on meanwhile"),
+        **ON_NETWORK,
+    ),
+    Drill(
+        "cable-pulled", "network",
+        "the link of one host goes down while a shard of its rank is half across",
+        OWN_NETWORK, Promise(COPIES_AGAIN), **ON_NETWORK,
+    ),
+)  # fmt: skip
+DRILLS = {drill.name: drill for drill in _DRILLS}
 
 
 def find(name: str) -> Drill:
@@ -256,8 +255,7 @@ def rows() -> list[dict[str, Any]]:
             "drill": d.name, "family": d.family, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,
             "beyond": d.beyond, "ranks": "restarted" if d.flow != GOES_ON else "go on", "runs_on": list(d.runs_on),
             "beyond_runs_on": list(d.beyond_runs_on) if d.beyond else [], "needs_victim": d.needs_victim,
-            "needs_root": d.needs_root,
-            "suites": ["standard", "full"] if d.is_standard else ["full"],
+            "needs_root": d.needs_root, "suites": ["standard", "full"] if d.is_standard else ["full"],
         }
         for d in DRILLS.values()
     ]  # fmt: skip

@@ -90,14 +90,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain values that `drill --json` prints."""
+        names = {"is_beyond": "beyond", "bytes_by_tier": "bytes", "is_verified": "verified", "stall_s": "stall_max_s"}
+        plain = {names.get(key, key): value for key, value in vars(self).items()}
         return {
-            "drill": self.drill, "seed": self.seed, "beyond": self.is_beyond, "victims": self.victims,
-            "promised": self.promised, "outcome": self.outcome, "words": self.words, "verdict": self.verdict,
-            "step_before": self.step_before, "step_restored": self.step_restored, "rpo_steps": self.rpo_steps,
-            "seconds": self.seconds, "bytes": self.bytes_by_tier, "verified": self.is_verified,
-            "bytes_compared": self.bytes_compared, "stall_max_s": self.stall_s, "error": self.error,
-            "message": self.message, "replay": self.replay,
-            "rto_s": self.rto_s,
+            **plain, "rpo_steps": self.rpo_steps, "rto_s": self.rto_s,
             "timeline": [[round(line.at_s, 3), line.label, line.text] for line in self.timeline],
             "phases": [
                 {"phase": p.name, "start_s": round(p.start_s, 3), "end_s": round(p.end_s, 3)} for p in self.phases
@@ -138,12 +134,3 @@ class Timeline:
 def verdict_line(report: Report) -> str:
     """Return the last line: the outcome as text, and the command that plays the drill again."""
     return f"{report.outcome}  {report.words} · replay: {report.replay}"
-
-
-def gib(nbytes: float) -> str:
-    """Return a number of bytes as text, in B, KiB, MiB or GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"

@@ -7,20 +7,18 @@ Calls and answers are lines of JSON. Run as a module, this file is the process t
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from memstore.config import Config
 from memstore.drills.ranks.ranks import CALL_S, DrillRank, PutRow, Rank, RankPool, Restored, kill_actors
 from memstore.errors import ConfigError, DrillError
-from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess, nursery_main
+from memstore.testing.ranks.rank_process import CommandedRank, RankFailed, RankNursery, RankProcess, nursery_main
 
 ANSWER_S = 3 * CALL_S  # above the time-out of every caller of `collect`
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Config, PutRow, Restored)}
@@ -45,24 +43,19 @@ def from_wire(value: Any) -> Any:
 
 
 class ProcessActor:
-    """One rank process with the calls of an actor: `actor.put.remote(1, 2)` returns a Future; calls run in order."""
+    """One rank process; its calls run in order."""
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{process.pid}")
 
-    def __getattr__(self, name: str) -> ProcessMethod:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return ProcessMethod(self, name)
-
-    def submit(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
+    def submit(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
         """Queue a call for the rank process; return its Future."""
-        return self._caller.submit(self._call, do, args, options)
+        return self._caller.submit(self._call, name, args, options)
 
-    def _call(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         try:
-            self.process.begin(do, args=to_wire(list(args)), options=options)
+            self.process.begin(name, args=to_wire(list(args)), options=options)
             return from_wire(self.process.finish(ANSWER_S)["value"])
         except RankFailed as failed:
             words = f"{failed.error}: {failed}" if failed.error not in str(failed) else str(failed)
@@ -76,20 +69,13 @@ class ProcessActor:
         self._caller.shutdown(cancel_futures=True)  # a call that is under way ends now, with the pipe
 
 
-@dataclass(frozen=True)
-class ProcessMethod:
-    """A method of a rank process."""
-
-    actor: ProcessActor
-    name: str
-
-    def remote(self, *args: Any, **options: Any) -> Future[Any]:
-        """Queue a call of the method; return its Future."""
-        return self.actor.submit(self.name, args, options)
-
-
 class ProcessRank(Rank):
     """The drill's handle of one rank process."""
+
+    def call(self, name: str, *args: Any, **options: Any) -> Future[Any]:
+        """Begin a call; return its Future."""
+        future: Future[Any] = self.actor.submit(name, args, options)
+        return future
 
     def end(self) -> None:
         """Kill the process."""
@@ -119,22 +105,21 @@ class ProcessPool(RankPool):
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-def serve_drill(channel: socket.socket) -> None:
-    """Answer the calls to one rank until the drill closes the channel."""
-    rank = DrillRank()
-    for line in channel.makefile("rb"):
-        command = json.loads(line)
-        reply: dict[str, Any]
-        try:
-            value = getattr(rank, command["do"])(*from_wire(command["args"]), **command["options"])
-            reply = {"ok": True, "value": to_wire(value)}
-        except Exception as exc:
-            reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+class DrillCommands(CommandedRank):
+    """The rank process's end of the calls."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.rank = DrillRank()
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Make one call."""
+        call = getattr(self.rank, command["do"])
+        return {"value": to_wire(call(*from_wire(command["args"]), **command["options"]))}
 
 
 if __name__ == "__main__":
     logging.getLogger("memstore").setLevel(logging.ERROR)  # faults make a rank's link log warnings
     import memstore.drills.ranks.training  # noqa: F401  (torch, imported before the first fork)
 
-    nursery_main(int(sys.argv[1]), serve_drill)
+    nursery_main(DrillCommands)

@@ -44,6 +44,17 @@ class Flow:
         """Wait until the copies are complete and steps are committed; the scene's hook runs after this one."""
         raise NotImplementedError
 
+    def wait_copies(self) -> bool:
+        """Wait until the copies are complete; note the seconds, or that the promise is broken."""
+        started_s = time.monotonic()
+        try:
+            self.context.job.wait_redundant()
+        except DrillError as exc:
+            self.context.broken_promises.append(f"copies are not complete again: {exc}")
+            return False
+        self.context.report.seconds["redundant"] = round(time.monotonic() - started_s, 3)
+        return True
+
     def check(self) -> None:
         """Compare what was found with the promise; the scene's hook has run before this one."""
         raise NotImplementedError
@@ -86,19 +97,14 @@ class Restart(Flow):
         report, job = self.context.report, self.context.job
         if any(r.error for r in self.results) or not report.is_verified:
             return
-        started_s = time.monotonic()
+        # A host on probation gets its second copy only with the next put, not by repair (R29).
         flapping = self.context.site.on_probation()
-        try:
-            if not flapping:  # a host on probation gets its second copy only with the next put, not by repair (R29)
-                job.wait_redundant()
-        except DrillError as exc:
-            self.context.broken_promises.append(f"copies are not complete again: {exc}")
+        if not flapping and not self.wait_copies():
             return
-        report.seconds["redundant"] = round(time.monotonic() - started_s, 3)
         step = (report.step_restored or 0) + 1
         job.put(step, step, "put after the restore")
         job.wait("committed", "commit after the restore")
-        took = f"{report.seconds['redundant']:.1f} s after restore"
+        took = f"{report.seconds['redundant'] or 0.0:.1f} s after restore"
         if flapping:
             job.wait_redundant()
             took = f"by the next put ({', '.join(flapping)} died too often lately for repair to trust, R29)"
@@ -161,16 +167,8 @@ class GoesOn(Flow):
     def wait_for_recovery(self) -> None:
         context, report = self.context, self.context.report
         report.seconds["resume"] = self.scene.commit_again()
-        if report.seconds["resume"] is None:
-            return
-        started_s = time.monotonic()
-        try:
-            context.job.wait_redundant()
-        except DrillError as exc:
-            context.broken_promises.append(f"copies are not complete again: {exc}")
-            return
-        report.seconds["redundant"] = round(time.monotonic() - started_s, 3)
-        context.timeline.line("redundant", f"{context.job.copies_text()}", f"{report.seconds['redundant']:.1f} s")
+        if report.seconds["resume"] is not None and self.wait_copies():
+            context.timeline.line("redundant", context.job.copies_text(), f"{report.seconds['redundant']:.1f} s")
 
     def check(self) -> None:
         """Have every rank read the newest committed step: its own shard, and a neighbour's, which a peer must send."""

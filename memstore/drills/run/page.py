@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from memstore.drills.model.report import gib
+from memstore.cli.output import size_text
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #1d232b; }
@@ -49,26 +49,38 @@ def _facts(record: Mapping[str, Any]) -> str:
     words = [
         f"{sum(counts.values())} drills played: {', '.join(f'{n} {name}' for name, n in counts.items())}; "
         f"{len(record['skipped'])} not played; {record['seconds']:g} s; seed {record['seed']}; "
-        f"{gib(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
+        f"{size_text(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
         f"{where['cpus']} processors, {where['system']} {where['kernel']} {where['machine']}, "
-        f"{gib(where['memory_available_bytes'])} of memory left at the end · Python {where['python']} · {versions}",
+        f"{size_text(where['memory_available_bytes'])} of memory left at the end · Python "
+        f"{where['python']} · {versions}",
         f"commit {record['commit'] or 'unknown'}",
     ]
     return "".join(f'<p class="muted">{escape(line)}</p>' for line in words)
 
 
+#: The columns of a suite's table; a number's begins with ">".
+HEADS = ("DRILL", "OUTCOME", ">DETECT", ">PLAN", "RESTORED", "VERIFIED", ">RPO", ">RTO", ">PLAYED")
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a drill's row of the table."""
+    return (
+        title_of(row), row["outcome"], seconds_text(row["seconds"]["detect"]), seconds_text(row["seconds"]["plan"]),
+        tiers_text(row), "every byte" if row["verified"] else "-", rpo_text(row), seconds_text(row["rto_s"]),
+        seconds_text(row["seconds_played"]),
+    )  # fmt: skip
+
+
 def _summary(record: Mapping[str, Any]) -> str:
-    head = ("drill", "outcome", "detection", "plan", "restored", "verified", "RPO", "RTO", "played in")
-    rows = [
-        f'<tr><td><a href="#d{at}">{escape(title_of(row))}</a></td><td>{_badge(row["outcome"])}</td>'
-        f'<td class="n">{_seconds(row["seconds"]["detect"])}</td><td class="n">{_seconds(row["seconds"]["plan"])}</td>'
-        f"<td>{escape(tiers_text(row))}</td><td>{'every byte' if row['verified'] else '-'}</td>"
-        f'<td class="n">{escape(rpo_text(row))}</td><td class="n">{_seconds(row["rto_s"])}</td>'
-        f'<td class="n">{_seconds(row["seconds_played"])}</td></tr>'
-        for at, row in enumerate(record["drills"])
-    ]
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    classes = ['<td class="n">' if head.startswith(">") else "<td>" for head in HEADS]
+    rows = []
+    for at, row in enumerate(record["drills"]):
+        title, outcome, *others = cells(row)
+        shown = [f'<a href="#d{at}">{escape(title)}</a>', _badge(outcome), *map(escape, others)]
+        rows.append("".join(f"{td}{text}</td>" for td, text in zip(classes, shown, strict=True)))
+    heads = "".join(f"<th>{escape(head.removeprefix('>').lower())}</th>" for head in HEADS)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def title_of(row: Mapping[str, Any]) -> str:
@@ -78,7 +90,7 @@ def title_of(row: Mapping[str, Any]) -> str:
 
 def tiers_text(row: Mapping[str, Any]) -> str:
     """Return the restored bytes by tier, as text; or "refused", or "-" if there was no restore."""
-    found = [f"{gib(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
+    found = [f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
     if found:
         return " · ".join(found)
     return "refused" if row["verdict"] == "refused" else "-"
@@ -96,10 +108,6 @@ def seconds_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f} s" if value < 1 else f"{value:.1f} s"
-
-
-def _seconds(value: float | None) -> str:
-    return escape(seconds_text(value))
 
 
 def _drill(row: Mapping[str, Any], at: int) -> str:

@@ -6,17 +6,21 @@ for is its status. If the drill itself fails, the outcome is a DrillError and ne
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from memstore.cli.output import size_text
+from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import RESTART, promised
-from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline, gib
+from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline
 from memstore.drills.run.flows import FLOWS
 from memstore.drills.run.safety import check_last_copies
 from memstore.drills.scenes.scenes import SCENES
@@ -28,36 +32,30 @@ from memstore.errors import DrillError, MemstoreError
 WATCH_S = 0.05
 
 
-class Watch:
+class Watch(KeptUp):
     """A thread that polls the store's status from before the fault on, until a check finds the fault in it."""
 
     def __init__(self, site: Site, check: Callable[[dict[str, Any], float], str | None]) -> None:
+        super().__init__()
         self._site, self._check = site, check
-        self._stop, self.found = threading.Event(), threading.Event()
-        self.seconds, self.why = 0.0, ""
-        self._thread = threading.Thread(target=self._run, name="drill-watch", daemon=True)
+        self.found = threading.Event()
+        self.started_s, self.seconds, self.why = 0.0, 0.0, ""
 
     def start(self) -> None:
         """Begin to poll."""
         self.started_s = time.monotonic()
-        self._thread.start()
+        super().start()
 
-    def stop(self) -> None:
-        """End the thread; may be called twice, or without a start."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=SETTLE_S)
-
-    def _run(self) -> None:
-        while not self._stop.wait(WATCH_S):
-            try:
+    def work(self) -> None:
+        """Look once; end when the fault is found."""
+        why = None
+        if not self.stopping.wait(WATCH_S):
+            with contextlib.suppress(MemstoreError):  # the controller may be the victim
                 why = self._check(self._site.status(), self.started_s)
-            except MemstoreError:
-                continue  # the controller may be the victim
-            if why:
-                self.seconds, self.why = time.monotonic() - self.started_s, why
-                self.found.set()
-                return
+        if why:
+            self.seconds, self.why = time.monotonic() - self.started_s, why
+            self.found.set()
+            self.stopping.set()
 
 
 def drill_context(name: str, site: Site, options: Options, print_line: Callable[[str], None]) -> DrillContext:
@@ -150,7 +148,7 @@ class DrillRun:
         context.timeline.line(
             "before",
             f"step {report.step_before} committed, {job.copies_text()} everywhere, "
-            f"{len(job.ranks)} ranks of {gib(options.nbytes)}",
+            f"{len(job.ranks)} ranks of {size_text(options.nbytes)}",
         )
 
     def _inject(self) -> None:
@@ -180,8 +178,8 @@ class DrillRun:
     def _cleanup(self) -> None:
         """Remove everything of the drill: faults, the scratch job, lost hosts."""
         context = self.context
-        self.watch.stop()
-        for undo in (self.scene.cleanup, context.job.remove, lambda: context.site.end_drill(context.places)):
+        end_drill = partial(context.site.end_drill, context.places)
+        for undo in (self.watch.end, self.scene.cleanup, context.job.remove, end_drill):
             try:
                 undo()
             except (MemstoreError, OSError) as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memstore.core.wire.calls import AskPlan
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError
 
@@ -46,9 +47,7 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
         return
     jobs = [job for job in site.status()["jobs"] if job["job"] != own_job]
     plans = {
-        job["job"]: site.ask("plan", {"job": job["job"], "lose": list(hosts)})
-        for job in jobs
-        if job["attempt"] is not None
+        job["job"]: site.ask(AskPlan(job=job["job"], lose=tuple(hosts))) for job in jobs if job["attempt"] is not None
     }
     found = endangered(jobs, plans, hosts)
     if found:

@@ -133,22 +133,19 @@ class Suite:
             config = config.with_fields({"durable": self.durable})
         try:
             site = self._site(place)
-            options = replace(
-                self.options, is_beyond=play.is_beyond, config=site.config.with_fields(config.job_fields())
+            config = site.config.with_fields(config.job_fields())
+            report = run_drill(
+                name, site, replace(self.options, is_beyond=play.is_beyond, config=config), self.print_line
             )
-            report = run_drill(name, site, options, self.print_line)
         except Exception as exc:
             # No error of one drill may stop the others; its report names the error, and the suite does not pass.
             report = Report(name, self.options.seed, find(name).promise.words, play.is_beyond)
             report.error, report.message = type(exc).__name__, str(exc)
             report.words = f"{type(exc).__name__}: {exc}"
-        options = replace(self.options, is_beyond=play.is_beyond)
         report.replay = replay(
-            name,
-            options,
-            store=config.store if place == RUNNING else None,
-            durable=self.named_durable if play.drill.needs_durable else None,
-        )
+            name, replace(self.options, is_beyond=play.is_beyond), store=config.store if place == RUNNING else None,
+            durable=self.named_durable if config.durable is not None else None,
+        )  # fmt: skip
         self.print_line(verdict_line(report))
         if report.outcome == ERROR or place == TIGHT:
             # The drill may have left something broken; and a tight cluster's limits fit the memory in use at its start.

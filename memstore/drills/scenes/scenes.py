@@ -15,14 +15,13 @@ from memstore.drills.scenes import (
 )
 from memstore.drills.scenes.scene import Scene
 
+_FILES = (
+    scenes_ranks, scenes_holders, scenes_hosts, scenes_control, scenes_ray, scenes_storage, scenes_tight,
+    scenes_network, scenes_partition,
+)  # fmt: skip
 SCENES: dict[str, type[Scene]] = {
-    **scenes_ranks.SCENES,
-    **scenes_holders.SCENES,
-    **scenes_hosts.SCENES,
-    **scenes_control.SCENES,
-    **scenes_ray.SCENES,
-    **scenes_storage.SCENES,
-    **scenes_tight.SCENES,
-    **scenes_network.SCENES,
-    **scenes_partition.SCENES,
+    scene.name: scene
+    for file in _FILES
+    for scene in vars(file).values()
+    if isinstance(scene, type) and issubclass(scene, Scene) and "name" in vars(scene)
 }

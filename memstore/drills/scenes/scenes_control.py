@@ -6,37 +6,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from memstore.drills.ranks.ranks import Restored
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_ranks import KillRank
 from memstore.errors import DrillError
 
 
-class KillController(Scene):
-    """SIGKILL to the controller, while all ranks put."""
+class ControllerScene(Scene):
+    """A death of the controller of a term."""
 
-    name = "kill-controller"
+    struck = "the controller"
 
     def setup(self) -> None:
         super().setup()
         self.term = int(self.site.status()["term"])
         self.at, self.process = self.site.controller_process()
 
-    def victims(self) -> list[str]:
-        return ["the controller", *self.hosts]
-
-    def inject(self) -> str:
-        self.puts = [] if self.is_beyond else self.begin_puts()
-        self.site.do(self.at, "kill", [self.process])
-        killed = f"SIGKILL to the controller (pid {self.process[0]}, term {self.term})"
-        return "; ".join([killed, *self.lose_memories()])
-
-    def wait_for_effect(self) -> str:
-        self.site.do(self.at, "wait_gone", [self.process])
-        return "; ".join([f"pid {self.process[0]} is gone (checked)", *self.memories_gone()])
+    def kill_controller(self) -> str:
+        """Kill it; return what was done, as text."""
+        self.kill(self.at, self.process)
+        return f"SIGKILL to the controller (pid {self.process[0]}, term {self.term})"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         return f"a controller of term {body['term']} took over" if body["term"] > self.term else None
+
+
+class KillController(ControllerScene):
+    """SIGKILL to the controller, while all ranks put."""
+
+    name = "kill-controller"
+
+    def inject(self) -> str:
+        self.puts = [] if self.is_beyond else self.begin_puts()
+        return "; ".join([self.kill_controller(), *self.lose_memories()])
 
     def recover(self) -> None:
         if self.puts:
@@ -44,39 +45,7 @@ class KillController(Scene):
             self.commit_again()
 
 
-class KillControllerRestore(KillRank):
-    """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
-
-    name = "kill-controller-restore"
-
-    def setup(self) -> None:
-        super().setup()
-        self.term = int(self.site.status()["term"])
-        self.at, self.controller = self.site.controller_process()
-
-    def victims(self) -> list[str]:
-        return [f"rank {self.rank} on {self.holders[0]}", "the controller during the restore"]
-
-    def restore(self) -> list[Restored]:
-        return self.context.job.restore(is_altered=self.context.options.is_altered, meanwhile=self._kill)
-
-    def _kill(self) -> None:
-        self.site.do(self.at, "kill", [self.controller])
-        self.site.do(self.at, "wait_gone", [self.controller])
-        self.context.timeline.line(
-            "inject",
-            f"SIGKILL to the controller (pid {self.controller[0]}, term {self.term}) while ranks wait in get(); gone "
-            "(checked)",
-        )
-
-    def check(self) -> None:
-        term = int(self.site.status()["term"])
-        if term <= self.term:
-            raise DrillError(f"the controller is still of term {term}: no other one took over, so nothing was proved")
-        self.context.timeline.line("took over", f"a controller of term {term}")
-
-
-class KillControllerPersist(KillController):
+class KillControllerPersist(ControllerScene):
     """SIGKILL to the controller while a durable step is half written, which is checked while it is stopped."""
 
     name = "kill-controller-persist"
@@ -84,25 +53,33 @@ class KillControllerPersist(KillController):
     puts_count = 24
 
     def inject(self) -> str:
-        self.durable_before = int(self.context.job.status()["durable_step"] or 0)
-        folder = str(Path(str(self.context.config.durable)) / self.context.job.name)
+        self.durable_before = int(self.job.status()["durable_step"] or 0)
+        folder = str(Path(str(self.context.config.durable)) / self.job.name)
         step = self.site.do(self.at, "freeze_in_persist", self.process, folder)
-        self.site.do(self.at, "kill", [self.process])
-        return (
-            f"SIGKILL to the controller (pid {self.process[0]}, term {self.term}) while step {step} had parts and no "
-            "marker (checked while it was stopped)"
-        )
-
-    def recover(self) -> None:
-        """Do nothing: Ray starts the next controller, which finishes or gives up the half-written step."""
+        return f"{self.kill_controller()} while step {step} had parts and no marker (checked while it was stopped)"
 
     def wait_for_recovery(self) -> None:
-        newest = self.site.wait_for("a durable step after the controller died", self._newer_durable)
-        self.context.timeline.line("durable", f"step {newest} is durable")
-
-    def _newer_durable(self) -> int | None:
-        newest = self.context.job.status()["durable_step"]
-        return newest if newest is not None and newest > self.durable_before else None
+        """Wait: the next controller finishes the half-written step or gives it up, and persists a newer one."""
+        self.wait_durable(self.durable_before, "a durable step after the controller died")
 
 
-SCENES = {scene.name: scene for scene in (KillController, KillControllerRestore, KillControllerPersist)}
+class KillControllerRestore(ControllerScene, KillRank):
+    """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
+
+    name = "kill-controller-restore"
+    struck = "rank {0.rank} on {0.home}, and the controller during the restore"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        return KillRank.detected(self, body, injected_s)
+
+    def meanwhile(self) -> None:
+        """Kill the controller while ranks wait in get()."""
+        self.killed = []
+        words = self.kill_controller()
+        self.say("inject", f"{words} while ranks wait in get(); {self.wait_for_effect()}")
+
+    def check(self) -> None:
+        term = int(self.site.status()["term"])
+        if term <= self.term:
+            raise DrillError(f"the controller is still of term {term}: no other took over, so nothing was proved")
+        self.say("took over", f"a controller of term {term}")

@@ -4,101 +4,91 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.drills.breaking import faults
-from memstore.drills.scenes.scene import Scene
-from memstore.errors import DrillError
+from memstore.drills.scenes.scene import Scene, host_row
+
+FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
 
 
 class KillHolder(Scene):
     """SIGKILL to the holder of one rank's host, while all ranks put; the arena stays for its successor."""
 
     name = "kill-holder"
-    process: faults.Process | None = None
-
-    def victims(self) -> list[str]:
-        return [f"the holder of {self.holders[0]}", *self.hosts[1:]]
+    struck = "the holder of {0.home}"
 
     def inject(self) -> str:
-        host = self.holders[0]
-        folder = self.site.folder(host)
-        self.record, self.puts = self.site.record(host), [] if self.is_beyond else self.begin_puts()
         if self.is_beyond:
             return "; ".join(self.lose_memories())
-        self.arena = self.site.do(host, "arena_identity", folder)
-        self.process = self.site.do(host, "holder_process", folder)
-        self.site.do(host, "kill", [self.process])
-        return f"SIGKILL to the holder of {host} (pid {self.process[0]}); its arena stays"
+        self.record, self.puts, self.kept = self.site.record(self.home), self.begin_puts(), self.arena(self.home)
+        return self.kill_holder()
+
+    def kill_holder(self) -> str:
+        """Kill the holder; return what was done, as text."""
+        self.process = self.holder(self.home)
+        self.kill(self.home, self.process)
+        return f"SIGKILL to the holder of {self.home} (pid {self.process[0]}); its arena stays"
 
     def wait_for_effect(self) -> str:
-        if self.process is None:
-            return "; ".join(["the holder is gone with its memory", *self.memories_gone()])
-        host = self.holders[0]
-        self.site.do(host, "wait_gone", [self.process])
-        secret = self.site.do(host, "secret_of", self.site.folder(host))
-        self.site.do(host, "check_silent", self.record, self.site.config, secret)
-        return f"pid {self.process[0]} is gone, its port does not answer (checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return self.host_noticed(self.holders[0], body, injected_s)
+        words = super().wait_for_effect()
+        if self.is_beyond:
+            return words
+        secret = self.site.do(self.home, "secret_of", self.site.folder(self.home))
+        self.site.do(self.home, "check_silent", self.record, self.site.config, secret)
+        return f"{words}, its port does not answer (checked)"
 
     def recover(self) -> None:
-        if self.process is None:
-            return
-        host, old_pid = self.holders[0], self.process[0]
-        new_pid = self.site.wait_for(f"a new holder on {host}", lambda: self._new_pid(host, old_pid))
-        if self.site.do(host, "arena_identity", self.site.folder(host)) != self.arena:
-            self.context.broken_promises.append(
-                f"the new holder of {host} made a new arena instead of adopting the old one"
-            )
-        self.context.timeline.line("adopted", f"holder pid {new_pid} took over the arena of pid {old_pid}")
-        self.end_puts(self.puts)
-        self.commit_again()
+        if not self.is_beyond:
+            self.wait_replaced({self.home: self.process})
+            words = f"holder pid {self.site.record(self.home)['pid']} took over the arena of pid {self.process[0]}"
+            self.check_adopted(self.home, self.kept, words)
+            self.end_puts(self.puts)
+            self.commit_again()
 
-    def _new_pid(self, host: str, old_pid: int) -> int | None:
-        pid = int(self.site.record(host)["pid"])
-        return pid if pid != old_pid and host in self.site.live_hosts() else None
+
+class FlapHost(KillHolder):
+    """Three deaths of one host's holder, which comes back each time, while all ranks put."""
+
+    name = "flap-host"
+    puts_count = 60
+
+    def inject(self) -> str:
+        self.killed = []
+        return self.kill_holder()
+
+    def wait_for_effect(self) -> str:
+        return Scene.wait_for_effect(self)
+
+    def recover(self) -> None:
+        for count in range(FLAPS):
+            if count:
+                what, _ = self.inject(), self.wait_for_effect()
+                self.site.wait_for(f"{self.home} to be seen dead", lambda: self.home not in self.site.live_hosts())
+                self.say("flap", what)
+            self.wait_replaced({self.home: self.process})
+        if self.home not in self.site.on_probation():
+            self.broken(f"{self.home} died {FLAPS} times and is not on probation (R29)")
+        self.say("probation", f"{self.home} is back and is the last to hold an only second copy")
 
 
 class FreezeHolder(Scene):
     """A stop of the holder of one rank's host, while all ranks put; it goes on before it counts as dead."""
 
     name = "freeze-holder"
+    struck = "the holder of {0.home}"
     puts_count = 20
-    process: faults.Process | None = None
-
-    def victims(self) -> list[str]:
-        return [f"the holder of {self.holders[0]}"]
 
     def inject(self) -> str:
-        host = self.holders[0]
-        self.process = self.site.do(host, "holder_process", self.site.folder(host))
-        self.site.unreachable_hosts.add(host)
-        self.site.do(host, "freeze", self.process)
-        return f"SIGSTOP to the holder of {host} (pid {self.process[0]})"
-
-    def wait_for_effect(self) -> str:
-        if self.process is None:
-            raise DrillError("nothing was frozen")
-        self.site.do(self.holders[0], "wait_frozen", self.process)
-        return f"pid {self.process[0]} is stopped (state T, checked)"
+        process = self.holder(self.home)
+        self.site.unreachable_hosts.add(self.home)
+        self.freeze(self.home, process)
+        return f"SIGSTOP to the holder of {self.home} (pid {process[0]})"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = next((r for r in body["hosts"] if r["host"] == self.holders[0]), None)
-        if row is None or row["status"] == "live":
-            return None
-        return f"{row['host']} is {row['status']}: {row['why']}"
+        row = host_row(self.home, body)
+        return f"{self.home} is {row['status']}: {row['why']}" if row is not None and row["status"] != "live" else None
 
     def recover(self) -> None:
-        self.cleanup()
-        self.context.timeline.line("thawed", f"SIGCONT to the holder of {self.holders[0]}")
+        self.thaw()
+        self.say("thawed", f"SIGCONT to the holder of {self.home}")
 
     def wait_for_recovery(self) -> None:
-        self.site.wait_hosts_live(self.holders[:1])
-
-    def cleanup(self) -> None:
-        if self.process is not None:
-            self.site.do(self.holders[0], "thaw", self.process)
-            self.site.unreachable_hosts.discard(self.holders[0])
-
-
-SCENES = {scene.name: scene for scene in (KillHolder, FreezeHolder)}
+        self.site.wait_hosts_live([self.home])

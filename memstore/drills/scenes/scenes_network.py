@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from memstore.config import MIB
-from memstore.drills.scenes.scene import Scene
+from memstore.core.wire.calls import VerifyStore
+from memstore.drills.scenes.scene import Scene, host_row
 from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
-from memstore.errors import ConfigError, DrillError
+from memstore.errors import DrillError
 
 BUDGET_S = 1.0  # stall budget of the scratch job; shorter than each of these faults
 SLOW_BITS_PER_S = 10_000_000
@@ -27,6 +26,7 @@ PAYLOAD_MIN = 4096
 class NetworkScene(Scene):
     """A fault of a victim host's links; the cleanup repairs every link."""
 
+    struck = "the links of {0.cut_text}"
     job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
 
     @property
@@ -36,15 +36,34 @@ class NetworkScene(Scene):
             raise DrillError(f"{self.name} cuts links, and this cluster has none: it needs hosts in network namespaces")
         return self.site
 
-    def victims(self) -> list[str]:
-        return [f"the links of {self.holders[0]}"]
+    @property
+    def cut(self) -> list[str]:
+        """Return the hosts that are cut off."""
+        return [self.home]
 
-    def not_live(self, hosts: list[str], body: dict[str, Any]) -> str | None:
-        """Return the status of the hosts as text once none of them counts as live; None before."""
-        rows = {row["host"]: row for row in body["hosts"]}
-        if any(rows.get(host, {}).get("status") == "live" for host in hosts):
+    @property
+    def cut_text(self) -> str:
+        """Return the hosts that are cut off, as text."""
+        return ", ".join(self.cut)
+
+    def wait_for_effect(self) -> str:
+        for host in self.cut:
+            self.net.check_silent_between(VIA, host)
+        return f"nothing arrives from {self.cut_text} (checked)"
+
+    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+        """Return the status of the hosts that are cut off, once none of them counts as live."""
+        rows = {host: host_row(host, body) or {"status": "gone"} for host in self.cut}
+        if any(row["status"] == "live" for row in rows.values()):
             return None
-        return "; ".join(f"{host} is {rows[host]['status'] if host in rows else 'gone'}" for host in hosts)
+        return "; ".join(f"{host} is {row['status']}" for host, row in rows.items())
+
+    def recover(self) -> None:
+        self.net.heal()
+        self.say("healed", "every link is as it was; what was lost or damaged is sent again by itself")
+
+    def wait_for_recovery(self) -> None:
+        self.site.wait_hosts_live(self.cut)
 
     def cleanup(self) -> None:
         self.net.heal()
@@ -54,11 +73,9 @@ class PartitionOneWay(NetworkScene):
     """Loss of all packets from one host to the host with its copies; every other link works."""
 
     name = "partition-one-way"
+    struck = "what {0.home} sends to {0.holders[1]}"
     is_noticed = False  # both hosts still reach the controller; so it must suspect neither
     hold_s = 3.0
-
-    def victims(self) -> list[str]:
-        return [f"what {self.holders[0]} sends to {self.holders[1]}"]
 
     def inject(self) -> str:
         home, target = self.holders[:2]
@@ -73,16 +90,13 @@ class PartitionOneWay(NetworkScene):
         return f"a datagram from {home} to {target} is lost, one back arrives (checked)"
 
     def recover(self) -> None:
-        self.net.check_silent_between(self.holders[1], self.holders[0])
-        self.net.heal()
-        self.context.timeline.line("healed", "both ways again")
+        self.net.check_silent_between(self.holders[1], self.home)
+        super().recover()
 
     def check(self) -> None:
         dead = [row["host"] for row in self.site.status()["hosts"] if row["status"] != "live"]
         if dead:
-            self.context.broken_promises.append(
-                f"{', '.join(dead)} is not live although it reached the controller all the time"
-            )
+            self.broken(f"{', '.join(dead)} is not live although it reached the controller all the time")
 
 
 class SlowLink(NetworkScene):
@@ -90,29 +104,17 @@ class SlowLink(NetworkScene):
 
     name = "slow-link"
     is_noticed = False  # a slow host is not dead; only skipped steps and stalls show the fault
-    slow = ""
 
     def inject(self) -> str:
-        self.slow = self.holders[0]
-        self.net.rig.shape(self.slow, SLOW_BITS_PER_S)
-        return f"the link of {self.slow} has {SLOW_BITS_PER_S / 1e6:g} Mbit/s, both ways"
+        self.net.rig.shape(self.home, SLOW_BITS_PER_S)
+        return f"the link of {self.home} has {SLOW_BITS_PER_S / 1e6:g} Mbit/s, both ways"
 
     def wait_for_effect(self) -> str:
-        rate = self.net.bits_per_s(self.slow, VIA, PROBE_BYTES)
+        rate = self.net.bits_per_s(self.home, VIA, PROBE_BYTES)
         if rate > SLOW_MAX * SLOW_BITS_PER_S:
-            raise DrillError(f"{self.slow} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
-        self.step_at_fault = self.context.job.committed_step() + 1  # one more step may have crossed before
+            raise DrillError(f"{self.home} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
+        self.step_at_fault = self.job.committed_step() + 1  # one more step may have crossed before
         return f"{PROBE_BYTES >> 10} KiB crossed it at {rate / 1e6:.1f} Mbit/s (measured)"
-
-    def recover(self) -> None:
-        self.cleanup()
-        self.context.timeline.line("healed", "full speed again")
-
-    def cleanup(self) -> None:
-        if self.slow:
-            self.net.rig.unshape(self.slow)
-            self.slow = ""
-        super().cleanup()
 
 
 class SwizzleClog(NetworkScene):
@@ -123,28 +125,20 @@ class SwizzleClog(NetworkScene):
 
     def setup(self) -> None:
         super().setup()
-        others = [host for host in self.context.places if host != self.holders[0]]
-        count = self.rng.randrange(1, max(2, len(others)))
-        self.cut = [self.holders[0], *self.rng.sample(others, count)]
-        self.rng.shuffle(self.cut)
+        others = [host for host in self.context.places if host != self.home]
+        self._cut = [self.home, *self.rng.sample(others, self.rng.randrange(1, max(2, len(others))))]
+        self.rng.shuffle(self._cut)
 
-    def victims(self) -> list[str]:
-        return [f"the links of {', '.join(self.cut)}"]
+    @property
+    def cut(self) -> list[str]:
+        return self._cut
 
     def inject(self) -> str:
         for host in self.cut:
             self.site.unreachable_hosts.add(host)
             self.net.rig.cut(host)
             time.sleep(CUT_PAUSE_S)
-        return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {', '.join(self.cut)}"
-
-    def wait_for_effect(self) -> str:
-        for host in self.cut:
-            self.net.check_silent_between(VIA, host)
-        return f"nothing arrives from {', '.join(self.cut)} (checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return self.not_live(self.cut, body)
+        return f"links cut one by one, {CUT_PAUSE_S:g} s apart: {self.cut_text}"
 
     def recover(self) -> None:
         order = list(self.cut)
@@ -154,16 +148,14 @@ class SwizzleClog(NetworkScene):
             self.net.rig.heal(host)
             self.site.unreachable_hosts.discard(host)
             time.sleep(CUT_PAUSE_S)
-        self.context.timeline.line("healed", f"in this order: {', '.join(order)}")
-
-    def wait_for_recovery(self) -> None:
-        self.site.wait_hosts_live(self.cut)
+        self.say("healed", f"in this order: {', '.join(order)}")
 
 
 class FlipInTransit(NetworkScene):
     """Flipped bits in chunks on the way from a rank's host to the host with its copies."""
 
     name = "flip-in-transit"
+    struck = f"what {{0.home}} sends to {VIA}"
 
     def places(self) -> list[str]:
         """Return the live hosts with VIA first: what its peers send to VIA passes the proxy."""
@@ -172,12 +164,9 @@ class FlipInTransit(NetworkScene):
     def may_hit(self, holders: list[str]) -> bool:
         return VIA in holders[1:]
 
-    def victims(self) -> list[str]:
-        return [f"what {self.holders[0]} sends to {VIA}"]
-
     def errors_count(self, body: dict[str, Any]) -> int:
         """Return how many chunks have arrived at VIA with a wrong digest so far."""
-        row = next((row for row in body["hosts"] if row["host"] == VIA), None)
+        row = host_row(VIA, body)
         return int(row["stats"].get("digest_errors", 0)) if row is not None else 0
 
     def setup(self) -> None:
@@ -198,25 +187,20 @@ class FlipInTransit(NetworkScene):
 
     def wait_for_effect(self) -> str:
         self.site.wait_for("the bits to flip", lambda: self.flips_count == FLIPS_COUNT, CATCH_S)
-        self.step_at_fault = self.context.job.committed_step()
+        self.step_at_fault = self.job.committed_step()
         return f"{FLIPS_COUNT} bits flipped on the way (counted by the proxy)"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         found = self.errors_count(body) - self.errors_before
         return f"{VIA} counts {found} chunks with a wrong digest" if found >= FLIPS_COUNT else None
 
-    def recover(self) -> None:
-        self.context.timeline.line("healed", "no more bits flip; what was damaged is sent again by itself")
-
     def check(self) -> None:
         found = self.errors_count(self.site.status()) - self.errors_before
         if found != self.flips_count:
-            self.context.broken_promises.append(
-                f"{self.flips_count} bits flipped and {found} digest errors were counted"
-            )
-        damaged = self.site.ask("verify", {"job": self.context.job.name}, 60.0)["hosts"][VIA]["damaged"]
+            self.broken(f"{self.flips_count} bits flipped and {found} digest errors were counted")
+        damaged = self.site.ask(VerifyStore(job=self.job.name), 60.0)["hosts"][VIA]["damaged"]
         if damaged:
-            self.context.broken_promises.append(f"{damaged} damaged chunks were stored on {VIA}")
+            self.broken(f"{damaged} damaged chunks were stored on {VIA}")
 
 
 class CablePulled(NetworkScene):
@@ -224,83 +208,33 @@ class CablePulled(NetworkScene):
 
     name = "cable-pulled"
     hold_s = 2.0
-    slow = ""
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        self.slow = self.holders[0]
-        self.net.rig.shape(self.slow, MID_PUT_BITS_PER_S)
-        self.sent_before = self.sent()
+        self.net.rig.shape(self.home, MID_PUT_BITS_PER_S)
+        self.sent_before = self.net.rig.sent_bytes(self.home)
         return super().begin_puts(pause_s, marks)
 
     def sent(self) -> int:
-        """Return how many bytes have left the victim so far, by the counter of its network device."""
-        keeper = Path(self.net.rig.namespace(self.holders[0])).parents[1]
-        lines = (keeper / "net" / "dev").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
+        """Return how many bytes have left the victim since the puts began."""
+        return self.net.rig.sent_bytes(self.home) - self.sent_before
 
     def inject(self) -> str:
-        nbytes, host, deadline_s = self.context.options.nbytes, self.holders[0], time.monotonic() + CATCH_S
-        while (sent := self.sent() - self.sent_before) < nbytes // 8:
+        nbytes, host, deadline_s = self.context.options.nbytes, self.home, time.monotonic() + CATCH_S
+        while (sent := self.sent()) < nbytes // 8:
             if time.monotonic() > deadline_s:
                 raise DrillError(f"{host} sent {sent} bytes of a shard of {nbytes} within {CATCH_S:g} s: no put to hit")
             time.sleep(0.002)
         self.site.unreachable_hosts.add(host)
         self.net.rig.cut(host)
-        self.share = (self.sent() - self.sent_before) / nbytes
-        self.step_at_fault = self.context.job.committed_step()
-        self.unshape()
+        self.share = self.sent() / nbytes
+        self.step_at_fault = self.job.committed_step()
+        self.net.rig.unshape(host)
         return f"the cable of {host} is pulled, {self.share:.0%} of a shard had left it"
 
     def wait_for_effect(self) -> str:
-        host = self.holders[0]
-        if self.share >= 1:
-            raise DrillError(f"{self.share:.0%} of the shard had left {host} when its link was cut: it was no mid-put")
-        self.net.check_silent_between(VIA, host)
-        if self.step_at_fault > (self.context.report.step_before or 0):
-            raise DrillError(f"step {self.step_at_fault} was committed when the link went down: it was no mid-put")
-        return f"nothing arrives from {host}; the step under way is not committed (checked)"
-
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return self.not_live(self.holders[:1], body)
-
-    def unshape(self) -> None:
-        """Give the link its full speed back, if it is slow."""
-        if self.slow:
-            self.net.rig.unshape(self.slow)
-            self.slow = ""
-
-    def recover(self) -> None:
-        self.net.heal()
-        self.context.timeline.line("healed", f"the cable of {self.holders[0]} is back")
-
-    def wait_for_recovery(self) -> None:
-        self.site.wait_hosts_live(self.holders[:1])
-
-    def cleanup(self) -> None:
-        self.unshape()
-        super().cleanup()
-
-
-def two_halves(scene: Scene) -> tuple[list[str], list[str]]:
-    """Return the hosts with the victim's copies, and the other hosts.
-
-    Raises:
-        ConfigError: the other hosts are too few for the copies of a job of their own.
-    """
-    places, replicas = scene.context.places, scene.context.config.replicas
-    minority = sorted(scene.holders)
-    majority = [host for host in places if host not in minority]
-    if len(majority) < replicas:
-        raise ConfigError(
-            f"{len(places)} hosts with replicas={replicas} make no two halves that could each commit: "
-            f"use --hosts {2 * replicas} or more"
-        )
-    return minority, majority
-
-
-def half_config(scene: Scene) -> Any:
-    """Return the Config of a job whose ranks are all on one half."""
-    return replace(scene.context.config, durable=None)
-
-
-SCENES = {scene.name: scene for scene in (PartitionOneWay, SlowLink, SwizzleClog, FlipInTransit, CablePulled)}
+        if self.share >= 1 or self.step_at_fault > (self.context.report.step_before or 0):
+            raise DrillError(
+                f"{self.share:.0%} of the shard had left {self.home} when its link was cut, step {self.step_at_fault} "
+                "was committed: it was no mid-put"
+            )
+        return f"{super().wait_for_effect()}; the step under way is not committed (checked)"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from memstore.drills.scenes.scenes_network import NetworkScene, half_config, two_halves
+from memstore.drills.scenes.scenes_network import NetworkScene
 from memstore.drills.sites.scratch import ScratchJob
 from memstore.drills.sites.site_namespaces import VIA
-from memstore.errors import DrillError
+from memstore.errors import ConfigError, DrillError
 
 LEAVES_S = 20.0
 STEPS = 3  # steps that each half puts before the split, and that the minority puts during it
@@ -23,21 +22,39 @@ class PartitionHalf(NetworkScene):
 
     def setup(self) -> None:
         super().setup()
-        self.minority, self.majority = two_halves(self)
+        self.minority, self.majority = self._halves()
         self.hosts = self.minority if self.is_beyond else []
         self.jobs: dict[str, ScratchJob] = {}
         self.steps: dict[str, int] = {}
         if self.is_beyond:
             return
+        options = self.context.options
         for side, hosts in (("minority", self.minority), ("majority", self.majority)):
-            job = ScratchJob(
-                self.site, f"drill-{side}", half_config(self), seed=self.context.options.seed + 1,
-                nbytes=self.context.options.nbytes,
-            )  # fmt: skip
+            config = self.context.config.with_fields({"durable": None})
+            job = ScratchJob(self.site, f"drill-{side}", config, seed=options.seed + 1, nbytes=options.nbytes)
             self.jobs[side] = job
             job.start(hosts)
             job.train(0, STEPS - 1, f"of the {side}")
             self.steps[side] = STEPS - 1
+
+    def _halves(self) -> tuple[list[str], list[str]]:
+        """Return the hosts with the victim's copies, and the other hosts.
+
+        Raises:
+            ConfigError: the other hosts are too few for the copies of a job of their own.
+        """
+        places, replicas = self.context.places, self.context.config.replicas
+        majority = [host for host in places if host not in self.holders]
+        if len(majority) < replicas:
+            raise ConfigError(
+                f"{len(places)} hosts with replicas={replicas} make no two halves that could each commit: "
+                f"use --hosts {2 * replicas} or more"
+            )
+        return sorted(self.holders), majority
+
+    @property
+    def cut(self) -> list[str]:
+        return self.minority
 
     def victims(self) -> list[str]:
         return [f"the links between {', '.join(self.minority)} and {', '.join(self.majority)}"]
@@ -71,9 +88,6 @@ class PartitionHalf(NetworkScene):
             self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.context.job.name)
         return "nothing crosses, checked in both directions; within a half all is well"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return self.not_live(self.minority, body)
-
     def recover(self) -> None:
         if self.is_beyond:  # the ranks are restarted while the halves are apart
             return
@@ -86,14 +100,14 @@ class PartitionHalf(NetworkScene):
             raise DrillError("the minority's controller ended by itself: nothing was there that could have committed")
         late = {(f.job, f.attempt, f.step) for f in net.commits(self.minority) if f.wall_s > self.lease_end_s}
         if late:
-            self.context.broken_promises.append(f"the minority committed {sorted(late)[:3]} while it was cut off (R17)")
+            self.broken(f"the minority committed {sorted(late)[:3]} while it was cut off (R17)")
         else:
-            self.context.timeline.line("minority", f"{STEPS} steps put, none committed; its controller lives")
+            self.say("minority", f"{STEPS} steps put, none committed; its controller lives")
         net.rig.heal_all()
         net.connect_membership()
         self.site.unreachable_hosts.clear()
         self.site.wait_for("the old controller to leave", lambda: net.old_controller.poll() is not None, LEAVES_S)
-        self.context.timeline.line("healed", "one network again; the old controller has left")
+        self.say("healed", "one network again; the old controller has left")
 
     def _commit(self, side: str) -> None:
         """Require that a new step of one half's job is committed within the promised time."""
@@ -105,9 +119,9 @@ class PartitionHalf(NetworkScene):
                 newest = self.site.wait_for("a commit", lambda: max(0, job.committed_step() - before), 1.0) + before
             except DrillError:
                 continue
-            self.context.timeline.line(side, f"step {newest} committed")
+            self.say(side, f"step {newest} committed")
             return
-        self.context.broken_promises.append(f"the {side} committed nothing within {self.context.promise.resume_s:g} s")
+        self.broken(f"the {side} committed nothing within {self.context.promise.resume_s:g} s")
 
     def wait_for_recovery(self) -> None:
         if self.is_beyond:
@@ -125,20 +139,11 @@ class PartitionHalf(NetworkScene):
             committed.setdefault((fact.job, fact.attempt, fact.step), set()).add(fact.digests)
         for key, digests in committed.items():
             if len(digests) > 1:
-                self.context.broken_promises.append(
-                    f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes"
-                )
+                self.broken(f"step {key[2]} of {key[0]} was committed {len(digests)} times with other bytes")
         for side, job in self.jobs.items():
-            for found in job.read(job.committed_step(), 1):
-                if found.error or found.differences or found.bytes_equal != found.nbytes:
-                    self.context.broken_promises.append(
-                        f"{side}, rank {found.rank}: {found.message or found.differences[:2]}"
-                    )
+            self.check_read(job.read(job.committed_step(), 1), side)
 
     def cleanup(self) -> None:
         super().cleanup()
         for job in getattr(self, "jobs", {}).values():
             job.remove()
-
-
-SCENES = {PartitionHalf.name: PartitionHalf}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from memstore.cli.output import size_text
 from memstore.config import MIB
-from memstore.drills.breaking import faults
 from memstore.drills.breaking.kept_up import FullFileSystem
-from memstore.drills.model.report import gib
+from memstore.drills.breaking.mounts import check_full
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_tight import TightSite, memory_in_use
 from memstore.errors import DrillError
@@ -48,26 +47,23 @@ class TightScene(Scene):
         if not isinstance(self.site, TightSite):
             raise DrillError(f"{self.name} is played on a cluster with little memory only (--embedded)")
         self.tight = self.site
-        self.lives = {host: self._life(host) for host in self.site.live_hosts()}
-
-    def _life(self, host: str) -> tuple[faults.Process, tuple[int, int] | None]:
-        folder = self.site.folder(host)
-        return self.site.do(host, "holder_process", folder), self.site.do(host, "arena_identity", folder)
+        self.lives = {host: (self.holder(host), self.arena(host)) for host in self.site.live_hosts()}
 
     def check(self) -> None:
         for host, before in self.lives.items():
-            now = self._life(host)
+            now = (self.holder(host), self.arena(host))
             if now != before:
-                self.context.broken_promises.append(f"the holder and arena of {host} were {before} and are {now}")
+                self.broken(f"the holder and arena of {host} were {before} and are {now}")
         flapped = self.site.on_probation()
         if flapped:
-            self.context.broken_promises.append(f"{', '.join(flapped)} counted as dead several times, and none died")
+            self.broken(f"{', '.join(flapped)} counted as dead several times, though no holder died")
 
 
 class TmpfsFull(TightScene):
     """No free page in the arenas' file system, while all ranks put: first manifests fail, and soon journal entries."""
 
     name = "tmpfs-full"
+    struck = "the file system of the arenas"
     puts_count = 16
     hold_s = 2.0
     filler: FullFileSystem | None = None
@@ -75,7 +71,7 @@ class TmpfsFull(TightScene):
     def setup(self) -> None:
         """Train on until the last pages of the journals have room for a few facts only."""
         super().setup()
-        job, report, left = self.context.job, self.context.report, PADDING_STEPS_MAX
+        job, report, left = self.job, self.context.report, PADDING_STEPS_MAX
         while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
             step, left = job.committed_step() + 1, left - 1
             job.train(step, step, "before the fault")
@@ -87,9 +83,6 @@ class TmpfsFull(TightScene):
         sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
         return max(-size % PAGE_BYTES for size in sizes)
 
-    def victims(self) -> list[str]:
-        return ["the file system of the arenas"]
-
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Fill the file system, then start the puts; else the first commit would open another page of the journals."""
         self.filler = FullFileSystem(self.tight.arenas)
@@ -100,19 +93,10 @@ class TmpfsFull(TightScene):
         if self.filler is None:
             raise DrillError("nothing was filled")
         beside = f"{self.room_bytes} bytes left in the journals' last pages"
-        return f"a file of {gib(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
+        return f"a file of {size_text(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
 
     def wait_for_effect(self) -> str:
-        probe = self.tight.arenas / ".drill-probe"
-        try:
-            probe.write_bytes(bytes(PAGE_BYTES))
-        except OSError as exc:
-            if exc.errno == errno.ENOSPC:
-                return "a write of one page there ends in ENOSPC (checked)"
-            raise DrillError(f"a write of one page there ended in {exc}, not in ENOSPC") from exc
-        finally:
-            probe.unlink(missing_ok=True)
-        raise DrillError("a page could be written: the fault did not take effect")
+        return check_full(self.tight.arenas, PAGE_BYTES)
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         short = {row["host"]: str(row["stats"].get("short_of_room") or "") for row in body["hosts"]}
@@ -120,18 +104,14 @@ class TmpfsFull(TightScene):
 
     def recover(self) -> None:
         """Require that what is stored can be read, then give the space back."""
-        context, before = self.context, self.context.report.step_before or 0
-        step = context.job.committed_step()  # the ranks read when their puts have ended
-        found = context.job.read(step, 0)
-        wrong = [r for r in found if r.error or r.differences or r.bytes_equal != r.nbytes]
-        if step < before or wrong:
-            why = wrong[0].message or wrong[0].differences if wrong else "a committed step is gone"
-            context.broken_promises.append(
-                f"while the file system was full, reading step {step} (before: {before}): {why}"
-            )
-        context.timeline.line("readable", f"step {step}, {len(found) - len(wrong)} of {len(found)} shards equal")
+        before, step = self.context.report.step_before or 0, self.job.committed_step()
+        found = self.job.read(step, 0)  # the ranks read when their puts have ended
+        if step < before:
+            self.broken(f"while the file system was full, committed step {before} was replaced by step {step}")
+        self.check_read(found, "while the file system was full")
+        self.say("readable", f"step {step}, {sum(not r.problem for r in found)} of {len(found)} shards equal")
         self.cleanup()
-        context.timeline.line("room", "the file that took it is gone")
+        self.say("room", "the file that took it is gone")
 
     def wait_for_recovery(self) -> None:
         def look() -> bool:
@@ -148,23 +128,20 @@ class MemoryPressure(TightScene):
     """A task on one host, outside the store, that takes memory until Ray's memory monitor kills it."""
 
     name = "memory-pressure"
+    struck = "a task of the drill's own on {0.tight.pressed}"
     is_noticed = False  # the fault hits no process of the store
     puts_count = 32
     hold_s = 1.0
     hog: Any = None
 
-    def victims(self) -> list[str]:
-        return [f"a task of the drill's own on {self.tight.pressed}"]
-
     def inject(self) -> str:
-        host, total = self.tight.pressed, memory_in_use(self.tight.arenas)[1]
-        used = memory_in_use(self.tight.arenas)[0]
+        host, (used, total) = self.tight.pressed, memory_in_use(self.tight.arenas)
         node = NodeAffinitySchedulingStrategy(self.site.nodes()[host], soft=False)
         task = ray.remote(take_memory).options(num_cpus=0, max_retries=1, scheduling_strategy=node)
         self.hog = task.remote(HOG_LIMIT_BYTES)
         return (
-            f"a task on {host} takes memory; its raylet kills at {self.tight.threshold:.1%} of {gib(total)}, "
-            f"{gib(self.tight.threshold * total - used)} from here"
+            f"a task on {host} takes memory; its raylet kills at {self.tight.threshold:.1%} of {size_text(total)}, "
+            f"{size_text(self.tight.threshold * total - used)} from here"
         )
 
     def wait_for_effect(self) -> str:
@@ -175,18 +152,15 @@ class MemoryPressure(TightScene):
             return f"Ray killed it: OutOfMemoryError: {words.strip()[:160]}"
         except ray.exceptions.RayError as exc:
             raise DrillError(f"the task ended otherwise than by Ray's memory monitor: {exc}") from exc
-        raise DrillError(f"the task was given {gib(nbytes)} and was not killed: the fault did not take effect")
+        raise DrillError(f"the task was given {size_text(nbytes)} and was not killed: the fault did not take effect")
 
     def check(self) -> None:
         super().check()
-        gone = [r.host for r in self.context.job.ranks if not is_alive(r.pid, r.start)]
+        gone = [r.host for r in self.job.ranks if not is_alive(r.pid, r.start)]
         if gone:
-            self.context.broken_promises.append(f"ranks of {', '.join(gone)} are not the processes they were")
+            self.broken(f"ranks of {', '.join(gone)} are not the processes they were")
 
     def cleanup(self) -> None:
         if self.hog is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.cancel(self.hog, force=True)
-
-
-SCENES = {scene.name: scene for scene in (TmpfsFull, MemoryPressure)}

@@ -10,15 +10,18 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.admin.cluster import ask, join_ray
+from memstore.cli.output import size_text
 from memstore.config import Config
+from memstore.core.wire.calls import AskStatus, RankCall
 from memstore.drills.breaking import faults
-from memstore.drills.model.report import gib
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.faults.arena_files import arena_identity, destroy_arena
+from memstore.testing.faults.processes import Process, kill, wait_gone
 
 POLL_S = 0.05
 ASK_S = 5.0
@@ -58,13 +61,14 @@ class Site:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = VERB_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = VERB_S) -> Any:
         """Ask the controller, through a host that is not in `unreachable_hosts`."""
-        return ask(verb, body, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
+        return ask(request, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status; raise TransportError while no controller answers."""
-        return self.ask("status", timeout_s=ASK_S)
+        status: dict[str, Any] = self.ask(AskStatus(), timeout_s=ASK_S)
+        return status
 
     def job(self, name: str) -> dict[str, Any]:
         """Return the status of one job; raise DrillError if the store has no such job."""
@@ -151,7 +155,7 @@ class Site:
         for host in hosts:
             self.do(host, "memory_available")
 
-    def controller_process(self) -> tuple[str, faults.Process]:
+    def controller_process(self) -> tuple[str, Process]:
         """Return a host on the controller's machine, and the controller's process."""
         actor = ray.get_actor(controller_name(self.config.store), namespace=NAMESPACE)
         described = ray.get(actor.describe.remote(), timeout=REMOTE_S)
@@ -183,7 +187,7 @@ class Site:
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
         """Destroy a host as far as this site may, and check that it is gone; return what was done, as text."""
         nbytes = self.lose_memory(host, ranks)
-        return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
+        return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({size_text(nbytes)} gone)"
 
     def end_drill(self, hosts: list[str]) -> None:
         """Wait after a drill until the hosts that were live before it are live again."""
@@ -202,8 +206,8 @@ class EmbeddedSite(Site):
         self.heals_at_once = True  # replace lost hosts after each drill; else only when `heal` is called
         self.lost: dict[str, dict[str, str]] = {}
         self.late: dict[str, dict[str, str]] = {}  # labels of the host that was left out when Ray was started again
-        self.headless: list[faults.Process] = []  # raylets and holders of the other hosts when Ray's head died
-        self.left_behind: list[faults.Process] = []  # all processes of the other hosts at that moment
+        self.headless: list[Process] = []  # raylets and holders of the other hosts when Ray's head died
+        self.left_behind: list[Process] = []  # all processes of the other hosts at that moment
 
     @property
     def head(self) -> str:
@@ -229,23 +233,24 @@ class EmbeddedSite(Site):
         strangers = [r.pid for r in ranks if r.host == host and (r.pid, r.start) not in victims]
         if strangers:
             raise DrillError(f"ranks {strangers} on {host} are not below its raylet: killing it would not kill them")
-        before = faults.arena_identity(folder)
+        before = arena_identity(folder)
         self.lost[host] = dict(self.cluster.labels[host])
         self.pool.forget(host)
         done = self.cluster.lose_host(host)
-        faults.wait_gone(victims)
+        wait_gone(victims)
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config, secret)
-        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
+        gone = size_text(done["nbytes"])
+        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 
     def wait_given_up(self, node: str) -> None:
         """Wait until Ray's head has declared a node dead; its raylet ends when it learns that."""
         self.wait_for(f"Ray to give node {node[:12]} up", lambda: node not in {n["NodeID"] for n in live_nodes()})
 
-    def replace_raylet(self, host: str, left: list[faults.Process]) -> None:
+    def replace_raylet(self, host: str, left: list[Process]) -> None:
         """Kill what a raylet has left behind, and start Ray again on its host; the new holder adopts the arena."""
-        faults.kill(left)  # workers outlive a killed raylet by a minute or more
-        faults.wait_gone(left)
+        kill(left)  # workers outlive a killed raylet by a minute or more
+        wait_gone(left)
         self.pool.forget(host)
         self.cluster.replace_raylet(host)
         self.wait_hosts_live([host])
@@ -255,7 +260,7 @@ class EmbeddedSite(Site):
         victims = [victim for host in self.cluster.labels for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         self.cluster.kill_everything()
-        faults.wait_gone(victims)
+        wait_gone(victims)
         return len(victims)
 
     def end_head(self) -> int:
@@ -265,15 +270,15 @@ class EmbeddedSite(Site):
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
         self._forget_ranks()
         victims = self.cluster.kill_head()
-        faults.wait_gone(victims)
+        wait_gone(victims)
         return len(victims)
 
     def wait_ray_ended(self, limit_s: float) -> float:
         """Wait until raylets and holders of the other hosts have ended by themselves; return the seconds."""
         started_s = time.monotonic()
-        faults.wait_gone(self.headless, limit_s)
+        wait_gone(self.headless, limit_s)
         took_s = time.monotonic() - started_s
-        faults.kill(self.left_behind)  # Ray's agents outlive their raylet
+        kill(self.left_behind)  # Ray's agents outlive their raylet
         self.cluster.kill_everything()  # no process is left; this clears the cluster's own list of nodes
         return took_s
 
@@ -304,7 +309,7 @@ class EmbeddedSite(Site):
     def heal(self) -> None:
         """Add new machines with the names and labels of the lost ones."""
         for host, labels in list(self.lost.items()):
-            faults.destroy_arena(self.folder(host))
+            destroy_arena(self.folder(host))
             self.cluster.add_node(host, labels)
             del self.lost[host]
         self.wait_hosts_live(list(self.cluster.labels))

@@ -27,6 +27,7 @@ from memstore.errors import DrillError
 from memstore.shell.arena.journal_file import JOURNAL_NAME, read_records
 from memstore.testing.clusters.namespaces import NamespaceRig, enter
 from memstore.testing.clusters.processes import ProcessCluster, kill
+from memstore.testing.clusters.store_name import racks
 from memstore.testing.faults.fault_proxy import FaultProxy
 from memstore.testing.ranks.rank_process import RankNursery
 
@@ -206,13 +207,12 @@ def _datagram_socket() -> socket.socket:
 @contextlib.contextmanager
 def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[NamespacesSite]:
     """Open a site with hosts h1, h2, ... by turns in two racks, VIA in the second, and product settings. Needs root."""
-    names = [f"h{i + 1}" for i in range(hosts_count)]
-    labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)} | {VIA: {"rack": "r2"}}
+    labels = racks(hosts_count) | {VIA: {"rack": "r2"}}
     usual = Config()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memstore-drill-")))
         nursery = stack.enter_context(RankNursery("memstore.drills.ranks.rank_processes"))
-        rig = stack.enter_context(NamespaceRig([*names, VIA, HEAD, SPARE]))
+        rig = stack.enter_context(NamespaceRig([*labels, HEAD, SPARE]))
         cluster = ProcessCluster(
             folder, labels, arena_bytes=arena_bytes, rig=rig, controller_host=HEAD, proxied=[VIA],
             chunk_bytes=CHUNK_BYTES, heartbeat_s=usual.heartbeat_s, suspect_after_s=usual.suspect_after_s,
@@ -221,7 +221,4 @@ def namespaces_site(hosts_count: int, *, arena_bytes: int) -> Iterator[Namespace
         cluster.controller_way = folder / "way0"
         cluster.controller_way.symlink_to(folder)
         site = NamespacesSite(stack.enter_context(cluster), rig, nursery)
-        try:
-            yield site
-        finally:
-            site.close()
+        yield stack.enter_context(contextlib.closing(site))

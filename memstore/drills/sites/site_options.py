@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memstore.cli.options import check_host, config_or_usage
+from memstore.cli.options import check_host, config_or_usage, store_options
 from memstore.config import MIB, Config
+from memstore.drills.model.options import DURABLE_EVERY, Options
 from memstore.drills.model.promises import NAMESPACES, PLACES, RUNNING, TIGHT, Drill
 
 if TYPE_CHECKING:
@@ -33,29 +35,46 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-embedded_option = click.option(
-    "--embedded", is_flag=True, help="Bring a cluster of its own: raylets on this machine, in two racks."
-)
-address_option = click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."
-)
-yes_option = click.option(
-    "--yes", is_flag=True, help="Do not ask before touching a cluster that the drill did not start."
-)
+Verb = Callable[..., Any]
 
 
-def job_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the scratch job: --hosts, --replicas, --mbytes and --durable."""
-    options = (
-        click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
-                     help="Ranks, one per host; with --embedded also the hosts."),
-        click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True,
-                     help="Copies of each shard."),
-        click.option("--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True,
-                     help="MiB per rank and step."),
-        click.option("--durable", metavar="DIR", help="Durable tier of the scratch job."),
+def with_options(*options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """Return a decorator that adds options in this order."""
+    return lambda verb: functools.reduce(lambda found, option: option(found), reversed(options), verb)
+
+
+#: Options of every command that needs a cluster.
+cluster_options = with_options(
+    click.option("--embedded", is_flag=True, help="Bring a cluster of its own: raylets on this machine, in two racks."),
+    click.option("--seed", type=click.IntRange(0, SEED_LIMIT), default=lambda: random.randrange(SEED_LIMIT),
+                 help="Chooses victims and states; default: a random one."),
+    click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to."),
+    click.option("--yes", is_flag=True, help="Do not ask before touching a cluster that the drill did not start."),
+    store_options,
+)  # fmt: skip
+#: Those, and the options of the scratch job and its victim.
+play_options = with_options(
+    click.option("--hosts", "hosts_count", type=click.IntRange(2, HOSTS_MAX), default=4, show_default=True,
+                 help="Ranks, one per host; with --embedded also the hosts."),
+    click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True, help="Copies of each shard."),
+    click.option("--mbytes", type=click.IntRange(1, 65_536), default=8, show_default=True,
+                 help="MiB per rank and step."),
+    click.option("--durable", metavar="DIR", help="Durable tier of the scratch job."),
+    click.option("--victim", metavar="HOST", help="Host to hit; needed where a drill hits what is not its own."),
+    click.option("--allow-data-loss", is_flag=True,
+                 help="Even if another job has its last copy of something on the hosts that lose their memory."),
+    cluster_options,
+)  # fmt: skip
+
+
+def options_from(given: dict[str, Any], config: Config, **job_fields: Any) -> Options:
+    """Return the options of a drill as the command line has them; `job_fields` are of the scratch job's Config."""
+    fields = {"replicas": given["replicas"], "durable_every": DURABLE_EVERY, **job_fields}
+    return Options(
+        seed=given["seed"], is_beyond=given.get("beyond", False), ranks_count=given["hosts_count"],
+        nbytes=given["mbytes"] * MIB, config=config.with_fields(fields), victim=given["victim"],
+        allows_data_loss=given["allow_data_loss"],
     )  # fmt: skip
-    return functools.reduce(lambda found, option: option(found), reversed(options), verb)
 
 
 def prepare_ray() -> None:
@@ -65,23 +84,20 @@ def prepare_ray() -> None:
 
 
 @contextlib.contextmanager
-def embedded_site(given: dict[str, Any], nbytes: int) -> Iterator[EmbeddedSite]:
+def embedded_site(hosts_count: int, arena_bytes: int, **fields: Any) -> Iterator[EmbeddedSite]:
     """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
-    from memstore.testing.clusters.store_name import scratch_store_name
+    from memstore.testing.clusters.store_name import racks, scratch_store_name
 
     config = config_or_usage(
-        store=scratch_store_name("drill"), arena_bytes=max(256 * MIB, ROOM * given["replicas"] * nbytes),
-        chunk_bytes=MIB, interface="127.0.0.1",
-    )  # fmt: skip
-    labels = {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(given["hosts_count"])}
-    with EmbeddedCluster(labels, config=config) as cluster:
-        site = EmbeddedSite(cluster)
-        try:
-            yield site
-        finally:
-            site.close()
+        store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB, interface="127.0.0.1", **fields
+    )
+    with (
+        EmbeddedCluster(racks(hosts_count), config=config) as cluster,
+        contextlib.closing(EmbeddedSite(cluster)) as site,
+    ):
+        yield site
 
 
 def place_problem(place: str) -> str | None:
@@ -104,19 +120,19 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
     why = place_problem(place)
     if why is not None:
         raise click.ClickException(f"{name} plays on {PLACES[place]}: it cannot be played here, because {why}")
+    hosts_count, room = given["hosts_count"], ROOM * given["replicas"] * nbytes
     opened: contextlib.AbstractContextManager[Site]
     if place == NAMESPACES:
         from memstore.drills.sites.site_namespaces import namespaces_site
 
         # Room for two jobs: a network drill may have one more on each side of a cut.
-        arena_bytes = max(256 * MIB, 2 * ROOM * given["replicas"] * nbytes)
-        opened = namespaces_site(given["hosts_count"], arena_bytes=arena_bytes)
+        opened = namespaces_site(hosts_count, arena_bytes=max(256 * MIB, 2 * room))
     elif place == TIGHT:
         from memstore.drills.sites.site_tight import tight_site
 
-        opened = tight_site(given["hosts_count"], arena_bytes=max(64 * MIB, ROOM * given["replicas"] * nbytes))
+        opened = tight_site(hosts_count, arena_bytes=max(64 * MIB, room))
     else:
-        opened = embedded_site(given, nbytes)
+        opened = embedded_site(hosts_count, max(256 * MIB, room))
     with opened as site:
         yield site
 
@@ -126,10 +142,8 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
     """Open the user's cluster, after showing what will be touched and asking."""
     from memstore.drills.sites.site import Site
 
-    site = Site(config, given["address"])
-    try:
-        status = site.status()
-        victim = given.get("victim")
+    with contextlib.closing(Site(config, given["address"])) as site:
+        status, victim = site.status(), given.get("victim")
         if victim is not None:
             check_host(status, victim)
         hosts = [row["host"] for row in status["hosts"] if row["status"] == "live"]
@@ -140,8 +154,6 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
             is_agreed=given["yes"],
         )
         yield site
-    finally:
-        site.close()
 
 
 def confirm(words: str, *, is_agreed: bool) -> None:

@@ -19,7 +19,7 @@ from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
 from memstore.shell.arena.memory_limits import measure
 from memstore.testing.clusters.embedded import EmbeddedCluster
-from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.clusters.store_name import racks, scratch_store_name
 
 BESIDE_BYTES = 4 * MIB  # per host, beside its arena, for slot table, manifests and journal
 HOST_BYTES = 384 * MIB  # what raylet, holder and rank of a host still take after the limit was computed
@@ -99,18 +99,18 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
     Raises:
         DrillError: no file system can be mounted, or the machine has too little memory left.
     """
-    names = [f"h{i + 1}" for i in range(hosts_count)]
-    labels = {name: {"rack": f"r{i % 2 + 1}"} for i, name in enumerate(names)}
-    pressed = names[-1]
+    labels = racks(hosts_count)
+    *others, pressed = labels
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(arenas_mounted(hosts_count * (arena_bytes + BESIDE_BYTES)))
         config = Config(
             store=scratch_store_name("drill"), arena_dir=str(folder), arena_bytes=arena_bytes, chunk_bytes=MIB,
             interface="127.0.0.1",
         )  # fmt: skip
-        others = {name: labels[name] for name in names[:-1]}
         # Ray would restart a task that it killed for lack of memory, without an error; so switch that off.
-        cluster = stack.enter_context(EmbeddedCluster(others, config=config, ray_settings={"task_oom_retries": 0}))
+        cluster = stack.enter_context(
+            EmbeddedCluster({h: labels[h] for h in others}, config=config, ray_settings={"task_oom_retries": 0})
+        )
         threshold = low_threshold(*memory_in_use(folder), hosts_count)
         limits = {
             "RAY_memory_usage_threshold": f"{threshold:.6f}",
@@ -119,9 +119,6 @@ def tight_site(hosts_count: int, *, arena_bytes: int) -> Iterator[TightSite]:
         }
         with environment(limits):
             cluster.add_node(pressed, labels[pressed])
-        site = TightSite(cluster, pressed, threshold)
-        try:
-            site.wait_hosts_live(names)
-            yield site
-        finally:
-            site.close()
+        site = stack.enter_context(contextlib.closing(TightSite(cluster, pressed, threshold)))
+        site.wait_hosts_live(list(labels))
+        yield site

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
@@ -34,6 +35,7 @@ from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
 from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.memory_limits import gib
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from recovery.inventory import ShardId
@@ -135,8 +137,37 @@ class ReplicaStore:
     def claim(
         self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
     ) -> None:
-        """Reserve room for a job; see ClaimedMemory.claim."""
-        self.room.claim(job, share, on_step)
+        """Reserve room for a job; see ClaimedMemory.claim. CapacityError says what was asked for, too."""
+        try:
+            self.room.claim(job, share, on_step)
+        except CapacityError as exc:
+            ranks = ", ".join(f"{r}: {gib(n * self.chunk_bytes)}" for r, n in sorted(share.ranks.items())[:8])
+            raise CapacityError(
+                f"{exc}. The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
+                f"{gib(share.guest_slots * self.chunk_bytes)} for copies of other hosts' ranks and their repair",
+                **vars(exc),
+            ) from exc
+
+    def prepare_room(self, job: str, share: PeerShare) -> None:
+        """Grow for a share that may be claimed later; CapacityError at the limit (R10)."""
+        with self.lock:
+            missing = self.index.slots_needed(job, share) - self.table.claimed_count
+            count = len(self.table.free) + missing
+        self.ensure_free(count)
+
+    def keep_shares(self, jobs: Collection[str]) -> None:
+        """Give back room of jobs that the controller does not know, if no shard of them is here.
+
+        A controller that died before it recorded the job left such a claim.
+        """
+        with self.lock:
+            drafts = {draft.shard.job for draft in self.index.drafts.values()}
+            known = {*jobs, *drafts, *(shard.job for shard, _ in self.index.shards)}
+            unknown = [job for job in self.index.shares if job not in known]
+            for job in unknown:
+                self.index.drop_share(job, self.index.shares[job].attempt)
+        if unknown:
+            self.room.release()
 
     def ensure_free(self, count: int) -> None:
         """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
@@ -149,6 +180,26 @@ class ReplicaStore:
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.flush()
             return numbers
+
+    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
+        """Keep those leases of a process that it names; return what it names and has not leased (R8)."""
+        with self.lock:
+            _, stale = self.table.confirm(owner, held)
+            self.flush()
+            return stale
+
+    def reclaim(self, owner: Owner) -> None:
+        """Free what a process leased and did not hand over."""
+        with self.lock:
+            self.table.reclaim(owner)
+            self.flush()
+
+    def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
+        """Free what processes leased that are neither known nor alive, as those of a life of this holder before."""
+        with self.lock:
+            for owner in [o for o in self.table.leases if o not in known and not is_alive(o)]:
+                self.table.reclaim(owner)
+            self.flush()
 
     # -- a put (R7, R14) ----------------------------------------------------------------------
 
@@ -347,6 +398,11 @@ class ReplicaStore:
             if key not in self.index.staged:
                 raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
 
+    def staged(self, key: StagedKey) -> StoredReplica | None:
+        """Return what is kept for the reader of a round."""
+        found = self.index.staged.get(key)
+        return found[0] if found is not None else None
+
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
         with self.lock:
@@ -391,6 +447,35 @@ class ReplicaStore:
             self.flush()
         return hurt
 
+    # -- forks (R7, R32) ----------------------------------------------------------------------
+
+    def renamed(self, shelved: StoredReplica, new: ShardId) -> Manifest:
+        """Digest again what was verified too long ago, and return the manifest under another id (R13)."""
+        manifest = replace(decode_manifest(self.manifest(shelved)), shard=new)
+        self.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
+        return manifest
+
+    def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        """Store a shard under another id as well, with a reference more for each slot; None if it is not here.
+
+        A fork's copy that lacks chunks, or its manifest, gets what is here now. It is one step under the lock: a crash
+        leaves the manifest whole or none, and references are counted from manifests (R6).
+        """
+        with self.lock:
+            shelved = self.index.find(shard, digest)
+            if shelved is None:
+                return None
+            manifest = replace(decode_manifest(self.manifest(shelved)), shard=new)
+            data = encode_manifest(manifest)
+            spec = spec_of(manifest, shard_digest(data))
+            known = self.index.find(new, spec.digest)
+            if known is None or known.missing:
+                self.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
+                chunks = manifest.chunks
+                known = self.index.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
+                self.flush()
+            return known
+
     # -- dropping -----------------------------------------------------------------------------
 
     def drop(self, shard: ShardId) -> None:
@@ -398,14 +483,25 @@ class ReplicaStore:
         with self.lock:
             self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
-    def drop_all(self, shards: Iterable[ShardId], removed: Sequence[Any] | None) -> None:
-        """Remove shards, and the room of a removed job: [job, attempt] (R10)."""
+    def drop_all(self, shards: Iterable[ShardId], removed: tuple[str, int] | None) -> None:
+        """Remove shards, and the room of a removed job up to an attempt (R10)."""
         for shard in shards:
             self.drop(shard)
         if removed is not None:
             with self.room.lock, self.lock:  # after a claim that is under way, which would put it back
-                self.index.drop_share(str(removed[0]), int(removed[1]))
+                self.index.drop_share(*removed)
             self.room.release()
+
+    def drop_step(self, job: str, attempt: int, step: int) -> None:
+        """Remove what is stored of a step, and give up what is being received of it (R12)."""
+        with self.lock:
+            for shard, name, _ in [key for key in self.index.drafts if len(key) == 3]:
+                if (shard.job, shard.attempt, shard.step) == (job, attempt, step):
+                    self.index.abort_draft(name, shard)
+            for shard in sorted({shard for shard, _ in self.index.shards}):
+                if (shard.job, shard.attempt, shard.step) == (job, attempt, step):
+                    self.drop(shard)
+            self.flush()
 
     def expire_pins(self) -> None:
         """Let go of what readers kept past their deadline."""

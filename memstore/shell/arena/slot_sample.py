@@ -8,12 +8,12 @@ are the holder's alone, and say of the wrong memory that it is unchanged ever si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from memstore.core.wire.rank_messages import SlotSample
 from memstore.errors import IntegrityError
 from memstore.shell.arena.mapping import LINE_BYTES, ArenaMapping
 
@@ -23,23 +23,22 @@ _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64; numpy's own generators may differ be
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
-def sample(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seed: int) -> dict[str, Any]:
+def sample(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seed: int) -> SlotSample:
     """Return what this process sees of a stream of `nbytes` in these slots; errors as `ArenaMapping.view`."""
     lines = mapping.lines(slots, _places(seed, len(slots), nbytes, mapping.chunk_bytes))
-    return {"seed": seed, "digests": b"".join(xxhash.xxh3_64_digest(chunk) for chunk in lines)}
+    return SlotSample(seed=seed, digests=b"".join(xxhash.xxh3_64_digest(chunk) for chunk in lines))
 
 
-def differing(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seen: dict[str, Any]) -> list[int]:
+def differing(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seen: SlotSample) -> list[int]:
     """Return the chunks of which another process has seen other bytes than this one sees.
 
     Raises:
         IntegrityError: The rank's sample does not fit the number of chunks.
     """
-    digests, seed = seen.get("digests"), seen.get("seed")
-    if type(digests) is not bytes or type(seed) is not int or len(digests) != len(slots) * DIGEST_BYTES:
+    if len(seen.digests) != len(slots) * DIGEST_BYTES:
         raise IntegrityError(f"it came without a sample of its {len(slots)} chunks")
-    ours = sample(mapping, slots, nbytes, seed)["digests"]
-    return [i for i in range(len(slots)) if _at(ours, i) != _at(digests, i)]
+    ours = sample(mapping, slots, nbytes, seen.seed).digests
+    return [i for i in range(len(slots)) if _at(ours, i) != _at(seen.digests, i)]
 
 
 def _at(digests: bytes, index: int) -> bytes:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from memstore.core.format.layout import pieces
+from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, chunk_hasher
-from memstore.errors import DigestMismatch, MemstoreError, StepDropped
+from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, StepDropped
 from memstore.shell.device.side_stream import (
     FLIGHT_BYTES,
     FLIGHTS_MAX,
@@ -72,9 +72,22 @@ class CheckedStream:
         self.has_written = False
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned."""
+        """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned.
+
+        IntegrityError if the stream ends before: a slot goes on behind it, with bytes that nothing digests.
+        """
+        if offset + nbytes > self._manifest.nbytes:
+            shard, end = self._manifest.shard, self._manifest.nbytes
+            raise IntegrityError(f"{shard} ends at {end}, wanted {nbytes} bytes from {offset}")
         for chunk, start, done, size in pieces(offset, nbytes, self._manifest.chunk_bytes):
             self._copies.host.setdefault(chunk, []).append((address + done, start, size))
+
+    def read_later(self, offset: int, nbytes: int) -> bytearray:
+        """Plan a copy to memory of its own, likewise, and return that."""
+        data = bytearray(nbytes)
+        if nbytes:
+            self.read(offset, address_of(np.frombuffer(data, np.uint8)), nbytes)
+        return data
 
     def read_to(self, offset: int, target: torch.Tensor) -> bool:
         """Plan a copy to flat uint8 device memory, likewise; False if its device has no streams."""
@@ -151,7 +164,7 @@ class CheckedStream:
             jobs.append(workers.submit(self._copy_job, flight, copies))
 
         try:
-            for flight in flights_of(views):
+            for flight in batches(views, lambda item: item[1].nbytes, FLIGHT_BYTES):
                 for index in {move[0].device.index for i, _ in flight for move in copies.device[i] if move[0].is_cuda}:
                     workers.submit(self._source.pin, flight, index).result()
                 if len(under_way) == FLIGHTS_MAX:
@@ -190,20 +203,6 @@ class CheckedStream:
             f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
             f"{f': {problem}' if problem else ''}"
         ) from problem
-
-
-def flights_of(views: Views) -> Iterator[Views]:
-    """Yield the chunks in order, at most `FLIGHT_BYTES` together or one alone."""
-    flight: Views = []
-    total = 0
-    for index, view in views:
-        if flight and total + view.nbytes > FLIGHT_BYTES:
-            yield flight
-            flight, total = [], 0
-        flight.append((index, view))
-        total += view.nbytes
-    if flight:
-        yield flight
 
 
 def order_chunks(

@@ -17,12 +17,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.wire.frame import Kind, pack_frame
+from memstore.core.wire.codec import encode_frame, tag_of
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import (
     Action,
     Answer,
@@ -36,15 +39,24 @@ from memstore.core.wire.messages import (
     LeaseRenewed,
     Note,
     RankCall,
-    RankGone,
     Report,
     Tell,
     Tick,
-    copy_from_wire,
+)
+from memstore.core.wire.orders import CallAnswered, CallRefused
+from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import (
+    Called,
+    FactsWritten,
+    Heartbeat,
+    HolderMessage,
+    Inventory,
+    InventoryPage,
+    Outranked,
 )
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.controller.event_log import EventLog
-from memstore.shell.controller.holder_session import Session
+from memstore.shell.controller.holder_session import Session, SessionEnded
 from memstore.shell.controller.membership import Membership
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
@@ -69,6 +81,26 @@ def collect_rarely() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
+@dataclass(frozen=True)
+class NewTerm:
+    """Begin again under a higher term that was claimed."""
+
+    term: int
+    hosts: list[str]
+
+
+class Wake(Enum):
+    """What the catalog's thread is woken for by this process itself."""
+
+    TICK = "tick"
+    END = "end"
+
+
+TICK, WAKE = Wake.TICK, Wake.END
+FromSession = HolderMessage | SessionEnded
+FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[dict[str, Any]]
+
+
 class Controller:
     """Runs one catalog. `start` returns at once; `on_exit` is called if a newer controller takes over."""
 
@@ -86,7 +118,7 @@ class Controller:
         self.tls = Tls.load(config)
         self.lease_s = config.lease_s
         self.stopping = threading.Event()
-        self.events: queue.Queue[tuple[Session | None, dict[str, Any]]] = queue.Queue()
+        self.events: queue.Queue[tuple[Session, FromSession] | FromInside] = queue.Queue()
         self.sessions: dict[str, Session] = {}
         self.dialling: set[str] = set()
         self.lock = threading.Lock()
@@ -94,7 +126,7 @@ class Controller:
         self._is_stale = threading.Event()
         self._has_tick = False  # one waits among the events
         # Heartbeats wait for no event: every tick takes all that were read by then.
-        self._beats: deque[tuple[Session, dict[str, Any]]] = deque()
+        self._beats: deque[tuple[Session, Heartbeat]] = deque()
         self.event_log = EventLog()
         self._new_catalog(membership.claim_term(0), membership.hosts())
         self._threads = [
@@ -126,7 +158,7 @@ class Controller:
         """Stop; holders keep everything."""
         self.stopping.set()
         self._is_stale.set()
-        self.events.put((None, {"k": "end"}))
+        self.events.put(WAKE)
         with self.lock:
             sessions = list(self.sessions.values())
         for session in sessions:
@@ -147,12 +179,12 @@ class Controller:
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
         """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
-        self.events.put((None, {"k": "drains", "until_s": until_s}))
+        self.events.put(DrainsSeen(until_s))
 
     def status_soon(self) -> Future[dict[str, Any]]:
         """Return what `memstore status` shows, made on the machine's thread; for metrics."""
         future: Future[dict[str, Any]] = Future()
-        self.events.put((None, {"k": "status", "future": future}))
+        self.events.put(future)
         return future
 
     # -- sessions -----------------------------------------------------------------------------
@@ -193,11 +225,11 @@ class Controller:
             with self.lock:
                 self.dialling.discard(host)
 
-    def _heard(self, session: Session, body: dict[str, Any]) -> None:
-        if body.get("k") == "beat":
-            self._beats.append((session, body))
+    def _heard(self, session: Session, message: FromSession) -> None:
+        if isinstance(message, Heartbeat):
+            self._beats.append((session, message))
         else:
-            self.events.put((session, body))
+            self.events.put((session, message))
 
     # -- the catalog's thread -------------------------------------------------------------------
 
@@ -210,8 +242,8 @@ class Controller:
         next_tick_s, was_late = time.monotonic(), False
         while not self.stopping.is_set():
             try:
-                session, body = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
-                self._take(session, body)
+                taken = self.events.get(timeout=max(0.0, next_tick_s - time.monotonic()))
+                self._take(*taken) if isinstance(taken, tuple) else self._take_inside(taken)
             except queue.Empty:
                 pass  # only the tick is due
             except Exception:
@@ -222,53 +254,48 @@ class Controller:
                 was_late = late_s > LATE_S and not was_late
                 if not was_late and not self._has_tick:
                     self._has_tick = True
-                    self.events.put((None, {"k": "tick"}))
+                    self.events.put(TICK)
 
-    def _take(self, session: Session | None, body: dict[str, Any]) -> None:
-        if session is None:
-            if body["k"] == "tick":
-                self._has_tick = False
-                self._handle(Tick(self._beats_taken()))
-            elif body["k"] == "lease":
-                self._handle(LeaseRenewed(body["until_s"]))
-            elif body["k"] == "status":
-                body["future"].set_result(self.catalog.parts.status.body())
-            elif body["k"] == "drains":
-                self._handle(DrainsSeen(body["until_s"]))
-            elif body["k"] == "term":
-                self._begin_term(int(body["term"]), body["hosts"])
-            return
+    def _take_inside(self, taken: FromInside) -> None:
+        """Take what this process tells itself."""
+        if isinstance(taken, Future):
+            taken.set_result(self.catalog.parts.status.body())
+        elif isinstance(taken, NewTerm):
+            self._begin_term(taken.term, taken.hosts)
+        elif isinstance(taken, LeaseRenewed | DrainsSeen):
+            self._handle(taken)
+        elif taken is TICK:
+            self._has_tick = False
+            self._handle(Tick(self._beats_taken()))
+
+    def _take(self, session: Session, message: FromSession) -> None:
+        """Take what a holder sent, unless its session was replaced."""
         host = session.host_id
         with self.lock:
             is_current = self.sessions.get(host) is session
-            if body.get("k") == "ended" and is_current:
+            if isinstance(message, SessionEnded) and is_current:
                 del self.sessions[host]
         if not is_current:
             return
-        try:
-            if body.get("k") == "stale":
-                if int(body["term"]) > self.term:
-                    self._stale_term = int(body["term"])
-                    self.catalog.lease.is_outranked = True
-                    self._is_stale.set()  # the lease thread asks the membership: that may block
-                return
-            if body.get("k") == "up":
-                session.is_up, session.incarnation = True, int(body["incarnation"])
-            event = event_from_body(host, body, session.asked_s)
-            if event is not None:
-                self._handle(event)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            log.exception("host %s sent a message that is not understood: %r", host, str(body)[:500])
+        if isinstance(message, Outranked):
+            if message.term > self.term:
+                self._stale_term = message.term
+                self.catalog.lease.is_outranked = True
+                self._is_stale.set()  # the lease thread asks the membership: that may block
+            return
+        if isinstance(message, Inventory):
+            session.is_up, session.incarnation = True, message.incarnation
+        self._handle(event_from(host, message, session.asked_s))
 
     def _beats_taken(self) -> tuple[Heard, ...]:
         """Return the last heartbeat of every session that has one."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Heartbeat] = {}
         with self.lock:
             for _ in range(len(self._beats)):
-                session, body = self._beats.popleft()
+                session, beat = self._beats.popleft()
                 if self.sessions.get(session.host_id) is session:
-                    found[session.host_id] = body
-        return tuple(beat for host, body in found.items() if (beat := heard_from_body(host, body)) is not None)
+                    found[session.host_id] = beat
+        return tuple(heard_from(host, beat) for host, beat in found.items())
 
     def _handle(self, event: Event) -> None:
         try:
@@ -277,15 +304,16 @@ class Controller:
             log.exception("catalog failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # the caller must not wait for an answer that never comes
-                actions.append(Answer(event.host_id, event.call_id, {}, ("InternalError", f"{event.verb}: {exc!r}")))
-        frames: dict[tuple[str, int], bytes] = {}  # by kind and body of an order
+                error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
+                actions.append(Answer(event.host_id, event.call_id, None, error))
+        frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
         self.event_log.take(self.catalog.parts.observer.chronicle)
         if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
 
-    def _execute(self, action: Action, frames: dict[tuple[str, int], bytes]) -> None:
+    def _execute(self, action: Action, frames: dict[int, bytes]) -> None:
         if isinstance(action, Note):
             log.log(logging.WARNING if action.level == "warning" else logging.INFO, "%s", action.text)
             return
@@ -295,14 +323,18 @@ class Controller:
             return
         try:
             if isinstance(action, Tell):
-                key = action.kind, id(action.body)  # the actions are there as long as the frames
+                key = id(action.order)  # the actions are there as long as the frames
                 if key not in frames:
-                    frames[key] = pack_frame(Kind.EVENT, {"k": action.kind, **action.body})
+                    frames[key] = encode_frame(Kind.EVENT, action.order)
                 session.outbox.put(frames[key])
-            elif isinstance(action, Answer):
-                error = list(action.error) if action.error is not None else None
-                body = {"k": "answer", "id": action.call_id, "body": action.body, "error": error}
-                session.outbox.put(pack_frame(Kind.EVENT, body))
+            elif action.error is not None:
+                error, message = action.error
+                session.outbox.put(
+                    encode_frame(Kind.EVENT, CallRefused(id=action.call_id, error=error, message=message))
+                )
+            elif action.reply is not None:
+                answered = CallAnswered(id=action.call_id, reply=pack_reply(action.reply))
+                session.outbox.put(encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
             session.why = str(exc)
             session.channel.abort()
@@ -339,7 +371,7 @@ class Controller:
                     # Holders remember a term that the membership does not know: it is an earlier cluster's.
                     log.info("holders remember term %d: taking a higher one", self._stale_term)
                     term = self.membership.claim_term(self._stale_term)
-                    self.events.put((None, {"k": "term", "term": term, "hosts": list(self.membership.hosts())}))
+                    self.events.put(NewTerm(term, list(self.membership.hosts())))
                     self.term = term
             except MemstoreError as exc:
                 log.warning("the membership does not answer: %s", exc)
@@ -347,7 +379,7 @@ class Controller:
                     self._is_stale.set()
                     self.stopping.wait(self.lease_s / 3)
                 continue  # hearing from every holder also keeps the lease (R17)
-            self.events.put((None, {"k": "lease", "until_s": asked_s + self.lease_s}))
+            self.events.put(LeaseRenewed(asked_s + self.lease_s))
 
     def _begin_term(self, term: int, expected_hosts: list[str]) -> None:
         """Start over under a higher term: every session begins again with an inventory."""
@@ -363,39 +395,39 @@ class Controller:
         self.on_exit(why)
 
 
-def heard_from_body(host: str, body: dict[str, Any]) -> Heard | None:
-    """Return the event of a heartbeat; None, and a line in the log, if it is malformed."""
-    try:
-        stats = dict(body["stats"])
-        trained = {str(job): (int(attempt), int(step)) for job, (attempt, step) in stats.pop("trained", {}).items()}
-        return Heard(host, stats, float(body.get("clock_s", -math.inf)), trained)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        log.exception("host %s sent a heartbeat that is not understood: %r", host, str(body)[:500])
-        return None
+def heard_from(host: str, beat: Heartbeat) -> Heard:
+    """Return the event of a heartbeat."""
+    clock_s = beat.clock_s if beat.clock_s is not None else -math.inf
+    trained = {job: (newest.attempt, newest.step) for job, newest in beat.trained.items()}
+    return Heard(host, beat.stats, clock_s, trained)
 
 
-def event_from_body(host: str, body: dict[str, Any], asked_s: float) -> Event | None:
-    """Return the catalog event of a holder's message; KeyError, TypeError or ValueError if it is malformed.
+def event_from(host: str, message: FromSession, asked_s: float) -> Event:
+    """Return the catalog event of a holder's message.
 
     Args:
+        host: The holder's.
+        message: It.
         asked_s: When this controller asked for the session that it came in.
     """
-    kind = body.pop("k")
-    if kind == "ack":
-        return FactAck(host, int(body["seq"]))
-    if kind == "call":
-        return RankCall(host, int(body["id"]), str(body["verb"]), dict(body["body"]))
-    if kind == "rank_gone":
-        return RankGone(host, str(body["nonce"]))
-    if kind == "ended":
-        return HostLost(host, str(body["why"]) or "connection closed")
-    if kind == "up":
-        info = HostInfo(
-            host, int(body["incarnation"]), str(body["address"]), int(body["port"]), str(body["machine"]),
-            bool(body["is_explicit"]), dict(body["labels"]), int(body["limit_bytes"]),
-        )  # fmt: skip
-        copies = tuple(copy_from_wire(item, host) for item in body["copies"])
-        ranks, up_s = tuple(str(nonce) for nonce in body["ranks"]), float(body["up_s"])
-        dropped = {str(job): str(story) for job, story in body["dropped"].items()}
-        return HostUp(info, copies, tuple(body["journal"]), ranks, asked_s, up_s, float(body["idle_s"]), dropped)
-    return Report(host, str(kind), body)
+    match message:
+        case FactsWritten():
+            return FactAck(host, message.seq)
+        case Called():
+            return RankCall(host, message.id, message.call)
+        case SessionEnded():
+            return HostLost(host, message.why or "connection closed")
+        case Inventory():
+            info = HostInfo(
+                host, message.incarnation, message.address, message.port, message.machine, message.is_explicit,
+                message.labels, message.limit_bytes,
+            )  # fmt: skip
+            copies = tuple(copy.on(host) for copy in message.copies)
+            return HostUp(
+                info, copies, message.journal, message.ranks, asked_s, message.up_s, message.idle_s, message.dropped
+            )
+        case Heartbeat():
+            return heard_from(host, message)
+        case InventoryPage() | Outranked():
+            raise ProtocolError(f"{type(message).__name__} of host {host} is no event")
+    return Report(host, message)

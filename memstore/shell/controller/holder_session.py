@@ -9,26 +9,36 @@ import math
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
+from msgspec import structs
+
+from memstore.core.wire.reports import HolderMessage, Inventory, InventoryPage, decode_holder_message
 from memstore.errors import MemstoreError, TransportError
 from memstore.shell.net.channel import Channel
 
 SEND_S = 10.0
 
 
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session is over."""
+
+    why: str
+
+
 class Session:
     """One holder's connection: a reader thread and a writer thread."""
 
     def __init__(
-        self, host_id: str, incarnation: int, channel: Channel, on_event: Callable[[Session, dict[str, Any]], None], *,
-        asked_s: float = -math.inf,
+        self, host_id: str, incarnation: int, channel: Channel,
+        on_message: Callable[[Session, HolderMessage | SessionEnded], None], *, asked_s: float = -math.inf,
     ) -> None:  # fmt: skip
         self.host_id, self.channel = host_id, channel
         self.announced = self.incarnation = incarnation  # replaced by the holder's own report, which is newer
         self.asked_s = asked_s  # when it was asked for, monotonic (R17)
         self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
-        self._on_event = on_event
+        self._on_message = on_message
         self.why = ""
         self.is_up = False  # its inventory was taken: earlier decisions are no orders for it
 
@@ -39,21 +49,21 @@ class Session:
         threading.Thread(target=self._write, name=f"memstore-write-{host_id}", daemon=True).start()
 
     def _read(self) -> None:
-        pages: list[Any] = []  # of the journal, before the inventory
+        pages: list[bytes] = []  # of the journal, before the inventory
         try:
             while True:
-                body = self.channel.recv(timeout_s=None).body
-                if body.get("k") == "journal":
-                    pages += body["records"]
+                message = decode_holder_message(self.channel.recv(timeout_s=None).data)
+                if isinstance(message, InventoryPage):
+                    pages += message.records
                     continue
-                if body.get("k") == "up":
-                    body["journal"] = [*pages, *body["journal"]]
-                self._on_event(self, body)
+                if isinstance(message, Inventory):
+                    message = structs.replace(message, journal=(*pages, *message.journal))
+                self._on_message(self, message)
         except MemstoreError as exc:
             self.why = str(exc)
         finally:
             self.close()
-            self._on_event(self, {"k": "ended", "why": self.why})
+            self._on_message(self, SessionEnded(self.why))
 
     def _write(self) -> None:
         while True:

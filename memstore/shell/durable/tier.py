@@ -28,6 +28,7 @@ from memstore.core.durable.slice_format import (
     slices_count,
 )
 from memstore.core.durable.storage_ports import DurableFiles, DurableReader, DurableTier
+from memstore.core.wire.orders import DurablePlace
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, InternalError
 from memstore.shell.durable.codec import Codec, read_key
 from memstore.shell.durable.directory import DirectoryFiles
@@ -256,15 +257,14 @@ def _step_of(shard: ShardId) -> StepId:
     return StepId(shard.attempt, shard.step)
 
 
-def open_tier(place: Mapping[str, Any]) -> DurableTier:
-    """Return the tier of a job: `place` is what `durable_place.place_of` made of its configuration.
+def open_tier(place: DurablePlace) -> DurableTier:
+    """Return the tier of a job: `place` is what `core/durable/paths.py` made of its configuration.
 
     Raises:
         ConfigError: an unknown scheme, a relative path, a URL with credentials, a missing package, or a bad key file.
     """
-    key_file = place["key_file"]
-    codec = Codec(place["compression"] == "auto", read_key(str(key_file)) if key_file is not None else None)
-    return PartsTier(files_from_url(str(place["url"])), codec, place.get("key"))
+    key = read_key(place.key_file) if place.key_file is not None else None
+    return PartsTier(files_from_url(place.url), Codec(place.compression == "auto", key), place.key)
 
 
 def files_from_url(url: str) -> DurableFiles:

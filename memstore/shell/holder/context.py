@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.reports import PutTimes, Report, Sealed
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.peer_table import PeerTable
@@ -34,6 +35,7 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))  # of `state`
 
     @property
     def host_id(self) -> str:
@@ -45,9 +47,9 @@ class HolderContext:
         """Return the fences of the jobs here."""
         return self.state.fences
 
-    def report(self, kind: str, body: dict[str, Any]) -> None:
+    def report(self, report: Report) -> None:
         """Queue a report to the controller; without a session it is dropped."""
-        self.state.report(kind, body)
+        self.state.report(report)
 
     def logged(self, work: Callable[..., None], *args: Any) -> None:
         """Do some work; a failure is logged and ends nothing."""
@@ -56,25 +58,15 @@ class HolderContext:
         except Exception:
             log.exception("host %s: order %s failed", self.host_id, work.__name__)
 
-    def ask(self, call_id: int, verb: str, body: dict[str, Any]) -> None:
-        """Send the controller a rank's call, or one of the holder's own."""
-        self.report("call", {"id": call_id, "verb": verb, "body": body})
-
-    def sealed(self, copy: Copy | StoredReplica, put: dict[str, Any] | None = None) -> None:
+    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the replica store's lock, as inventories and freed copies: the controller gets them in the order
-        in which they were true.
+        Queued under the replica store's lock, as inventories and drops are: the controller gets
+        them in the order in which they were true.
         """
         self.idle.used()
         with self.replicas.lock:
             shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
             if shelved is not None and not shelved.is_doomed:
                 held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-                body: dict[str, Any] = {"copies": [copy_to_wire(held)]}
-                self.report("sealed", body if put is None else {**body, "put": put})
-
-    def freed(self, order: dict[str, Any]) -> None:
-        """Report that an order to drop copies was carried out."""
-        with self.replicas.lock:
-            self.report("freed", {"shards": order["shards"], "number": order.get("number")})
+                self.report(Sealed(copy=WireCopy.of(held), put=put))

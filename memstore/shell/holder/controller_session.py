@@ -14,12 +14,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
+from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import ORDINAL_LIMIT
+from memstore.core.wire.ids import ORDINAL_LIMIT
+from memstore.core.wire.orders import JournalOrder, Order, TellClock, decode_order
+from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, InventoryPage, Outranked
 from memstore.errors import PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.journal_file import Journal
-from memstore.shell.holder.journal_writer import JournalWriter
 from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
@@ -32,36 +36,28 @@ class ControllerSession:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.outbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._echo: dict[str, Any] = {}  # the controller's clock, as it was sent last in this session (R17)
+        self.outbox: queue.Queue[HolderMessage | None] = queue.Queue()
+        self.clock_s: float | None = None  # the controller's, as it was sent last in this session (R17)
 
-    def open(self, up: dict[str, Any]) -> None:
+    def open(self, inventory: Inventory) -> None:
         """Send the inventory, pages of a long journal first, then what was queued since, in order."""
-        *pages, last = paged(up["journal"])
+        *pages, last = paged(inventory.journal)
         for page in pages:
-            self.channel.send(Kind.EVENT, 0, {"k": "journal", "records": page}, deadline_s=SEND_S)
-        self.channel.send(Kind.EVENT, 0, {**up, "journal": last}, deadline_s=SEND_S)
+            self.channel.send(Kind.EVENT, 0, InventoryPage(records=tuple(page)), deadline_s=SEND_S)
+        self.channel.send(Kind.EVENT, 0, structs.replace(inventory, journal=tuple(last)), deadline_s=SEND_S)
         threading.Thread(target=self._run, name="memstore-outbox", daemon=True).start()
 
-    def put(self, body: dict[str, Any]) -> None:
-        """Queue a message."""
-        self.outbox.put(body)
-
-    def beat(self, stats: dict[str, Any]) -> None:
+    def beat(self, beat: Heartbeat) -> None:
         """Send a heartbeat, past the queue (R28)."""
-        self.channel.send(Kind.EVENT, 0, {"k": "beat", "stats": stats, **self._echo}, deadline_s=SEND_S)
-
-    def clock(self, body: dict[str, Any]) -> None:
-        """Keep the controller's clock, which the next heartbeats carry."""
-        self._echo = {"clock_s": body["clock_s"]}
+        self.channel.send(Kind.EVENT, 0, structs.replace(beat, clock_s=self.clock_s), deadline_s=SEND_S)
 
     def _run(self) -> None:
         while True:
-            body = self.outbox.get()
-            if body is None:
+            message = self.outbox.get()
+            if message is None:
                 return
             try:
-                self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+                self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
             except TransportError as exc:
                 log.warning("lost the controller: %s", exc)
                 self.channel.close()
@@ -70,7 +66,7 @@ class ControllerSession:
     def replaced(self, term: int) -> None:
         """End the session, since another controller has begun one; send its term to the old one, if it reads (R17)."""
         try:
-            self.channel.send(Kind.EVENT, 0, {"k": "stale", "term": term}, deadline_s=FAREWELL_S)
+            self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=FAREWELL_S)
         except TransportError as exc:
             log.info("the former controller could not be sent that term %d has come: %s", term, exc)
         self.close()
@@ -81,31 +77,30 @@ class ControllerSession:
         self.outbox.put(None)
 
 
-class ControllerSessions:
-    """The sessions of one holder: the newest of the highest term is obeyed, and its facts are journalled (R16, R17)."""
+class ControllerSessions(Sessions[ControllerSession]):
+    """The sessions of one holder on threads: which of them is obeyed is in core/holder/sessions.py."""
 
     def __init__(self, host_id: str, journal: Journal, term: int) -> None:
-        self.host_id, self.journal, self.term = host_id, journal, term
-        self.facts = JournalWriter(journal, lambda seq: self.report("ack", {"seq": seq}))
-        self.current: ControllerSession | None = None
+        super().__init__(term, journal, lambda seq: self.report(FactsWritten(seq=seq)))
+        self.host_id, self.journal = host_id, journal
         self._lock = threading.Lock()
 
-    def report(self, kind: str, body: dict[str, Any]) -> None:
+    def report(self, message: HolderMessage) -> None:
         """Queue a report to the controller; without a session it is dropped: inventories replace it."""
         session = self.current
         if session is not None:
-            session.put({"k": kind, **body})
+            session.outbox.put(message)
 
-    def beat(self, stats: Callable[[], dict[str, Any]]) -> None:
+    def beat(self, heartbeat: Callable[[], Heartbeat]) -> None:
         """Send the controller a heartbeat, if there is a session."""
         session = self.current
         if session is not None:
             with contextlib.suppress(TransportError):
-                session.beat(stats())
+                session.beat(heartbeat())
 
     def serve(
-        self, channel: Channel, term: int, *, inventory: Callable[[], dict[str, Any]], on_open: Callable[[], None],
-        obey: Callable[[dict[str, Any]], None],
+        self, channel: Channel, term: int, *, inventory: Callable[[], Inventory], on_open: Callable[[], None],
+        obey: Callable[[Order], None],
     ) -> None:  # fmt: skip
         """Obey a controller until its session ends; refuse one of a lower term (R17).
 
@@ -118,12 +113,9 @@ class ControllerSessions:
         """
         session = ControllerSession(channel)
         with self._lock:
-            newest = self.term = max(self.term, term)
-            if term == newest:
-                old, self.current = self.current, session
-                self.facts.forget()
-        if term < newest:
-            channel.send(Kind.EVENT, 0, {"k": "stale", "term": newest}, deadline_s=SEND_S)
+            is_obeyed, old = self.begin(session, term)
+        if not is_obeyed:
+            channel.send(Kind.EVENT, 0, Outranked(term=self.term), deadline_s=SEND_S)
             return
         if old is not None:
             old.replaced(term)
@@ -131,28 +123,29 @@ class ControllerSessions:
             session.open(inventory())
             on_open()
             while True:
-                body = channel.recv(timeout_s=None).body
+                order = decode_order(channel.recv(timeout_s=None).data)
                 with self._lock:  # an order is over before a newer session begins, or is not obeyed
                     if self.current is not session:
                         break
-                    self._obey(session, body, obey)
+                    self._obey(session, order, obey)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.host_id)
         finally:
             with self._lock:
-                self.current = None if self.current is session else self.current
+                self.end(session)
             session.close()
 
-    def _obey(self, session: ControllerSession, body: dict[str, Any], obey: Callable[[dict[str, Any]], None]) -> None:
+    def _obey(self, session: ControllerSession, order: Order, obey: Callable[[Order], None]) -> None:
         """Carry out one order. Facts that broke in the writing end the session: the next one sends them again."""
-        if body.get("k") == "journal":
-            del body["k"]
-            self.facts.take(body)
-            return
-        try:
-            session.clock(body) if body.get("k") == "clock" else obey(body)
-        except Exception:
-            log.exception("host %s: order %s failed", self.host_id, str(body.get("k"))[:80])
+        if isinstance(order, JournalOrder):
+            self.facts.take(order)
+        elif isinstance(order, TellClock):
+            session.clock_s = order.clock_s
+        else:
+            try:
+                obey(order)
+            except Exception:
+                log.exception("host %s: order %s failed", self.host_id, type(order).__name__)
 
     def write_waiting(self) -> None:
         """Write the facts for which there was no room (R16)."""

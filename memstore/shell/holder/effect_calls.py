@@ -14,7 +14,8 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.reports import Fenced
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
@@ -103,6 +104,14 @@ class EffectCalls:
         return self.replicas.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
 
     @_call.register
+    def _(self, effect: effects.OnStore) -> Any:
+        return effect.call()
+
+    @_call.register
+    def _(self, effect: effects.ClaimRoom) -> None:
+        self.replicas.claim(effect.job, effect.share, functools.partial(self.connections.room, effect.job))
+
+    @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
         return self.replicas.verify(effect.shelved, self.digesters.map)
 
@@ -132,7 +141,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
-        return self.connections.notifier(effect.stream, effect.manifest, effect.draft)
+        return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:
@@ -155,27 +164,22 @@ class EffectCalls:
         return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
-    def _(self, effect: effects.TellFenced) -> None:
-        self.connections.fence(effect.job, effect.attempt, effect.members)
-
-    @_call.register
     def _(self, effect: effects.AnswerFence) -> None:
         with self.replicas.lock:  # a seal that comes after the inventory is reported after it
-            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.context.host_id, effect.job)]
-            self.context.report("fenced", {"job": effect.job, "attempt": effect.attempt, "copies": copies})
+            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.context.host_id, effect.job)))
+            self.context.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
 
     @_call.register
-    def _(self, effect: effects.TellLevel) -> None:
-        link = cast(RankConnection, effect.link)
-        self.connections.tell_level(link, effect.attempt, effect.step, effect.level, effect.reason)
+    def _(self, effect: effects.Tell) -> None:
+        cast(RankConnection, effect.link).send(effect.message)
+
+    @_call.register
+    def _(self, effect: effects.CloseLink) -> None:
+        cast(RankConnection, effect.link).channel.abort()
 
     @_call.register
     def _(self, effect: effects.Grant) -> None:
-        self.connections.grant_current(cast(RankConnection, effect.link))
-
-    @_call.register
-    def _(self, effect: effects.TellReplicated) -> None:
-        self.connections.replicated(effect.shard)
+        self.connections.grant(cast(RankConnection, effect.link))
 
     @_call.register
     def _(self, effect: effects.Unexpected) -> None:

@@ -19,18 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.cluster.facts import AttemptOpened, JobRemoved
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.journal.records import entry_from_record
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import HostInfo, copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.rank_messages import ToolHello
+from memstore.core.wire.reports import Called, Heartbeat, Inventory
+from memstore.core.wire.status_rows import HostStats
 from memstore.errors import TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
-from memstore.shell.arena.lock import ArenaLock, LockOwner
+from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
 from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
@@ -102,7 +106,8 @@ class Holder:
         )  # fmt: skip
         self.journal = Journal.open(self.folder / "journal")
         self.fences = JobFences()
-        self.sessions = ControllerSessions(identity.host_id, self.journal, self._read_journal())
+        term = read_journal(self.journal.records(), self.fences)
+        self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
         self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
         self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
@@ -112,12 +117,14 @@ class Holder:
             identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
             sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
-            fences=self.fences,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start), fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
         )
         self.replicas.on_hurt = self.context.sealed
+        for note in self.replicas.adoption_notes:
+            log.info("host %s: %s", identity.host_id, note)
         self._compose()
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
@@ -139,23 +146,23 @@ class Holder:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
-        self.trained, self.calls = TrainedSteps(), Calls(context.ask)
+        self.trained, self.calls = TrainedSteps(), Calls(self._relay)
         self.connections = RankConnections(context)
         self.traffic = Traffic(self.folder, self.config.collective_hold_max_s)
         self.twins = Twins(self.replicas, context.stopping, self.connections.tell_twin)
         self.effect_calls = EffectCalls(context, self.connections, self.traffic)
-        self.runner = Runner(self.effect_calls)
+        self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
-        self.sealer = Sealer(context, self.runner, self.connections, self.calls, self.pusher, self.twins)
+        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.twins)
         self.excerpts = Excerpts(context, self.runner)
-        self.stager = Stager(context, self.connections, self.runner)
+        self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
-            context, self.connections,
+            context, self.runner,
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
         )  # fmt: skip
         self.ranks = RankServer(
-            context, self.connections, self.calls, self.sealer, self.excerpts, self.traffic, self.trained,
+            context, self.runner, self.calls, self.sealer, self.traffic, self.trained,
             release_room=self.rooms.release,
         )  # fmt: skip
         self.peer_server = PeerServer(
@@ -163,11 +170,15 @@ class Holder:
             before_offer=self.twins.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
-            context, workers=self.workers, connections=self.connections, ranks=self.ranks, rooms=self.rooms,
-            twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager, persister=self.persister,
-            scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server, tombstones=self.tombstones,
-            begin_again=self.begin_again,
+            context, self.runner, workers=self.workers, rank_server=self.ranks,
+            rooms=self.rooms, twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager,
+            persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
+            tombstones=self.tombstones, begin_again=self.begin_again,
         )  # fmt: skip
+
+    def _relay(self, number: int, request: RankCall) -> None:
+        """Send the controller a rank's call, or one of the holder's own."""
+        self.sessions.report(Called(id=number, call=request))
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(
@@ -208,26 +219,12 @@ class Holder:
         """Say whether the lock's live owner has stopped answering on its own socket (R2)."""
         try:
             with contextlib.closing(connect_unix(self.folder / "holder.sock", timeout_s=FROZEN_AFTER_S)) as channel:
-                channel.send(
-                    Kind.EVENT, 0, {"k": "hello", "nonce": "lock-probe", "pid": 0, "start": 0, "is_tool": True},
-                    deadline_s=FROZEN_AFTER_S,
-                )  # fmt: skip
+                hello = ToolHello(nonce="lock-probe", life=0, pid=0)
+                channel.send(Kind.EVENT, 0, hello, deadline_s=FROZEN_AFTER_S)
                 channel.recv(timeout_s=FROZEN_AFTER_S)
             return False
         except TransportError:
             return True
-
-    def _read_journal(self) -> int:
-        """Learn the fences from before, and return the highest term: nothing older is served meanwhile (R17, R21)."""
-        term = 0
-        for record in self.journal.records():
-            entry = entry_from_record(record)
-            term = max(term, entry.term)
-            if isinstance(entry.fact, AttemptOpened):
-                self.fences.open(entry.fact.job, entry.fact.attempt)
-            elif isinstance(entry.fact, JobRemoved):
-                self.fences.remove(entry.fact.job, entry.fact.attempt)
-        return term
 
     # -- connections --------------------------------------------------------------------------
 
@@ -241,20 +238,17 @@ class Holder:
         elif role == "holder":
             self.peer_server.serve(channel, identity)
 
-    def _inventory(self) -> dict[str, Any]:
+    def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first: its identity, its copies, its journal (R16)."""
         with self.replicas.lock:
-            copies = [copy_to_wire(c) for c in self.replicas.index.copies(self.info.host_id)]
+            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.info.host_id)))
         info, journal = self.info, self.sessions.journal_records()
-        return {
-            "k": "up", "host": info.host_id, "incarnation": info.incarnation, "address": info.address,
-            "port": info.port, "machine": info.machine, "is_explicit": info.is_explicit,
-            "labels": dict(info.labels), "limit_bytes": info.limit_bytes, "copies": copies,
-            "journal": journal,
-            "up_s": time.monotonic() - self._began_s, "idle_s": self.idle.idle_s, "dropped": self.tombstones.stories,
-            "notes": self.replicas.adoption_notes,
-            "ranks": sorted(self.connections.owners),
-        }  # fmt: skip
+        return Inventory(
+            incarnation=info.incarnation, address=info.address, port=info.port, machine=info.machine,
+            is_explicit=info.is_explicit, labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=copies,
+            journal=tuple(journal), ranks=tuple(sorted(self.state.ranks.owners)),
+            up_s=time.monotonic() - self._began_s, idle_s=self.idle.idle_s, dropped=self.tombstones.stories,
+        )  # fmt: skip
 
     def begin_again(self, above: int) -> None:
         """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
@@ -278,21 +272,21 @@ class Holder:
     def _heartbeat_loop(self) -> None:
         """Send heartbeats, on a thread of its own that touches no bulk data (R28)."""
         while not self.stopping.wait(self.config.heartbeat_s):
-            self.sessions.beat(self.stats)
+            self.sessions.beat(self.heartbeat)
 
-    def stats(self) -> dict[str, Any]:
-        """Return what every heartbeat carries of this host."""
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat of this moment."""
+        why, warning = self.limit_words
         counts: dict[str, Any] = {
-            "trained": self.trained.stats(),
-            **self.replicas.stats(),
-            **self.damage.stats(),
-            "scrub": self.scrubber.found_count,
-        }
-        counts["received_bytes"] = self.peer_server.received_bytes  # of chunks, from peers
-        counts["limit_why"], counts["limit_warning"] = self.limit_words
-        counts |= self.guard.stats() | descriptor_stats()
-        short_of_room = self.sessions.facts.problem or self.replicas.manifests.problem
-        return {**counts, **self.traffic.stats(), "short_of_room": short_of_room}
+            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.traffic.stats(),
+            **descriptor_stats(),
+        }  # fmt: skip
+        stats = HostStats(
+            **counts, scrub=self.scrubber.found_count, limit_why=why, limit_warning=warning,
+            received_bytes=self.peer_server.received_bytes,
+            short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
+        )  # fmt: skip
+        return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
@@ -304,5 +298,5 @@ class Holder:
 
     def _say_last_word(self) -> None:
         """Send the controller a last heartbeat, then end every connection."""
-        self.sessions.beat(self.stats)
+        self.sessions.beat(self.heartbeat)
         self.stop_serving()

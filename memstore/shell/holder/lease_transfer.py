@@ -9,10 +9,11 @@ adoption and an `unlend` are decided here, under one lock, and both are answered
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.rank_messages import LendSlots
 from memstore.errors import ConfigError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_sample import differing
@@ -25,19 +26,20 @@ class LeaseTransfers:
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
-        self.lent: dict[tuple[Owner, int], list[int]] = {}  # (lender, step) -> slots
+        self.lent: dict[tuple[Owner, int], Sequence[int]] = {}  # (lender, step) -> slots
 
-    def lend(self, lender: Owner, step: int, slots: list[int], arena: str, seen: dict[str, Any]) -> None:
+    def lend(self, lender: Owner, offer: LendSlots) -> None:
         """Offer filled slots to a child of the lender, in place of older offers of any of them.
 
         LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
         """
-        if arena != self.replicas.arena.identity:
+        step, slots = offer.step, offer.slots
+        if offer.arena != self.replicas.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
         with self.replicas.lock:
             is_its_own = self.replicas.table.leases.get(lender, set()).issuperset(slots)
         arena_slots = self.replicas.arena.mapping
-        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, seen):
+        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
         for key, old in list(self.lent.items()):
             if key[0] == lender and not set(old).isdisjoint(slots):
@@ -45,21 +47,21 @@ class LeaseTransfers:
         if slots and is_its_own:  # else a child has them already
             self.lent[lender, step] = slots
 
-    def unlend(self, lender: Owner, step: int, slots: list[int]) -> dict[str, Any]:
-        """Take the offer back; say which of the slots are leased to the lender."""
+    def unlend(self, lender: Owner, step: int, slots: Sequence[int]) -> list[int]:
+        """Take the offer back; return which of the slots are leased to the lender."""
         self.lent.pop((lender, step), None)
         with self.replicas.lock:
             mine = self.replicas.table.leases.get(lender, set())
-            return {"slots": sorted(mine.intersection(slots))}
+            return sorted(mine.intersection(slots))
 
-    def adopt(self, lender: Owner | None, heir: Owner, step: int) -> dict[str, Any]:
-        """Move the leases to the child. LookupError if they are not offered."""
+    def adopt(self, lender: Owner | None, heir: Owner, step: int) -> Sequence[int]:
+        """Move the leases to the child, and return the slots. LookupError if they are not offered."""
         slots = self.lent.pop((lender, step), None) if lender is not None else None
         with self.replicas.lock:
             if lender is None or slots is None or not self.replicas.table.transfer(lender, heir, slots):
                 raise LookupError(f"nothing staged for step {step} is on offer any more: its process took it back")
             self.replicas.flush()
-        return {"slots": slots}
+        return slots
 
     def forget(self, lender: Owner) -> None:
         """Forget the offers of an owner that is gone."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from memstore.core.wire.orders import AllHosts, HostNews
 from memstore.errors import PeerUnreachable
 from memstore.shell.peer.client import Peer
 
@@ -27,16 +27,12 @@ class PeerTable:
             raise PeerUnreachable(f"host {host_id} is not in the store's view: it is dead or unknown", host=host_id)
         return peer
 
-    def set_view(self, rows: list[list[Any]], gone: list[str] | None) -> set[str]:
-        """Take the addresses of hosts, and return the hosts now known; one that moved gets new connections (R3).
-
-        Args:
-            rows: Of all live hosts (`gone` is None), or of those that are new or elsewhere.
-            gone: The hosts that died since.
-        """
+    def set_view(self, view: AllHosts | HostNews) -> set[str]:
+        """Take the addresses of hosts, and return the hosts now known; one that moved gets new connections (R3)."""
         with self._lock:
-            seen = {str(row[0]): (str(row[1]), int(row[2])) for row in rows if row[0] != self._host_id}
-            dead = self._peers.keys() - seen.keys() if gone is None else self._peers.keys() & set(gone)
+            seen = {row.host: (row.address, row.port) for row in view.hosts if row.host != self._host_id}
+            gone = view.gone if isinstance(view, HostNews) else self._peers.keys() - seen.keys()
+            dead = self._peers.keys() & set(gone)
             moved = [h for h, p in self._peers.items() if h in seen and seen[h] != (p.address, p.port)]
             for host in (*dead, *moved):
                 self._peers.pop(host).close()

@@ -9,9 +9,9 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.calls import RankCall
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Call:
     owner: Owner | None
     nonce: str
     rank_id: int  # the rank's own number of it
-    verb: str
-    body: dict[str, Any]
+    request: RankCall
 
 
 class Calls:
     """The open questions of one holder, by the holder's own numbers; any thread may use it."""
 
-    def __init__(self, relay: Callable[[int, str, dict[str, Any]], None]) -> None:
-        """`relay`: sends the controller a question by its number, verb and body."""
+    def __init__(self, relay: Callable[[int, RankCall], None], first: int | None = None) -> None:
+        """`relay`: sends the controller a question by its number; the numbers begin after `first`."""
         self._relay = relay
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
-        self._count = secrets.randbits(60)  # a former life's questions may still be answered: no number comes twice
+        # A former life's questions may still be answered, so no number comes twice.
+        self._count = secrets.randbits(60) if first is None else first
 
     def ask(self, call: Call) -> None:
         """Send a question. One that is asked again on a new link is the same question: its first answer ends it."""
@@ -44,14 +44,14 @@ class Calls:
                 self._count += 1
                 number = self._count
             self._waiting[number] = call
-        self._relay(number, call.verb, call.body)
+        self._relay(number, call.request)
 
     def ask_again(self) -> None:
         """Send the questions that are not answered to the controller whose session has begun."""
         with self._lock:
             waiting = sorted(self._waiting.items())
         for number, call in waiting:
-            self._relay(number, call.verb, call.body)
+            self._relay(number, call.request)
 
     def take(self, number: int) -> Call | None:
         """Return the question that was answered; None if no process waits for it."""

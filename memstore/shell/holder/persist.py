@@ -7,13 +7,24 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from memstore.core.durable.slice_format import slice_range
 from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import persist as procedure
 from memstore.core.schedule.durable_interval import paced
-from memstore.core.wire.messages import spec_to_wire
+from memstore.core.wire.orders import (
+    DurableOrder,
+    ListMarkers,
+    NameKey,
+    RemoveStep,
+    RemoveTornStep,
+    StopWriting,
+    WriteMarker,
+    WriteSlices,
+)
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
@@ -40,10 +51,10 @@ class Persister:
                 effects.SliceTurn: self._turn,
                 effects.CopySlice: self._copy,
                 effects.WriteSlice: _no_panic(self._write),
-                effects.WriteMarker: _no_panic(self._write_marker),
+                effects.StoreMarker: _no_panic(self._write_marker),
                 effects.RemoveDurable: _no_panic(self._remove),
                 effects.SweepDurable: _no_panic(self._sweep),
-                effects.ListMarkers: _no_panic(self._list),
+                effects.ReadMarkers: _no_panic(self._list),
             }
         )
 
@@ -55,27 +66,32 @@ class Persister:
         self.writers.close()
         self.listers.close()
 
-    def order(self, body: dict[str, Any]) -> None:
-        """Do as the controller says, in the background."""
-        state, what = self.context.state, body["what"]
-        if what == "stop":
-            with self.runner.state():
-                procedure.stop(state, body)
-        elif what == "parts":
-            with self.runner.state():
-                slices = procedure.slices(state, body)
-            for steps in slices:
-                self.writers.submit(_slow_by(body), self.runner.run, steps)
-        elif what == "marker":
-            self.writers.submit(_place(body), self.runner.run, procedure.marker(state, body))
-        elif what == "key":
-            self.listers.submit(_place(body), self.runner.run, procedure.say_key(state, body))
-        elif what == "remove":
-            self.writers.submit(_place(body), self.runner.run, procedure.remove(state, body))
+    def order(self, order: DurableOrder) -> None:
+        """Do as the controller says, in the background.
 
-    def markers(self, body: dict[str, Any]) -> None:
-        """List the durable markers of a job, in the background."""
-        self.listers.submit(_place(body), self.runner.run, procedure.markers(self.context.state, body))
+        Each storage has threads of its own, so one that hangs delays no other (D205); so has a job with a cap.
+        """
+        state, run = self.context.state, self.runner.run
+        match order:
+            case StopWriting():
+                with self.runner.state():
+                    procedure.stop(state, order)
+            case WriteSlices():
+                with self.runner.state():
+                    slices = procedure.slices(state, order)
+                url = order.durable.url
+                for steps in slices:
+                    self.writers.submit((url, order.job if order.durable.bytes_per_s else ""), run, steps)
+            case WriteMarker():
+                self.writers.submit(order.durable.url, run, procedure.marker(state, order))
+            case RemoveStep():
+                self.writers.submit(order.durable.url, run, procedure.remove(order))
+            case RemoveTornStep():
+                self.writers.submit(order.durable.url, run, procedure.remove_torn(state, order))
+            case NameKey():
+                self.listers.submit(order.durable.url, run, procedure.say_key(state, order))
+            case ListMarkers():
+                self.listers.submit(order.durable.url, run, procedure.markers(state, order))
 
     # -- effects ------------------------------------------------------------------------------
 
@@ -104,8 +120,8 @@ class Persister:
         )  # fmt: skip
         return nbytes is not None
 
-    def _write_marker(self, effect: effects.WriteMarker) -> None:
-        open_tier(effect.place).write_marker(effect.job, effect.marker, effect.lineage)
+    def _write_marker(self, effect: effects.StoreMarker) -> None:
+        open_tier(effect.place).write_marker(effect.job, effect.marker, msgspec.to_builtins(effect.lineage))
 
     def _remove(self, effect: effects.RemoveDurable) -> None:
         open_tier(effect.place).remove_step(effect.job, effect.step, only_unmarked=effect.only_unmarked)
@@ -113,21 +129,11 @@ class Persister:
     def _sweep(self, effect: effects.SweepDurable) -> None:
         open_tier(effect.place).sweep(effect.job, {effect.step})
 
-    def _list(self, effect: effects.ListMarkers) -> dict[str, Any]:
+    def _list(self, effect: effects.ReadMarkers) -> effects.MarkersFound:
         tier = open_tier(effect.place)
         records, problems = tier.marker_records(effect.job)
-        found = [
-            [
-                r.marker.step.attempt,
-                r.marker.step.step,
-                [[rank, spec_to_wire(spec)] for rank, spec in sorted(r.marker.specs.items())],
-                r.marker.key,
-                dict(r.lineage),
-            ]
-            for r in records
-        ]
         lacks = "" if effect.check is None else tier.lacks(effect.job, effect.check)
-        return {"key": tier.key, "markers": found, "why": "; ".join(problems), "lacks": lacks}
+        return effects.MarkersFound(tier.key, records, "; ".join(problems), lacks)
 
 
 def _no_panic(call: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -142,13 +148,3 @@ def _no_panic(call: Callable[[Any], T]) -> Callable[[Any], T]:
             raise RuntimeError(repr(exc)) from exc
 
     return guarded
-
-
-def _place(body: dict[str, Any]) -> str:
-    """Return the storage of an order. Each has threads of its own, so one that hangs delays no other (D205)."""
-    return str(body["durable"]["url"])
-
-
-def _slow_by(body: dict[str, Any]) -> tuple[str, str]:
-    """Return the key of the threads that write slices: the storage and, if the job has a cap, the job."""
-    return _place(body), str(body["job"]) if body["durable"]["bytes_per_s"] else ""

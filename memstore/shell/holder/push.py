@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from memstore.core.holder import push as procedure
 from memstore.core.holder.push import Push
-from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.orders import PushCopy
 from memstore.errors import TransportError
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
@@ -56,10 +55,9 @@ class Pusher:
             except TransportError as exc:
                 log.info("job %s: host %s cannot be reached yet: %s", job, target, exc)
 
-    def order(self, body: dict[str, Any]) -> None:
+    def order(self, order: PushCopy) -> None:
         """Make a copy that the controller ordered."""
-        shard, target = shard_from_wire(body["shard"]), str(body["target"])
-        self.submit(Push(shard, str(body["digest"]), target, is_repair=bool(body["is_repair"])))
+        self.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
 
     def submit(self, push: Push) -> None:
         """Begin one push, unless the same one is under way."""

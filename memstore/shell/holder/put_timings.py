@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
-
-from memstore.core.wire.measured import seconds
 
 KEPT = 4096  # puts that the metrics have not counted yet; without metrics they are never counted
 
@@ -26,9 +23,9 @@ class PutMeter:
     def __init__(self) -> None:
         self._puts: deque[Put] = deque(maxlen=KEPT)
 
-    def count(self, job: str, body: dict[str, Any]) -> None:
-        """Count a hand-over that was sealed."""
-        self._puts.append(Put(job, seconds(body.get("stall_s")), int(body["nbytes"])))
+    def count(self, job: str, stall_s: float, nbytes: int) -> None:
+        """Count a put that was sealed."""
+        self._puts.append(Put(job, stall_s, nbytes))
 
     def take(self) -> list[Put]:
         """Return the puts since the last call."""

@@ -23,12 +23,16 @@ SIDE_THREADS = 8
 class Runner:
     """The lock of one holder's state, and the calls that carry out the effects of its procedures."""
 
-    def __init__(self, perform: Callable[[Effect], Any]) -> None:
-        """`perform`: carries out one effect by a call that blocks; all but WaitFor and Together."""
-        self._perform = perform
+    def __init__(self, perform: Callable[[Effect], Any], changed: threading.Condition | None = None) -> None:
+        """Run procedures on a state.
+
+        Args:
+            perform: Carries out one effect by a call that blocks; all but WaitFor and Together.
+            changed: The lock of the state, if other parts share it; woken after every step.
+        """
+        self._perform, self._changed = perform, changed or threading.Condition(threading.RLock())
         self._calls: dict[type[Effect], Callable[[Any], Any]] = {}
         self._beside = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="memstore-source")
-        self._changed = threading.Condition(threading.RLock())
 
     def extended(self, calls: Mapping[type[Effect], Callable[[Any], Any]]) -> Runner:
         """Return a runner of the same state that carries out more kinds of effects."""
@@ -44,6 +48,11 @@ class Runner:
                 yield
             finally:
                 self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let procedures look again at what they wait for: something other than the state has changed."""
+        with self.state():
+            pass
 
     def run(self, steps: Steps[T]) -> T:
         """Run a procedure to its end and return its result; raise its errors here."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import SlotState
+from memstore.core.wire.replies import HostVerified
 from memstore.errors import ConfigError, DigestMismatch
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.pacing import lower_thread_priority
@@ -76,11 +76,11 @@ class Scrubber:
             self.context.sealed(shelved)
         return len(hurt)
 
-    def verify_all(self, job: str | None) -> dict[str, Any]:
+    def verify_all(self, job: str | None) -> HostVerified:
         """Re-digest everything (of one job) now; return the counts of checked and damaged chunks."""
         shards = self._shelved(job)
         with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
         damaged = sum(1 for number in numbers if self._check(number))
         manifests = sum(1 for shelved in shards if self._check_manifest(shelved))
-        return {"shards": len(shards), "chunks": len(numbers), "damaged": damaged, "damaged_manifests": manifests}
+        return HostVerified(shards=len(shards), chunks=len(numbers), damaged=damaged, damaged_manifests=manifests)

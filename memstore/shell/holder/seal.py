@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
-from memstore.shell.holder.rank_connections import RankConnection, RankConnections
+from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.shared_shards import Twins
 from memstore.shell.net.pacing import lower_thread_priority
@@ -24,11 +23,8 @@ from memstore.shell.peer.outgoing_shard import StreamingReplica
 class Sealer:
     """The hand-overs of all links of one holder, and its fences."""
 
-    def __init__(
-        self, context: HolderContext, runner: Runner, connections: RankConnections, calls: Calls, pusher: Pusher,
-        twins: Twins,
-    ) -> None:  # fmt: skip
-        self.context, self.replicas, self.connections = context, context.replicas, connections
+    def __init__(self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, twins: Twins) -> None:
+        self.context, self.replicas = context, context.replicas
         self.calls, self.pusher, self.twins = calls, pusher, twins
         self.meter = PutMeter()
         self.runner = runner.extended(
@@ -45,28 +41,12 @@ class Sealer:
         """Serve a link until None is queued."""
         threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
 
-    def add(self, link: RankConnection, body: dict[str, Any]) -> None:
+    def add(self, link: RankConnection, ready: PutReady) -> None:
         """Queue a hand-over that came completely; a fence that comes now waits for it (R21)."""
         with self.runner.state():
-            put = procedure.add(self.context.state, link, body)
+            put = procedure.add(self.context.state, link, ready)
             if put is not None:
                 link.handovers.put(put)
-
-    def retire(self, link: RankConnection) -> None:
-        """Forget the queued hand-overs of a link whose rank came back on another one and sends them again.
-
-        The caller holds the connections' lock.
-        """
-        with self.runner.state():
-            link.is_retired = True
-            while True:
-                try:
-                    put = link.handovers.get_nowait()
-                except queue.Empty:
-                    break
-                if put is not None:
-                    procedure.done(self.context.state, put)
-        link.handovers.put(None)
 
     def open_fence(self, job: str, attempt: int) -> None:
         """Refuse older attempts from now on."""
@@ -76,10 +56,6 @@ class Sealer:
     def fence(self, job: str, attempt: int, members: list[str]) -> None:
         """Finish what older attempts handed over, and answer the controller's fence (R21)."""
         self.runner.run(procedure.fence(self.context.state, job, attempt, members))
-
-    def drain_owner(self, owner: Owner, limit_s: float) -> bool:
-        """Wait until nothing that one process handed over is unfinished."""
-        return self.runner.run(procedure.await_owner(self.context.state, owner, limit_s))
 
     def _run(self, link: RankConnection) -> None:
         lower_thread_priority()
@@ -95,13 +71,13 @@ class Sealer:
         )
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
-        body, shard = effect.body, effect.shard
+        ready, shard = effect.ready, effect.shard
         shelved = self.replicas.seal_local(
-            shard, world_size=int(body["world_size"]), layout=body["layout"], nbytes=int(body["nbytes"]),
-            slots=effect.slots, attempt=shard.attempt,
+            shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
+            attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,
         )  # fmt: skip
-        self.meter.count(shard.job, body)
+        self.meter.count(shard.job, ready.stall_s, ready.nbytes)
         return shelved
 
     def _note_put(self, effect: effects.NotePut) -> int | None:
@@ -112,5 +88,8 @@ class Sealer:
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
         shard = effect.shard
-        body = {"job": shard.job, "attempt": shard.attempt, "rank": shard.rank, "step": shard.step, "why": effect.why}
-        self.calls.ask(Call(None, "", 0, "skip", {**body, "is_failed": effect.is_failed}))
+        request = SkipStep(
+            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
+            is_failed=effect.is_failed,
+        )  # fmt: skip
+        self.calls.ask(Call(None, "", 0, request))

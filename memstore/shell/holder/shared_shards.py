@@ -1,8 +1,7 @@
 """Decides about ranks with equal state on one holder: targets of copies, waits of offers, comparisons (R13, R34).
 
 An offer of a twin may come while this host still digests its own rank's equal shard. The answer waits for that, so that
-equal chunks do not travel. The digesting itself waits for no twin, so two hosts never wait for one another. Ranks that
-were not declared twins are recognised by their chunks, one put later.
+equal chunks do not travel. The digesting itself waits for no twin, so two hosts never wait for one another.
 """
 
 from __future__ import annotations
@@ -10,23 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.orders import CopierTargets, PushTargets
+from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
 TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
 TOLD_CHUNKS_MAX = 64
-LEARN_SHARE = 0.5  # of the chunks that must be equal for two ranks to count as twins
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One local copier: the hosts of its copies, the ranks that copy the same."""
-
-    targets: tuple[str, ...]
-    twins: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -43,25 +34,23 @@ class Twins:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(
-        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, dict[str, Any]], None]
+        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, ReplicasDiffer], None]
     ) -> None:
         """`tell`: sends an event to the process that put a shard here."""
         self.replicas, self.stopping, self.tell = replicas, stopping, tell
         self.changed = threading.Condition()
         self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
-        self.declared: dict[str, tuple[int, dict[int, Row]]] = {}  # job -> attempt, local copiers
-        # (job, rank elsewhere) -> attempt, local rank whose chunks were equal in the newest put
-        self.learned: dict[tuple[str, int], tuple[int, int]] = {}
+        self.declared: dict[str, tuple[int, dict[int, CopierTargets]]] = {}  # job -> attempt, local copiers
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: reported and not equal since
 
-    def declare(self, job: str, attempt: int, targets: list[Any], rows: list[list[Any]]) -> None:
+    def declare(self, order: PushTargets) -> None:
         """Take from the controller where this host's copies go, and which ranks copy for others."""
-        table = {int(rank): Row(tuple(map(str, hosts)), tuple(map(int, twins))) for rank, hosts, twins in rows}
-        self.ordinary[job] = [str(target) for target in targets]
+        job, attempt = order.job, order.attempt
+        self.ordinary[job] = list(order.targets)
         with self.changed:
-            self.declared[job] = (attempt, table)
+            self.declared[job] = (attempt, {row.rank: row for row in order.copiers})
             self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
 
     def targets(self, shard: ShardId) -> list[str]:
@@ -73,7 +62,7 @@ class Twins:
         """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared copiers."""
         return list(self.ordinary.get(job, ()))
 
-    def _row(self, shard: ShardId) -> Row | None:
+    def _row(self, shard: ShardId) -> CopierTargets | None:
         attempt, table = self.declared.get(shard.job, (0, {}))
         return table.get(shard.rank) if attempt == shard.attempt else None
 
@@ -84,8 +73,7 @@ class Twins:
             for rank, row in table.items():
                 if shard.rank in row.twins:
                     return rank
-        learned_in, own = self.learned.get((shard.job, shard.rank), (0, None))
-        return own if learned_in == shard.attempt else None  # ranks sit elsewhere in another attempt
+        return None
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -112,7 +100,6 @@ class Twins:
     def gave_up(self, shard: ShardId, own: int) -> None:
         """Note that an offer waited for a local rank in vain."""
         self.late[shard.job, own] = shard.attempt
-        self.learned.pop((shard.job, shard.rank), None)  # what was only learned is not waited for again
 
     def forget(self, job: str, attempt: int) -> None:
         """Forget a job that was removed after this attempt."""
@@ -120,7 +107,6 @@ class Twins:
             if self.declared.get(job, (0, {}))[0] <= attempt:
                 self.declared.pop(job, None)
             self.differing = {key for key in self.differing if key[0] != job or key[1] > attempt}
-            self.learned = {key: at for key, at in self.learned.items() if key[0] != job or at[0] > attempt}
             self.late = {key: at for key, at in self.late.items() if key[0] != job or at > attempt}
             self.newest = {key: n for key, n in self.newest.items() if key[0] != job or n.shard.attempt > attempt}
 
@@ -154,26 +140,15 @@ class Twins:
             mine = {n.shard: n for n in self.newest.values() if _step(n.shard) == _step(shard)}
         for copy in found:
             for own in mine.values():
-                # Two ranks of this host are compared if they said that they are twins; nothing is learned of them.
-                is_apart = copy.shard not in mine or own.shared_count is not None
-                if is_apart and shard in (own.shard, copy.shard):
+                if shard in (own.shard, copy.shard):
                     self._compare(own, copy)
 
     def _compare(self, own: Newest, other: StoredReplica) -> None:
-        """Learn that two ranks' chunks are equal, or report that declared writers' are not."""
+        """Tell the rank if its shared chunks and those of a twin differ, or are equal again."""
         job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
-        if own.shared_count is None:
-            common = len(set(own.digests) & set(other.digests))
-            with self.changed:
-                if own.digests and common >= LEARN_SHARE * max(len(own.digests), len(other.digests)):
-                    self.learned[job, twin] = (attempt, rank)
-                elif self.learned.get((job, twin)) == (attempt, rank):
-                    del self.learned[job, twin]
-            return
-        row = self._row(own.shard)
-        if row is None or twin not in row.twins or rank > twin:
+        row, count = self._row(own.shard), own.shared_count
+        if row is None or count is None or twin not in row.twins or rank > twin:
             return  # the host of the higher rank compares the same two
-        count = own.shared_count
         theirs = (*other.digests[:count], *[b""] * (count - len(other.digests)))
         unequal = [i for i, (a, b) in enumerate(zip(own.digests[:count], theirs, strict=True)) if a != b]
         key = (job, attempt, rank, twin)
@@ -185,10 +160,8 @@ class Twins:
 
     def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
         """Notify the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
-        event = {
-            "k": "twins", "attempt": shard.attempt, "step": shard.step, "twin": twin, "count": len(unequal),
-            "chunks": unequal[:TOLD_CHUNKS_MAX],
-        }  # fmt: skip
+        told = tuple(unequal[:TOLD_CHUNKS_MAX])
+        event = ReplicasDiffer(attempt=shard.attempt, step=shard.step, twin=twin, count=len(unequal), chunks=told)
         self.tell(shard, event)
 
 

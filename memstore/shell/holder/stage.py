@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from memstore.core.holder import stage as procedure
-from memstore.errors import DigestMismatch
+from memstore.core.holder.stage import BringOrder
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.rank_connections import RankConnections
 from memstore.shell.holder.runner import Runner
 
 STAGE_THREADS = 8
@@ -17,29 +15,16 @@ STAGE_THREADS = 8
 class Stager:
     """Staging of one holder."""
 
-    def __init__(self, context: HolderContext, connections: RankConnections, runner: Runner) -> None:
-        self.context, self.replicas, self.connections, self.runner = context, context.replicas, connections, runner
+    def __init__(self, context: HolderContext, runner: Runner) -> None:
+        self.context, self.runner = context, runner
         self.workers = ThreadPoolExecutor(STAGE_THREADS, thread_name_prefix="memstore-stage")
 
-    def order(self, body: dict[str, Any]) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage in the background; the end is reported."""
         with self.runner.state():
-            procedure.begin(self.context.state, body)
-        self.workers.submit(self.runner.run, procedure.run(self.context.state, body))
+            procedure.begin(self.context.state, order)
+        self.workers.submit(self.runner.run, procedure.run(self.context.state, order))
 
     def close(self) -> None:
         """Stop taking work."""
         self.workers.shutdown(wait=False, cancel_futures=True)
-
-    def check(self, body: dict[str, Any]) -> None:
-        """Let the rank compare `into=` with its staged shard; answer an order that cannot be done (R26)."""
-        found = self.replicas.index.staged.get((str(body["job"]), int(body["round"]), int(body["rank"])))
-        why = f"what was staged for rank {body['rank']} on host {self.context.host_id} is gone: call get() again"
-        try:
-            if found is not None:
-                self.connections.check(body, found[0])
-                return
-        except DigestMismatch as exc:
-            why = str(exc)
-        reply = {key: body[key] for key in ("job", "round", "rank")}
-        self.context.report("checked", {**reply, "ok": False, "error": ["RecoveryError", why]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from memstore.core.wire.reports import TrainedStep
+
 
 class TrainedSteps:
     """The newest trained step of each job, from any of its ranks here; it stays when they die."""
@@ -17,6 +19,6 @@ class TrainedSteps:
         """Forget a removed job."""
         self._newest.pop(job, None)
 
-    def stats(self) -> dict[str, list[int]]:
-        """Return the heartbeat's fields: job -> attempt and step."""
-        return {job: list(newest) for job, newest in list(self._newest.items())}
+    def newest(self) -> dict[str, TrainedStep]:
+        """Return the newest step of each job, for a heartbeat."""
+        return {job: TrainedStep(*newest) for job, newest in list(self._newest.items())}

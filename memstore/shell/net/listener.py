@@ -8,6 +8,7 @@ keep a peer out.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  (getaddrinfo would load it on the first call, which fails without a descriptor)
 import ipaddress
 import logging
 import os

@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
+from memstore.core.wire.calls import RankCall
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.arena_limit import arena_limit
@@ -115,12 +116,12 @@ class HolderActor:
             "its own `host` label (ray start --labels host=...)"
         )
 
-    def ask(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float) -> Any:
         """Ask the controller, for a process on a machine without a holder."""
         if self.holder is None:
             raise ConfigError("this holder has not started")
         with Tool(self.holder.folder) as tool:
-            return tool.ask(verb, body, timeout_s)
+            return tool.ask(request, timeout_s)
 
     def close(self, discard: bool) -> str:
         """Stop serving; with `discard` remove the arena and everything in it."""
@@ -259,12 +260,12 @@ class ControllerActor:
             ray.kill(actor)
         return closed
 
-    def ask(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float) -> Any:
         """Ask through any holder, for a process on a machine without one."""
         problems = []
         for actor in list(self.actors.values()):
             try:
-                return dict(ray.get(actor.ask.remote(verb, body, timeout_s), timeout=timeout_s + PROBE_S))
+                return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + PROBE_S)
             except ray.exceptions.RayTaskError as exc:
                 if isinstance(exc.cause, MemstoreError):
                     raise exc.cause from None

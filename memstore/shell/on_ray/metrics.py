@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from msgspec import structs
 from ray.util import metrics as ray_metrics
 
 from memstore.core.report.event_ring import StoreEvent
@@ -85,7 +86,7 @@ def feed_from_holder(holder: Holder) -> None:
     host, before = holder.info.host_id, dict[str, Any]()
 
     def feed() -> None:
-        stats = holder.stats()
+        stats = structs.asdict(holder.heartbeat().stats)
         instruments.stand(holder_gauges(host, stats))
         instruments.record(holder_growth(host, before, stats))
         before.update(stats)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.calls import RankCall
 from memstore.errors import MemstoreError, PeerUnreachable
 from memstore.shell.arena.folder import commands_for
 from memstore.shell.arena.lock import process_start_time
@@ -41,7 +42,7 @@ class Tool:
             raise PeerUnreachable(f"no holder runs at {folder}: {advice}")
         start = process_start_time(os.getpid()) or 0
         nonce = f"tool-{os.getpid()}-{start}-{os.urandom(4).hex()}"
-        self.link = HolderLink(folder, nonce=nonce, is_tool=True, connect_s=connect_s)
+        self.link = HolderLink(folder, nonce=nonce, connect_s=connect_s)
 
     def __enter__(self) -> Tool:
         return self
@@ -51,9 +52,9 @@ class Tool:
     ) -> None:
         self.close()
 
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller; its error is raised here."""
-        return self.link.call(verb, body or {}, timeout_s)
+        return self.link.call(request, timeout_s)
 
     def close(self) -> None:
         """End the link."""

@@ -8,7 +8,7 @@ Where the rank's states lie on a GPU its slots are pinned as well, as they are l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memstore.errors import ClosedError, IntegrityError
@@ -47,7 +47,7 @@ class RankMapping:
         except IndexError:
             return self._open_anew().view(slot, nbytes)
 
-    def prefault(self, slots: list[int]) -> int:
+    def prefault(self, slots: Sequence[int]) -> int:
         """Enter the pages of the first slots, some 64 MiB; return how many slots that were. A closed one does nothing.
 
         Little at a time: the thread that does it also sends what this rank hands over.

@@ -6,10 +6,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, Withdraw
+from memstore.core.wire.calls import RollCall as AskRollCall
+from memstore.core.wire.codec import tag_of
+from memstore.core.wire.replies import Joined, RollCalled
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -19,7 +23,8 @@ FIRST_WORD_S = 5.0  # ranks of one launch come within this of each other where n
 NEXT_WORD_S = 30.0
 ANSWER_S = 5.0  # the controller answers within this if it is there
 OPEN_S = 30.0  # once all ranks have come: storage is listed and hosts refuse older ranks, each with a limit of its own
-_NAMES = {"join": "connect to", "reserve": "room for the puts of"}  # others by their verb
+# What people call these requests; others by their tag.
+_NAMES: Mapping[type[RankCall], str] = {Join: "connect to", ReserveRoom: "room for the puts of"}
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
@@ -47,18 +52,21 @@ def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float
         lock.release()
 
 
-def collective(link: HolderLink, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def collective(link: HolderLink, request: Get, timeout_s: float) -> dict[str, Any]:
     """Ask, withdraw when the deadline passes, and take the result if it is already decided.
 
     Raises:
         PeerTimeout: It was decided, and not carried out within the deadline again.
         MemstoreError: The controller's refusal.
     """
-    future, roll = link.call_soon(verb, body), RollCall(link, verb, body, timeout_s)
+    future, roll = link.call_soon(request), RollCall(link, request, timeout_s)
     roll.wait([future], timeout_s)
     if not future.done():
         try:
-            link.call("withdraw", body, CALL_SLACK_S)
+            withdraw = Withdraw(
+                job=request.job, attempt=request.attempt, rank=request.rank, timeout_s=request.timeout_s
+            )
+            link.call(withdraw, CALL_SLACK_S)
         except PeerTimeout:
             link.forget_call(future)
             raise
@@ -66,14 +74,14 @@ def collective(link: HolderLink, verb: str, body: dict[str, Any], timeout_s: flo
     if not future.done():
         link.forget_call(future)
         raise PeerTimeout(
-            f"{verb}() of job {body['job']!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+            f"get() of job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
             f"{link.commands('`memstore status`')}, or raise timeout_s",
-            operation=verb, limit_s=timeout_s,
+            operation="get", limit_s=timeout_s,
         )  # fmt: skip
     return answer_of(future)
 
 
-def ask_with_all(link: HolderLink, verb: str, body: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:
     """Send a call that cannot be withdrawn.
 
     Raises:
@@ -81,7 +89,7 @@ def ask_with_all(link: HolderLink, verb: str, body: dict[str, Any], *, limit_s: 
     """
     if link.closed.is_set():
         raise ClosedError("this store is closed: connect again")
-    future, roll = link.call_soon(verb, body), RollCall(link, verb, body, limit_s)
+    future, roll = link.call_soon(request), RollCall(link, request, limit_s)
     roll.wait([future], limit_s + ANSWER_S)
     if roll.look([future]) and roll.is_complete:
         roll.wait([future], OPEN_S - ANSWER_S)
@@ -89,11 +97,12 @@ def ask_with_all(link: HolderLink, verb: str, body: dict[str, Any], *, limit_s: 
     if not future.done():
         link.forget_call(future)
         raise PeerTimeout(
-            f"{verb} of job {body['job']!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
+            f"{roll.name} job {request.job!r} was not answered within {roll.waited_s:.0f} s: {roll.words} "
             f"({link.commands('memstore status')})",
-            operation=verb, waited_s=roll.waited_s, limit_s=limit_s,
+            operation=tag_of(request), waited_s=roll.waited_s, limit_s=limit_s,
         )  # fmt: skip
-    return answer_of(future)
+    joined: Joined = answer_of(future)
+    return joined
 
 
 class RollCall:
@@ -102,10 +111,13 @@ class RollCall:
     Attributes: words (ranks that have come, awaited ones), is_complete (all ranks have come), as of the last look.
     """
 
-    def __init__(self, link: HolderLink, verb: str, body: dict[str, Any], limit_s: float) -> None:
+    def __init__(
+        self, link: HolderLink, request: Join | Rewind | AssignRanks | Get | ReserveRoom, limit_s: float
+    ) -> None:
         """The call is made already; `limit_s` is what the log says."""
-        self._link, self._verb, self._job, self._limit_s = link, verb, str(body["job"]), limit_s
-        self._name = "agree of" if body.get("is_agreement") else _NAMES.get(verb, f"{verb} of")
+        self._link, self._verb, self._job, self._limit_s = link, tag_of(request), request.job, limit_s
+        is_agreement = isinstance(request, Get) and request.is_agreement
+        self.name = "agree of" if is_agreement else _NAMES.get(type(request), f"{self._verb} of")
         self._began_s, self._word_s = time.monotonic(), FIRST_WORD_S
         self.words, self.is_complete = "", False
 
@@ -123,7 +135,7 @@ class RollCall:
             if self.waited_s >= last_s or not self.look(futures):
                 return
             level = logging.INFO if self.is_complete else logging.WARNING
-            log.log(level, "memstore: %s job %s: %s (up to %.0f s)", self._name, self._job, self.words, self._limit_s)
+            log.log(level, "memstore: %s job %s: %s (up to %.0f s)", self.name, self._job, self.words, self._limit_s)
             self._word_s = self.waited_s + NEXT_WORD_S
 
     def look(self, futures: Sequence[Future[Any]]) -> bool:
@@ -131,17 +143,17 @@ class RollCall:
         if any(future.done() for future in futures):
             return False
         waited_s = self.waited_s
-        asked = self._link.call_soon("roll_call", {"job": self._job, "of": self._verb})
+        asked = self._link.call_soon(AskRollCall(job=self._job, of=self._verb))
         done = wait([*futures, asked], ANSWER_S, FIRST_COMPLETED).done
         self._link.forget_call(asked)
         if done - {asked}:
             return False
-        answer = asked.result() if asked in done and asked.exception() is None else {}
-        found, after = answer.get("found") or {}, f"after {waited_s:.0f} s"
-        self.is_complete = bool(found.get("is_complete"))
-        if found:
-            self.words = f"{found['come']} {after}, waiting for {found['awaited']}"
-        elif answer:
+        answer = asked.result() if asked in done and asked.exception() is None else None
+        after, self.is_complete = f"after {waited_s:.0f} s", False
+        if isinstance(answer, RollCalled):
+            self.is_complete = answer.is_complete
+            self.words = f"{answer.come} {after}, waiting for {answer.awaited}"
+        elif answer is not None:
             self.words = f"no answer {after}, waiting for the controller, which knows of no such call: it is new"
         else:
             self.words = f"the controller does not answer yet {after}, waiting for it"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
 from memstore.core.network.marks_layout import FILE_BYTES, PREFIX, RING
+from memstore.core.wire.rank_messages import MarksMade
 
 if TYPE_CHECKING:
     from memstore.shell.rank.holder_link import HolderLink
@@ -89,4 +90,4 @@ class CollectiveMarks:
             with contextlib.suppress(OSError):
                 path.unlink()
             return
-        self._link.notify({"k": "marks", "file": path.name})
+        self._link.notify(MarksMade(file=path.name))

@@ -21,8 +21,37 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from memstore.core.wire.calls import RankCall, decode_call
+from memstore.core.wire.codec import encode, tag_of
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.frame import Kind, unpack_body
+from memstore.core.wire.rank_messages import (
+    AdoptSlots,
+    Ask,
+    AskAnswered,
+    AskRefused,
+    AttemptFenced,
+    Bye,
+    ChunksArrived,
+    HolderEvent,
+    LendSlots,
+    PutReady,
+    Question,
+    RankHello,
+    RankMessage,
+    SlotsLeased,
+    SlotsMoved,
+    StepLevel,
+    ToolHello,
+    UnlendSlots,
+    Unpin,
+    Welcome,
+    decode_greeting,
+    decode_holder_event,
+)
+from memstore.core.wire.replies import unpack_reply
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -33,7 +62,6 @@ from memstore.errors import (
     TransportError,
 )
 from memstore.shell.arena.folder import commands_for
-from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.slot_sample import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
@@ -45,6 +73,7 @@ log = logging.getLogger("memstore")
 CONNECT_S = 5.0
 SEND_S = 30.0
 RECONNECT_S = 0.1
+SEED_BITS = 62  # what an Ordinal has
 REFUSED_S = 2.0  # a refusal is an answer: it is not asked about ten times a second
 
 
@@ -52,28 +81,23 @@ class HolderLink(LeasedSlots):
     """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
-        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, is_tool: bool = False, parent: str = "",
-        attempt: int = 0, connect_s: float = CONNECT_S,
+        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, parent: str = "", attempt: int = 0,
+        connect_s: float = CONNECT_S,
     ) -> None:  # fmt: skip
+        """Without a job it is a tool's link, which only asks."""
         super().__init__(RankMapping(folder, ""))
         self._connect_s = connect_s  # for all of a connection's beginning, each time
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
-        self.is_tool = is_tool
-        self.on_event: Callable[[dict[str, Any]], None] = lambda body: None
+        self.on_event: Callable[[HolderEvent], None] = lambda event: None
         self.life = next(_LIVES)  # distinguishes the leases of one process's stores
-        self._pid, self._start = (
-            os.getpid(),
-            process_start_time(os.getpid()) or 0,
-        )  # once: later there may be no descriptor
-        self.calls: dict[int, tuple[Future[dict[str, Any]], dict[str, Any]]] = {}
+        self.calls: dict[int, tuple[Future[Any], Question]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
         self.heir = Tenant()  # gets what this process adopts
-        self.welcome: dict[str, Any] = {}
-        self.channel = self._connect()
+        self.channel, self.welcome = self._connect(None)
         _LINKS.add(self)
         self._threads = [
             threading.Thread(target=self._read_loop, name="memstore-link-read", daemon=True),
@@ -84,39 +108,36 @@ class HolderLink(LeasedSlots):
 
     # -- connection ---------------------------------------------------------------------------
 
-    def _connect(self) -> Channel:
+    def _hello(self) -> RankHello | ToolHello:
+        if not self.job:
+            return ToolHello(nonce=self.nonce, life=self.life, pid=os.getpid())
+        return RankHello(
+            nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
+            held=tuple(self.held()), arena=self.mapping.arena, parent=self.parent or None,
+        )  # fmt: skip
+
+    def _connect(self, before: Welcome | None) -> tuple[Channel, Welcome]:
         """Connect and report our slots; drop those that the holder no longer leases to us (R8)."""
         deadline_s = time.monotonic() + self._connect_s
         channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
-            channel.send(
-                Kind.EVENT, 0,
-                {
-                    "k": "hello", "nonce": self.nonce, "life": self.life, "pid": self._pid, "start": self._start,
-                    "job": self.job, "rank": self.rank, "attempt": self.attempt, "held": self.held(),
-                    "arena": self.mapping.arena, "is_tool": self.is_tool, "parent": self.parent,
-                },
-                deadline_s=max(0.0, deadline_s - time.monotonic()),
-            )  # fmt: skip
-            welcome = channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).body
-            if welcome["k"] == "refused":
-                message = self.commands(str(welcome["message"]))
-                raise ErrorMessage(error=str(welcome["error"]), message=message, context=welcome["context"]).rebuilt()
-            if self.welcome and welcome["chunk_bytes"] != self.welcome["chunk_bytes"]:
+            channel.send(Kind.EVENT, 0, self._hello(), deadline_s=max(0.0, deadline_s - time.monotonic()))
+            welcome = decode_greeting(channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).data)
+            if isinstance(welcome, ErrorMessage):
+                raise msgspec.structs.replace(welcome, message=self.commands(welcome.message)).rebuilt()
+            if before is not None and welcome.chunk_bytes != before.chunk_bytes:
                 raise ConfigError(
-                    f"the holder in {self.folder} has chunk_bytes={welcome['chunk_bytes']} now, this process connected "
-                    f"with {self.welcome['chunk_bytes']}: restart it, or the store with the former value",
+                    f"the holder in {self.folder} has chunk_bytes={welcome.chunk_bytes} now, this process connected "
+                    f"with {before.chunk_bytes}: restart it, or the store with the former value",
                     field="chunk_bytes",
                 )
         except BaseException:
             channel.close()
             raise
-        self.welcome = welcome
-        arena = str(welcome["arena"])
-        if self.mapping.arena not in ("", arena):
+        if self.mapping.arena not in ("", welcome.arena):
             log.warning("memstore: the holder of this host has another arena: what was granted of the last one is void")
-        self.take_arena(RankMapping(self.folder, arena), welcome["stale"])
-        return channel
+        self.take_arena(RankMapping(self.folder, welcome.arena), welcome.stale)
+        return channel, welcome
 
     def commands(self, text: str) -> str:
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
@@ -129,7 +150,7 @@ class HolderLink(LeasedSlots):
     def _read_loop(self) -> None:
         while not self.closed.is_set():
             try:
-                self.take_event(self.channel.recv(timeout_s=None).body)
+                self.take_event(decode_holder_event(self.channel.recv(timeout_s=None).data))
             except TransportError as exc:
                 if self.closed.is_set():
                     return
@@ -142,7 +163,7 @@ class HolderLink(LeasedSlots):
         self.channel.close()
         while not self.closed.wait(RECONNECT_S):
             try:
-                self.channel = self._connect()
+                self.channel, self.welcome = self._connect(self.welcome)
             except TransportError:
                 continue
             except MemstoreError as exc:
@@ -153,15 +174,15 @@ class HolderLink(LeasedSlots):
                 again = [h for _, h in sorted(self.handovers.items())]
                 for handover in again:
                     handover.is_sent = False
-                calls = [body for _, (_, body) in sorted(self.calls.items())]
+                calls = [question for _, (_, question) in sorted(self.calls.items())]
                 self.room.notify_all()
-                offers = [body for slots, body in self.offers.values() if self.lent.issuperset(slots)]
-            for body in offers:
-                self.call_soon("lend", body)
+                offers = [offer for offer in self.offers.values() if self.lent.issuperset(offer.slots)]
+            for offer in offers:
+                self.ask_soon(offer)
             for handover in again:
                 self.outbox.put(lambda h=handover: self._send_handover(h))  # type: ignore[misc]
-            for body in calls:
-                self.outbox.put(lambda b=body: self._send(b))  # type: ignore[misc]
+            for question in calls:
+                self.notify(question)
             return
 
     def _write_loop(self) -> None:
@@ -178,59 +199,72 @@ class HolderLink(LeasedSlots):
 
     def _send_handover(self, handover: Handover) -> None:
         if self.begin_sending(handover):
-            self._send(handover.body)
+            self._send(handover.message)
 
-    def _send(self, body: dict[str, Any]) -> None:
-        self.channel.send(Kind.EVENT, 0, body, deadline_s=SEND_S)
+    def _send(self, message: RankMessage) -> None:
+        self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
 
     # -- events -------------------------------------------------------------------------------
 
-    def take_event(self, body: dict[str, Any]) -> None:
-        """Handle a message of the holder, or of this process."""
-        kind = body["k"]
-        if kind == "answer":
-            with self.room:
-                future, asked = self.calls.pop(int(body["id"]), (None, {}))
-                if asked.get("verb") == "adopt" and body["error"] is None:  # ours before the link can break again
-                    self.tenants.update(dict.fromkeys((int(n) for n in body["body"]["slots"]), self.heir))
-            if future is None:
-                if body["error"] is None and "pin" in body["body"]:
-                    self.notify({"k": "unpin", "pin": body["body"]["pin"]})  # no caller waits for it any more
-            elif body["error"] is None:
-                future.set_result(body["body"])
-            else:
-                name, message = body["error"]
-                error = ErrorMessage(error=name, message=self.commands(message), context={})
-                future.set_exception(error.rebuilt())
-            with self.room:
-                self.room.notify_all()  # somebody waits for this or something else
-        elif kind == "grant":
-            slots = [int(n) for n in body["slots"]]
-            mapping = self.grant(slots)
-            self.outbox.put(lambda: self._take_grant(slots, mapping))
-        elif kind == "level":
-            if int(body["attempt"]) == self.attempt:
-                self.on_event({**body, "reason": self.commands(str(body["reason"]))})
-            if body["level"] != "pending":  # after it: a put that is ended by an exception looks for either
-                self.answered(int(body["attempt"]), int(body["step"]))
-        elif kind == "fenced":
-            self.is_removed = bool(body["is_removed"])
-            self.fenced_by = int(body["attempt"])
-            self.on_event(body)
-            with self.room:
-                calls, self.calls = self.calls, {}
-                self.room.notify_all()
-            for future, _ in calls.values():
-                future.set_exception(self.fenced_error())
-        elif kind in ("check", "room", "twins"):
-            self.on_event(body)
-        elif kind == "came":
-            with self.room:
-                listener = self.listeners.get(int(body["read"]))
-            if listener is not None:
-                listener.put(body)
+    def take_event(self, event: HolderEvent) -> None:
+        """Take what the holder, or this process, says."""
+        match event:
+            case AskAnswered() | SlotsMoved() | AskRefused():
+                self._take_answer(event)
+            case SlotsLeased(slots=slots):
+                mapping = self.grant(slots)
+                self.outbox.put(lambda: self._take_grant(slots, mapping))
+            case StepLevel():
+                if event.attempt == self.attempt:
+                    self.on_event(msgspec.structs.replace(event, reason=self.commands(event.reason)))
+                if event.level != "pending":  # after it: a put that is ended by an exception looks for either
+                    self.answered(event.attempt, event.step)
+            case AttemptFenced():
+                self.is_removed, self.fenced_by = event.is_removed, event.attempt
+                self.on_event(event)
+                self._fail_calls(self.fenced_error())
+            case ChunksArrived():
+                with self.room:
+                    listener = self.listeners.get(event.read)
+                if listener is not None:
+                    listener.put(event)
+            case _:
+                self.on_event(event)
 
-    def _take_grant(self, slots: list[int], mapping: RankMapping) -> None:
+    def _take_answer(self, event: AskAnswered | SlotsMoved | AskRefused) -> None:
+        with self.room:
+            future, asked = self.calls.pop(event.id, (None, None))
+            if isinstance(asked, AdoptSlots) and isinstance(event, SlotsMoved):  # before the link can break again
+                self.tenants.update(dict.fromkeys(event.slots, self.heir))
+        if isinstance(event, AskRefused):
+            error = ErrorMessage(error=event.error, message=self.commands(event.message), context={}).rebuilt()
+            if future is not None:
+                future.set_exception(error)
+        elif future is not None:
+            self._settle(future, asked, event)
+        elif isinstance(event, AskAnswered) and "pin" in (reply := unpack_body(event.reply)):
+            self.notify(Unpin(pin=reply["pin"]))  # the reader has given up
+        with self.room:
+            self.room.notify_all()  # a thread waits for this or something else
+
+    def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
+        """Give a future its answer."""
+        try:
+            if isinstance(event, SlotsMoved):
+                future.set_result(event.slots)
+            elif isinstance(asked, Ask):
+                future.set_result(unpack_reply(asked.call, event.reply))
+        except ProtocolError as exc:
+            future.set_exception(exc)
+
+    def _fail_calls(self, error: MemstoreError) -> None:
+        with self.room:
+            calls, self.calls = self.calls, {}
+            self.room.notify_all()
+        for future, _ in calls.values():
+            future.set_exception(error)
+
+    def _take_grant(self, slots: Sequence[int], mapping: RankMapping) -> None:
         """Pre-fault our mapping of new slots off the training thread and offer them to put, some at a time (R9)."""
         count = len(slots) if self.closed.is_set() else mapping.prefault(slots)
         self.granted(slots[:count], mapping)
@@ -249,33 +283,36 @@ class HolderLink(LeasedSlots):
 
     # -- for the store ------------------------------------------------------------------------
 
-    def call_soon(
-        self, verb: str, body: dict[str, Any], then: Callable[[Future[dict[str, Any]]], None] | None = None
-    ) -> Future[dict[str, Any]]:
+    def call_soon(self, request: RankCall, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
-            ConfigError: An argument is nothing that a message can hold.
+            ConfigError: An argument is nothing that the message can hold.
         """
-        future: Future[dict[str, Any]] = Answer()
+        try:
+            decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
+        except ProtocolError as exc:
+            raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
+        return self.ask_soon(Ask(id=0, call=request), then)
+
+    def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
+        """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
+        future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
-        call_id = next(self.call_ids)
-        message = {"k": "call", "id": call_id, "verb": verb, "body": body}
-        try:
-            pack_body(message)  # here: the link's thread could only log it, and the call would wait for its deadline
-        except ProtocolError as exc:
-            raise ConfigError(f"{verb} of job {self.job!r} cannot be asked for: {exc}") from exc
+        numbered = msgspec.structs.replace(question, id=next(self.call_ids))
         with self.room:
-            self.calls[call_id] = (future, message)
-        self.outbox.put(lambda: self._send(message))
+            self.calls[numbered.id] = (future, numbered)
+        self.notify(numbered)
         return future
 
-    def call(self, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def call(self, request: RankCall, timeout_s: float) -> Any:
         """Ask and wait; PeerTimeout names the question and the limit."""
         if self.closed.is_set():
             raise ClosedError("this store is closed: connect again")
-        future = self.call_soon(verb, body)
+        return self._await(self.call_soon(request), tag_of(request), timeout_s)
+
+    def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         try:
             return answer_of(future, timeout_s)
         except FutureTimeout:
@@ -283,9 +320,9 @@ class HolderLink(LeasedSlots):
                 raise
             self.forget_call(future)
             raise PeerTimeout(
-                f"{verb} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
+                f"{what} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
                 f"({self.commands('memstore status')})",
-                operation=verb, waited_s=timeout_s, limit_s=timeout_s,
+                operation=what, waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
 
     def hear(self, listener: queue.SimpleQueue[Any]) -> int:
@@ -300,22 +337,26 @@ class HolderLink(LeasedSlots):
         with self.room:
             self.listeners.pop(number, None)
 
-    def forget_call(self, future: Future[dict[str, Any]]) -> None:
-        """Drop the wait for this answer: the call is not sent again."""
+    def forget_call(self, future: Future[Any]) -> None:
+        """Ask no more for an answer that no thread waits for."""
         with self.room:
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def lend(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[dict[str, Any]]:
+    def lend(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any]:
         """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
         filled = mapping.open()
-        seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(63))
-        body = {"step": step, "slots": slots, "arena": mapping.arena, "sample": seen}
+        seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(SEED_BITS))
+        offer = LendSlots(id=0, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen)
         with self.room:
             if mapping is self.mapping:
                 self._move(slots, tenant, CHILD)
-                self.offers[step] = slots, body
-        return self.call_soon("lend", body)
+                self.offers[step] = offer
+        return self.ask_soon(offer)
+
+    def adopt(self, step: int, timeout_s: float) -> list[int]:
+        """Take over the slots of a step that the parent process offers, for `heir`."""
+        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), "adopt", timeout_s))
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
         """End an offer; what no child has is free to fill again, once the holder has said which that is."""
@@ -323,11 +364,11 @@ class HolderLink(LeasedSlots):
             if mapping is not self.mapping:
                 return  # the slots of that step may be another offer's by now
             self.offers.pop(step, None)
-        body = {"step": step, "slots": slots}
-        self.call_soon("unlend", body, lambda answer: self._taken_back(slots, mapping, answer))
+        ended = UnlendSlots(id=0, step=step, slots=tuple(slots))
+        self.ask_soon(ended, lambda answer: self._taken_back(slots, mapping, answer))
 
-    def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[dict[str, Any]]) -> None:
-        ours = set(answer.result()["slots"]) if answer.exception() is None else set()
+    def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[Any]) -> None:
+        ours = set(answer.result()) if answer.exception() is None else set[int]()
         with self.room:
             if mapping is self.mapping:
                 self._move(list(ours.intersection(slots)), CHILD, NOBODY)
@@ -335,31 +376,36 @@ class HolderLink(LeasedSlots):
             self.room.notify_all()
 
     def hand_over(
-        self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, body: dict[str, Any]
-    ) -> bool:
+        self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
+        layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
+    ) -> bool:  # fmt: skip
         """Queue slots that were filled through `mapping` for the holder: no wait on anyone.
 
-        False if some are no longer the tenant's (R8, R11).
+        False if some are no longer the tenant's (R8, R11). `began_s` and `stall_s` are for people.
         """
         try:
-            seen = sample(mapping.open(), slots, int(body["nbytes"]), secrets.randbits(63))
+            seen = sample(mapping.open(), slots, nbytes, secrets.randbits(SEED_BITS))
         except (ClosedError, IndexError):  # the store is closed
             return False
-        message = {"k": "handover", "step": step, "slots": slots, "arena": mapping.arena, "sample": seen, **body}
-        handover = Handover(int(body["attempt"]), step, tuple(slots), message)
+        handover = Handover(
+            PutReady(
+                attempt=attempt, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen, layout=layout,
+                nbytes=nbytes, world_size=world_size, shared_chunks=shared_chunks, began_s=began_s, stall_s=stall_s,
+            ), tuple(slots),
+        )  # fmt: skip
         passed_on: dict[int, Tenant] = dict.fromkeys(slots, handover)
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
             # First, because it sends nothing before the rest is done: a handler's exception may come between.
             self.outbox.put(lambda: self._send_handover(handover))
-            self.handovers[handover.attempt, step] = handover
+            self.handovers[attempt, step] = handover
             self.tenants.update(passed_on)
         return True
 
-    def notify(self, body: dict[str, Any]) -> None:
-        """Queue a message that has no answer."""
-        self.outbox.put(lambda: self._send(body))
+    def notify(self, message: RankMessage) -> None:
+        """Queue a message."""
+        self.outbox.put(lambda: self._send(message))
 
     def close(self) -> None:
         """Give everything back and end both threads."""
@@ -368,17 +414,13 @@ class HolderLink(LeasedSlots):
         with self.room:
             if self.parent:  # a holder on its way back must get it: a save process lives on, and so would its lease
                 self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
-        self.notify({"k": "bye"})
+        self.notify(Bye())
         self.outbox.put(None)
         if threading.current_thread() is not self._threads[1]:
             self._threads[1].join(CONNECT_S)
         self.closed.set()
         self.channel.close()
-        with self.room:
-            calls, self.calls = self.calls, {}
-            self.room.notify_all()
-        for future, _ in calls.values():
-            future.set_exception(ClosedError("the store was closed while a call was under way"))
+        self._fail_calls(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
         self.close_mappings()
 

@@ -17,8 +17,11 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
+
+from memstore.core.wire.rank_messages import LendSlots, PutReady
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
@@ -39,10 +42,8 @@ CHILD = Tenant()  # offered to a child, which may have them, or be done with the
 class Handover(Tenant):
     """Slots on their way to the holder; kept until sealed, to be sent again if the holder dies."""
 
-    attempt: int
-    step: int
-    slots: tuple[int, ...]
-    body: dict[str, Any]
+    message: PutReady
+    slots: tuple[int, ...]  # those that are still its own
     is_over: bool = False
     is_sent: bool = False  # on the link as it is now
 
@@ -62,8 +63,7 @@ class LeasedSlots:
         self.mapping = mapping
         self._retired: list[RankMapping] = []  # of earlier arenas, as far as CUDA knows them
         self.tenants: dict[int, Tenant] = {}  # of every slot that is leased to us, as far as we know
-        # By step: what is offered, and what the offer says besides. A holder that restarts forgets it.
-        self.offers: dict[int, tuple[Sequence[int], dict[str, Any]]] = {}
+        self.offers: dict[int, LendSlots] = {}  # by step; a holder that restarts forgets them
         self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
         self.closed = threading.Event()
         self.fenced_by = 0
@@ -120,8 +120,7 @@ class LeasedSlots:
         for key, handover in self.handovers.items():
             if stale.intersection(handover.slots):
                 self._move(handover.slots, handover, NOBODY)
-                body = {**handover.body, "lost": True}
-                self.handovers[key] = Handover(handover.attempt, handover.step, (), body)
+                self.handovers[key] = Handover(msgspec.structs.replace(handover.message, is_lost=True), ())
 
     def _drop(self, slots: Collection[int]) -> None:
         for n in slots:
@@ -176,7 +175,7 @@ class LeasedSlots:
     def begin_sending(self, handover: Handover) -> bool:
         """Note that a hand-over is sent now; False if it is not to be: it was answered, or torn, and is forgotten."""
         with self.room:
-            key = handover.attempt, handover.step
+            key = handover.message.attempt, handover.message.step
             if self.handovers.get(key) is not handover:
                 return False
             handover.is_sent = all(self.tenants.get(n) is handover for n in handover.slots)

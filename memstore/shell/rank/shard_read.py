@@ -1,115 +1,78 @@
-"""A shard that was staged on this host, or is just coming here, seen from the process that reads it (R7, R26, R27)."""
+"""Reads of a shard, or of some chunks of one, seen from the process that reads (R7, R26, R27).
+
+    asked --chunks that came are named, if it wants that--> coming --answered--> pinned --close--> given back
+      '--refused, or too late--> over             '--close--> given up: what is answered later is given back
+
+For any call, the chunks lie in slots of this host: a holder brought them there from other holders or from durable
+storage. Where they go is the reader's: `CheckedStream` copies them to memory that it is given, and digests each chunk
+after its copy. So a reader that was fenced, or too slow, returns no bytes that others wrote meanwhile.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
 from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
+from memstore.core.wire.orders import ChunkListener, ChunkRange
+from memstore.core.wire.rank_messages import ChunksArrived, Unpin
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
-from memstore.shell.arena.page_locks import PageHold
+from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
-from memstore.shell.codec.verified_stream import Views
+from memstore.shell.codec.verified_stream import CheckedStream, Views
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
+from recovery.inventory import ShardId
 
 MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
 
 
-def pin_views(link: HolderLink, views: Views, device: int) -> None:
-    """Let a CUDA device read these chunks where they lie."""
-    link.mapping.pin_at([address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device)
-
-
-class StagedShard:
-    """The slots that an answer to a get names; pinned until `close`."""
-
-    def __init__(self, link: HolderLink, manifest: Manifest, answer: dict[str, Any]) -> None:
-        self.link, self.manifest = link, manifest
-        self._slots: list[int | None] = list(answer["slots"])
-        self._pin, self._hold = answer["pin"], link.mapping.open().reading()
-        self._hold.add(slot for slot in self._slots if slot is not None)
-        if len(self._slots) != len(manifest.chunks):
-            raise IntegrityError(
-                f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(self._slots)} slots: "
-                "call get() again"
-            )
-
-    def take(self, wanted: Sequence[int]) -> Views:
-        """Return all of them; one that was lost after staging as an empty view, which is no chunk's."""
-        return [(index, self._view(index)) for index in wanted]
-
-    def pin(self, views: Views, device: int) -> None:
-        """Let a CUDA device read these where they lie."""
-        pin_views(self.link, views, device)
-
-    def _view(self, index: int) -> memoryview:
-        slot = self._slots[index]
-        return memoryview(b"") if slot is None else self.link.view(slot, self.manifest.chunks[index].nbytes)
-
-    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
-        shard, chunk_bytes = self.manifest.shard, self.manifest.chunk_bytes
-        ranges = ShardRanges(self.link, shard.job, MEND_TIMEOUT_S)
-        spans = [(index * chunk_bytes, self.manifest.chunks[index].nbytes) for index in wanted]
-        try:
-            with waiting():
-                opened = ranges.open(ranges.ask(shard.step, shard.rank, spans, chunk_bytes, attempt=shard.attempt))
-        except RecoveryError:
-            self._check_kept()
-            raise
-        try:
-            if opened.manifest != self.manifest:
-                raise IntegrityError(f"{shard} was put again while it was read: call get() again")
-            use(opened.views)
-        finally:
-            opened.close()
-
-    def _check_kept(self) -> None:
-        """Raise StepDropped if newer steps took the place of this one."""
-        shard = self.manifest.shard
-        rows = self.link.call("steps", {"job": shard.job}, MEND_TIMEOUT_S)["steps"]
-        kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
-        if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
-            return
-        raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))
-
-    def close(self) -> None:
-        """Let go of the slots."""
-        self._hold.close()
-        self.link.notify({"k": "unpin", "pin": self._pin})
-
-
 class ShardRead:
-    """One rank's shard on its way to this host: chunks can be taken while others are still coming (R27).
-
-    A context manager; the staged shard stays pinned until its end.
+    """One read of a rank's shard; a context manager, at whose end its slots are given back.
 
     Raises:
-        PeerTimeout: from any wait, once `timeout_s` have passed.
-        RecoveryError: there is no such shard, or some chunk has no good copy.
+        PeerTimeout: From any wait, once `timeout_s` have passed since the first wait.
+        RecoveryError: There is no such shard, or some chunk has no good copy.
+        IntegrityError: Another shard came than was asked for.
     """
 
-    def __init__(self, link: HolderLink, body: dict[str, Any], timeout_s: float) -> None:
-        self._link, self._timeout_s = link, timeout_s
-        self._until_s = time.monotonic() + timeout_s
+    def __init__(
+        self, link: HolderLink, request: ReadStep | ReadRanges | None, timeout_s: float,
+        answer: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Ask, and wait for nothing yet; chunks of a whole shard can be taken while others are still coming.
+
+        Args:
+            answer: What a get() that all ranks made was answered, in place of a request.
+        """
+        self.link, self._request, self._timeout_s = link, request, timeout_s
+        self._until_s: float | None = None
         self._manifest: Manifest | None = None
-        self._slots: dict[int, int] = {}  # of chunks that have come, not taken yet
-        self._hold: PageHold | None = None  # of those that were taken
-        self._staged: StagedShard | None = None
-        self._heard: queue.SimpleQueue[dict[str, Any] | Future[dict[str, Any]]] = queue.SimpleQueue()
-        number = link.hear(self._heard)
-        self._number = number
-        self._future = link.call_soon("read", {**body, "stream": [link.nonce, number]})
+        self._slots: dict[int, int] = {}  # of chunks that have come
+        self._hold: PageHold | None = None  # of these slots
+        self._answer: dict[str, Any] | None = None
+        self._pin: int | None = None
+        self._is_closed = False
+        self._heard: queue.SimpleQueue[ChunksArrived | Future[dict[str, Any]]] = queue.SimpleQueue()
+        self._number: int | None = None
+        self._future: Future[dict[str, Any]] = Future()
+        if request is None:
+            self._future.set_result(answer or {})
+        elif isinstance(request, ReadStep):
+            self._number = link.hear(self._heard)
+            self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+        else:
+            self._future = link.call_soon(request)
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:
@@ -118,18 +81,28 @@ class ShardRead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.unsubscribe(self._number)
-        self._link.forget_call(self._future)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the slots, and of what still comes. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._number is not None:
+            self.link.unsubscribe(self._number)
+        self.link.forget_call(self._future)
         if self._hold is not None:
             self._hold.close()
-        if self._staged is not None:
-            self._staged.close()
+        if self._pin is not None:
+            self.link.notify(Unpin(pin=self._pin))
         else:
             self._future.add_done_callback(self._give_back)  # it may just have come; later ones the link gives back
 
     def _give_back(self, future: Future[dict[str, Any]]) -> None:
         if future.exception() is None:
-            self._link.notify({"k": "unpin", "pin": future.result()["pin"]})
+            self.link.notify(Unpin(pin=future.result()["pin"]))
+
+    # -- what has come --------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
         """Wait for the manifest."""
@@ -138,47 +111,72 @@ class ShardRead:
         return self._manifest
 
     def answer(self) -> dict[str, Any]:
-        """Wait until the whole shard is here, or cannot be brought; return the controller's answer."""
-        while self._staged is None:
+        """Wait until all that was asked for is here, or cannot be brought; return the controller's answer."""
+        while self._answer is None:
             self._listen()
-        return answer_of(self._future)
+        return self._answer
 
     def take(self, wanted: Sequence[int]) -> Views:
-        """Return those of the chunks that have come, at least one."""
-        while self._staged is None:
-            came = [(index, self._slots.pop(index)) for index in wanted if index in self._slots]
-            if came:
-                sizes = self.manifest().chunks
-                self._hold = self._hold or self._link.mapping.open().reading()
-                self._hold.add(slot for _, slot in came)
-                return [(index, self._link.view(slot, sizes[index].nbytes)) for index, slot in came]
+        """Return those of the chunks that have come, at least one; one that was lost since as an empty view."""
+        while self._answer is None:
+            come = [index for index in wanted if index in self._slots]
+            if come:
+                return [(index, self._view(index)) for index in come]
             self._listen()
-        return self._staged.take(wanted)
+        return [(index, self._view(index)) for index in wanted]
+
+    def bytes_of(self, spans: Iterable[tuple[int, int]]) -> list[bytearray]:
+        """Return copies of parts (first byte, nbytes) of the stream, of chunks that were verified after the copy."""
+        stream = CheckedStream(self.manifest(), self)
+        found = [stream.read_later(offset, nbytes) for offset, nbytes in spans]
+        stream.settle()
+        return found
 
     def pin(self, views: Views, device: int) -> None:
         """Let a CUDA device read these where they lie."""
-        pin_views(self._link, views, device)
+        self.link.mapping.pin_at(
+            [address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device
+        )
 
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        """Bring chunks again; see `StagedShard.mend`."""
+        """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
         self.answer()
-        if self._staged is not None:
-            self._staged.mend(wanted, use)
+        shard = self.manifest().shard
+        chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
+        request = ReadRanges(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks)
+        with ShardRead(self.link, request, MEND_TIMEOUT_S) as again:
+            try:
+                again.answer()
+            except RecoveryError:
+                self._check_kept()
+                raise
+            if again.manifest() != self.manifest():
+                raise IntegrityError(f"{shard} was put again while it was read: call get() again")
+            use(dict(again.take(wanted)))
 
-    def _named(self, told: Mapping[str, Any]) -> Manifest:
-        """Return the manifest of the shard; a call sent again after a link broke may get another answer."""
-        named = decode_manifest(bytes(told["manifest"]))
-        if self._manifest is None:
-            self._manifest = named
-        elif self._manifest != named:
-            raise IntegrityError(
-                f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
-                "back in between; call get() again"
-            )
-        return self._manifest
+    def _check_kept(self) -> None:
+        """Raise StepDropped if newer steps took the place of this one."""
+        shard = self.manifest().shard
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
+        kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
+        if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
+            return
+        raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))
+
+    def _view(self, index: int) -> memoryview:
+        slot = self._slots.get(index)
+        if slot is not None:
+            return self.link.view(slot, self.manifest().chunks[index].nbytes)
+        if isinstance(self._request, ReadRanges):
+            raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
+        return memoryview(b"")
+
+    # -- waiting --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Wait for one message of the holder."""
+        if self._until_s is None:
+            self._until_s = time.monotonic() + self._timeout_s
         try:
             if self._heard.empty():
                 with waiting():
@@ -186,15 +184,57 @@ class ShardRead:
             else:
                 heard = self._heard.get_nowait()
         except queue.Empty:
+            job = self._request.job if self._request is not None else self.link.job
             raise PeerTimeout(
-                f"read of job {self._link.job!r} was not answered within {self._timeout_s:g} s: is the controller "
-                f"running? ({self._link.commands('memstore status')})",
+                f"read of job {job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
+                f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(heard, Future):
-            answer = heard.result()
-            self._staged = StagedShard(self._link, self._named(answer), answer)
+            self._take_answer(answer_of(heard))
             return
-        if "manifest" in heard:
-            self._named(heard)
-        self._slots.update({int(index): int(slot) for index, slot in heard["chunks"]})
+        if heard.manifest is not None:
+            self._name(heard.manifest)
+        self._add({chunk.index: chunk.slot for chunk in heard.chunks})
+
+    def _take_answer(self, answer: dict[str, Any]) -> None:
+        self._pin = int(answer["pin"])  # first: it is given back even if the rest is malformed
+        manifest = self._name(bytes(answer["manifest"]))
+        slots = answer["slots"]
+        if len(slots) != len(manifest.chunks):
+            raise IntegrityError(
+                f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
+                "call get() again"
+            )
+        self._check_asked(manifest, answer)
+        self._slots = {}
+        self._add({index: int(slot) for index, slot in enumerate(slots) if slot is not None})
+        self._answer = answer
+
+    def _name(self, data: bytes) -> Manifest:
+        """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
+        named = decode_manifest(data)
+        if self._manifest is not None and self._manifest != named:
+            raise IntegrityError(
+                f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
+                "back in between; call get() again"
+            )
+        self._manifest = named
+        return named
+
+    def _check_asked(self, manifest: Manifest, answer: dict[str, Any]) -> None:
+        """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
+        asked = self._request
+        if asked is None:
+            return
+        step = answer["step"] if asked.step is None else asked.step
+        attempt = answer["attempt"] if asked.of_attempt is None else asked.of_attempt
+        wanted = ShardId(asked.job, attempt, step, asked.rank)
+        if manifest.shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")
+
+    def _add(self, slots: Mapping[int, int]) -> None:
+        """Take slots that chunks have come to; their pages stay while this reads (R9)."""
+        self._hold = self._hold or self.link.mapping.open().reading()
+        self._hold.add(slots.values())
+        self._slots.update(slots)

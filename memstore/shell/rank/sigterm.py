@@ -24,6 +24,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from types import FrameType
 from typing import Any
 
+from memstore.core.wire.calls import PersistStep
+from memstore.core.wire.replies import Persisted
 from memstore.errors import ConfigError, MemstoreError
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -188,16 +190,16 @@ class SigtermWatch:
     def _persist(self) -> None:
         """Ask for all stores at once; return when all are answered, or their time is over."""
         began_s = time.monotonic()
-        asked: list[tuple[HolderLink, float, Future[dict[str, Any]]]] = []
+        asked: list[tuple[HolderLink, float, Future[Persisted]]] = []
         for link, limit_s in list(self._limits_s.items()):
             if not link.fenced_by and not link.closed.is_set():
-                body = {"job": link.job, "step": None, "within_s": limit_s * ANSWER_PART}
-                asked.append((link, limit_s, link.call_soon("persist", body)))
+                request = PersistStep(job=link.job, step=None, within_s=limit_s * ANSWER_PART)
+                asked.append((link, limit_s, link.call_soon(request)))
         for link, limit_s, answer in asked:
             what = f"memstore {link.job} rank {link.rank}: SIGTERM:"
             try:
-                body = answer_of(answer, max(0.0, began_s + limit_s - time.monotonic()))
-                problem = "" if body["is_durable"] else f"step {body['step']}: {body['problem']}"
+                written = answer_of(answer, max(0.0, began_s + limit_s - time.monotonic()))
+                problem = "" if written.is_durable else f"step {written.step}: {written.problem}"
             except FutureTimeout:
                 link.forget_call(answer)
                 problem = f"no answer: is the controller running? ({link.commands('memstore status')})"
@@ -207,7 +209,7 @@ class SigtermWatch:
             if problem:
                 log.warning("%s the newest committed step is not durable after %.1f s: %s", what, took_s, problem)
             else:
-                log.info("%s step %d is durable, after %.1f s", what, body["step"], took_s)
+                log.info("%s step %d is durable, after %.1f s", what, written.step, took_s)
 
     def _pass_on(self) -> None:
         if self._former == signal.SIG_DFL:

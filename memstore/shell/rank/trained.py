@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from memstore.core.wire.rank_messages import StepTrained
 from memstore.shell.rank.holder_link import HolderLink
 
 SAY_S = 1.0
@@ -28,4 +29,4 @@ class TrainedWord:
         now, what = time.monotonic(), (self._link.attempt, step)
         if what > self._said and now - self._said_s >= SAY_S:
             self._said, self._said_s = what, now
-            self._link.notify({"k": "trained", "step": step})
+            self._link.notify(StepTrained(step=step))

@@ -10,29 +10,26 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
+from ray import cluster_utils
 
 import memstore.admin.cluster as store_cluster
 from memstore.config import Config
-from memstore.shell.arena.folder import arena_folder
-from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import arena_nbytes
+from memstore.testing.faults.processes import Process, descendants, kill, process_of, wait_gone, with_start_times
 
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
-DEATH_S = 20.0
 JOIN_S = 60.0
 # With its default settings Ray needs 12 to 65 s to notice a dead raylet, too long for drills and the demo.
 FAST_HEALTH = {
@@ -43,11 +40,8 @@ FAST_HEALTH = {
 }
 
 
-class EmbeddedCluster:
-    """Raylets by host id and a started store; the first host is Ray's head and carries the driver.
-
-    It is a context manager that leaves no process, socket or arena behind.
-    """
+class EmbeddedCluster(Cluster):
+    """Raylets by host id and a started store; the first host is Ray's head and carries the driver."""
 
     def __init__(
         self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
@@ -70,28 +64,19 @@ class EmbeddedCluster:
         self.ray_settings = {**FAST_HEALTH, **(ray_settings or {})}
         self.nodes: dict[str, Any] = {}  # nodes of cluster_utils, or in a rig processes of `ray start`
         self.cluster: Any = None
-
-    def __enter__(self) -> EmbeddedCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+        self._outer_address: str | None = os.environ.get("RAY_ADDRESS")
 
     def start(self) -> None:
         """Start the raylets, connect this process, start the store."""
-        self.cluster = Cluster()
+        os.environ.pop("RAY_ADDRESS", None)
+        self.cluster = cluster_utils.Cluster()
         head, *others = self.labels
         self.add_node(head)
         ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
         for host in others:  # one after the other, because raylets that start at once take the same socket name
             self.add_node(host)
+        # What is started from here on finds this cluster, and no other one that runs on this machine.
+        os.environ["RAY_ADDRESS"] = self.address
         if self.has_store:
             store_cluster.start(self.config)
 
@@ -137,31 +122,22 @@ class EmbeddedCluster:
                 raise RuntimeError(f"the raylet at {address} did not join within {JOIN_S:g} s")
             time.sleep(0.05)
 
-    def node_processes(self, host: str) -> list[tuple[int, int]]:
-        """Return (pid, start time) of the raylet of a host and of all processes below it."""
-        node = self.nodes[host]
+    def node_processes(self, host: str) -> list[Process]:
+        """Return the raylet of a host and all processes below it."""
         if self.rig is not None and host in self.rig.hosts:
-            pids = self.rig.processes(host)
-        else:
-            pids = descendants([p.process.pid for infos in node.all_processes.values() for p in infos])
-        return [(pid, start) for pid in pids if (start := process_start_time(pid)) is not None]
+            return with_start_times(self.rig.processes(host))
+        infos = self.nodes[host].all_processes.values()
+        return with_start_times(descendants([p.process.pid for each in infos for p in each]))
 
-    def kill_processes(self, host: str) -> list[tuple[int, int]]:
-        """Send SIGKILL to every process of a host at once; return them as (pid, start time)."""
+    def kill_processes(self, host: str) -> list[Process]:
+        """Send SIGKILL to every process of a host at once; return them."""
         victims = self.node_processes(host)
-        for pid, start in victims:
-            if is_alive(pid, start):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill(victims)
         return victims
 
-    def raylet(self, host: str) -> tuple[int, int]:
-        """Return (pid, start time) of the raylet of a host; RuntimeError if it is gone."""
-        pid = self.nodes[host].all_processes["raylet"][0].process.pid
-        start = process_start_time(pid)
-        if start is None:
-            raise RuntimeError(f"the raylet of {host} (pid {pid}) is gone already")
-        return pid, start
+    def raylet(self, host: str) -> Process:
+        """Return the raylet of a host; DrillError if it is gone."""
+        return process_of(self.nodes[host].all_processes["raylet"][0].process.pid)
 
     def replace_raylet(self, host: str) -> None:
         """Replace a host's raylet after its death: kill what is left of it, start a new one over the same memory."""
@@ -169,11 +145,11 @@ class EmbeddedCluster:
         node = self.nodes.pop(host)
         with contextlib.suppress(Exception):
             self.cluster.remove_node(node, allow_graceful=False)
-        self._wait_dead(victims, host)
+        wait_gone(victims)
         self.add_node(host)
 
-    def kill_head(self) -> list[tuple[int, int]]:
-        """Send SIGKILL to every process of Ray's head, and disconnect from Ray; return them as (pid, start time)."""
+    def kill_head(self) -> list[Process]:
+        """Send SIGKILL to every process of Ray's head, and disconnect from Ray; return them."""
         victims = self.kill_processes(next(iter(self.labels)))
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -187,34 +163,21 @@ class EmbeddedCluster:
         with contextlib.suppress(Exception):
             self.cluster.shutdown()
         self.nodes.clear()
-        self._wait_dead(victims, "the cluster")
+        wait_gone(victims)
 
     def lose_host(self, host: str) -> dict[str, Any]:
         """Kill a machine: kill its processes, check that they are gone, destroy its memory; return what was done."""
         if host == next(iter(self.labels)):
             raise ValueError(f"{host} is Ray's head and carries this driver: lose another host")
-        arena = self.arena(host)
-        nbytes = sum(p.stat().st_blocks * 512 for p in arena.rglob("*") if p.is_file())
+        nbytes = arena_nbytes(self.arena(host))
         victims = self.kill_processes(host)
         node = self.nodes.pop(host)
         self.labels.pop(host)
         with contextlib.suppress(Exception):
             self.cluster.remove_node(node, allow_graceful=False)
-        self._wait_dead(victims, host)
-        shutil.rmtree(arena)
+        wait_gone(victims)
+        shutil.rmtree(self.arena(host))
         return {"host": host, "processes": len(victims), "nbytes": nbytes}
-
-    def _wait_dead(self, victims: list[tuple[int, int]], what: str) -> None:
-        """Wait until processes are dead, because a fault that has not taken effect proves nothing."""
-        deadline_s = time.monotonic() + DEATH_S
-        while any(is_alive(pid, start) for pid, start in victims):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"processes of {what} are still alive {DEATH_S:g} s after SIGKILL")
-            time.sleep(0.02)
-
-    def arena(self, host: str) -> Path:
-        """Return the arena folder of a host."""
-        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     def stop(self) -> None:
         """Stop everything and remove every arena."""
@@ -224,29 +187,12 @@ class EmbeddedCluster:
         victims = [v for host in list(self.nodes) for v in self.node_processes(host)]
         with contextlib.suppress(Exception):
             ray.shutdown()
+        os.environ.pop("RAY_ADDRESS", None)
+        if self._outer_address is not None:
+            os.environ["RAY_ADDRESS"] = self._outer_address
         if self.cluster is not None:
             with contextlib.suppress(Exception):
                 self.cluster.shutdown()
-        for pid, start in victims:
-            if is_alive(pid, start):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill(victims)
         self.nodes.clear()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
-
-
-def descendants(roots: list[int]) -> list[int]:
-    """Return the given pids and every process below them, from /proc."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                stat = Path(f"/proc/{entry}/stat").read_text()
-                parent = int(stat.rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
-    found, todo = [], list(roots)
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo.extend(children.get(pid, ()))
-    return found

@@ -64,6 +64,7 @@ class NamespaceRig:
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[Any]] = []
         self._blocked: set[tuple[str, str]] = set()  # (from, to)
+        self._shaped: set[str] = set()
         self._claim: socket.socket | None = None
         self._link = ""
         self._owner = ""
@@ -200,6 +201,11 @@ class NamespaceRig:
                 os.kill(pid, signal.SIGKILL)
         return pids
 
+    def sent_bytes(self, host: str) -> int:
+        """Return how many bytes have left a host so far, by the counter of its network device."""
+        lines = Path(f"/proc/{self._keepers[host].pid}/net/dev").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
+
     # -- faults -------------------------------------------------------------------------------
 
     def cut(self, host: str) -> None:
@@ -235,17 +241,22 @@ class NamespaceRig:
 
     def shape(self, host: str, rate_bits_per_s: int, *, burst_bytes: int = 16384, latency_ms: int = 50) -> None:
         """Limit a host's link in both directions; a packet that would wait longer than `latency_ms` is lost."""
+        self._shaped.add(host)
         rule = f"root tbf rate {rate_bits_per_s}bit burst {burst_bytes} latency {latency_ms}ms"
         self._batch("tc", host, f"qdisc replace dev eth0 {rule}")
         self._batch("tc", _SWITCH, f"qdisc replace dev {self._port(host)} {rule}")
 
     def unshape(self, host: str) -> None:
-        """Undo `shape`."""
-        self._batch("tc", host, "qdisc delete dev eth0 root")
-        self._batch("tc", _SWITCH, f"qdisc delete dev {self._port(host)} root")
+        """Undo `shape`; do nothing if the link has its full speed."""
+        if host in self._shaped:
+            self._shaped.discard(host)
+            self._batch("tc", host, "qdisc delete dev eth0 root")
+            self._batch("tc", _SWITCH, f"qdisc delete dev {self._port(host)} root")
 
     def heal_all(self) -> None:
-        """Undo every cut and block."""
+        """Undo every cut, block and limit of the rate."""
+        for host in list(self._shaped):
+            self.unshape(host)
         for source, target in list(self._blocked):
             self.unblock(source, target)
         for host in self.hosts:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,8 +23,8 @@ from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.testing.clusters.nursery import PR_SET_PDEATHSIG, fork_children
 
-PR_SET_PDEATHSIG = 1
 GATE_S = 60.0
 
 
@@ -41,12 +42,31 @@ def hold_durable_writes(gate: Path) -> None:
     PartsTier.write_slice = held  # type: ignore[method-assign]
 
 
-def main() -> int:
+def main() -> None:
     """Run the role that the JSON specification on stdin names."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # this process dies with the test
     spec = json.load(sys.stdin)
     if os.getppid() != spec["parent"]:
-        return 1  # the test died before the line above took effect
+        sys.exit(1)  # the test died before the line above took effect
+    run(spec)
+
+
+def serve_cluster(channel: socket.socket) -> None:
+    """Run, in a nursery's child, the role that the JSON specification on the channel names; print into its log."""
+    with channel, channel.makefile("rb") as lines:
+        spec = json.load(lines)
+    os.setsid()
+    if spec["folder"]:
+        os.chdir(spec["folder"])
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    run(spec)
+
+
+def run(spec: dict[str, Any]) -> None:
+    """Run a role until it is over."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     config = Config().with_fields(spec["config"])
     membership = DirectoryMembership(spec["membership"])
@@ -73,8 +93,7 @@ def main() -> int:
             holder.info = dataclasses.replace(info, address=address, port=port)
         membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
     over.wait()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    fork_children(int(sys.argv[1]), serve_cluster, keeps_codes=True) if sys.argv[1:] else main()

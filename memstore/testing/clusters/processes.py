@@ -21,40 +21,48 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
-
 from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.journal.records import entry_from_record
-from memstore.errors import MemstoreError
-from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
-from memstore.shell.rank.admin_link import Tool, store_root
+from memstore.shell.arena.slot_headers import SlotState
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
+from memstore.testing.clusters.nursery import ForkedProcess, Nursery
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.fault_proxy import FaultProxy
 
 log = logging.getLogger("memstore")
-START_S = 30.0
+START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
+StartedProcess = subprocess.Popen[bytes] | ForkedProcess
+shared_nursery: Callable[[], Nursery] | None = None
+"""Returns what forks the processes of all clusters; None: each process is a program that imports all modules again."""
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    """Poll until `condition()` is true and return its value; raise AssertionError with `what` after the limit."""
+def wait_for(
+    condition: Callable[[], Any], what: str, timeout_s: float = START_S, *, seen: Callable[[], object] = str
+) -> Any:
+    """Poll until `condition()` is true and return its value; after the limit raise AssertionError.
+
+    The error names `what` and shows `seen()`. The limit ends a wait that would never end: it may be far longer than
+    what is waited for takes.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+            raise AssertionError(f"waited {timeout_s:g} s in vain for {what} {seen()}".rstrip())
         time.sleep(POLL_S)
 
 
-class ProcessCluster:
-    """Holders by host id and one controller; a context manager that leaves nothing behind."""
+class ProcessCluster(Cluster):
+    """Holders by host id and one controller, each a process."""
 
     def __init__(
         self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
@@ -84,27 +92,23 @@ class ProcessCluster:
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own
         self.labels = {host: dict(labels) for host, labels in hosts.items()}
-        self.holders: dict[str, subprocess.Popen[bytes]] = {}
+        self.holders: dict[str, StartedProcess] = {}
         self.started_s: dict[str, float] = {}  # host -> when its newest holder was started
-        self.replaced: list[subprocess.Popen[bytes]] = []  # holders beside which a successor was started
-        self.controller: subprocess.Popen[bytes] | None = None
+        self.replaced: list[StartedProcess] = []  # holders beside which a successor was started
+        self.controller: StartedProcess | None = None
         self.settle_s = 5.0
         self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> ProcessCluster:
-        try:
-            address = "127.0.0.1" if self.rig is None else self.rig.root_address
-            self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
-            self.start_controller()
-            for host in self.labels:
-                self.start_holder(host)
-            self.wait_live(*self.labels)
-        except BaseException:
-            self.stop()
-            raise
-        return self
+    def start(self) -> None:
+        """Start the controller and every holder, and wait until they serve."""
+        address = "127.0.0.1" if self.rig is None else self.rig.root_address
+        self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
+        self.start_controller()
+        for host in self.labels:
+            self.start_holder(host)
+        self.wait_live(*self.labels)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,17 +126,25 @@ class ProcessCluster:
             proxy.close()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
 
-    def _spawn(self, role: str, on_host: str, **arguments: Any) -> subprocess.Popen[bytes]:
+    def _spawn(self, role: str, on_host: str, **arguments: Any) -> StartedProcess:
         spec = {
             "role": role, "parent": os.getpid(), "membership": str(self.folder), "secret": self.secret.hex(),
             "config": self.config.start_fields(), **arguments,
         }  # fmt: skip
-        log = (self.folder / f"{role}-{on_host if role == 'holder' else ''}.log").open("ab")
-        with log:
+        path = self.folder / f"{role}-{on_host if role == 'holder' else ''}.log"
+        environ = self.environ.get(on_host if role == "holder" else "", {})
+        if shared_nursery is not None and self.rig is None and not environ:
+            spec |= {"log": str(path), "folder": str(self.working_folders.get(on_host, ""))}
+            nursery = shared_nursery()
+            pid, channel = nursery.fork(os.environ)
+            with channel:
+                channel.sendall(json.dumps(spec).encode())
+            return ForkedProcess(nursery, pid)
+        with path.open("ab") as log:
             process = subprocess.Popen(
                 [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.clusters.process_main"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, **self.environ.get(on_host if role == "holder" else "", {})},
+                env={**os.environ, **environ},
                 cwd=self.working_folders.get(on_host),
             )  # fmt: skip
         if process.stdin is not None:
@@ -215,7 +227,7 @@ class ProcessCluster:
             self.kill_holder(host)
         self.kill_controller()
 
-    def replace_holder(self, host: str) -> subprocess.Popen[bytes]:
+    def replace_holder(self, host: str) -> StartedProcess:
         """Start a successor beside a holder that still runs; return the old process."""
         old = self.holders[host]
         self.start_holder(host)
@@ -231,10 +243,6 @@ class ProcessCluster:
         """Send a signal such as SIGSTOP to the holder."""
         self.holders[host].send_signal(sig)
 
-    def arena(self, host: str) -> Path:
-        """Return the arena folder of a host."""
-        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
-
     def manifests(self, host: str) -> dict[str, bytes]:
         """Return the manifests of a host by file name, without those that go while they are read."""
         found = {}
@@ -246,7 +254,7 @@ class ProcessCluster:
     def inventory(self, host: str) -> dict[str, Any]:
         """Return what a host stores, read from its files: manifests, journal, and slots that hold bytes."""
         folder = self.arena(host)
-        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
+        table = slot_records(folder)
         used = table[(table["state"] == SlotState.SEALED) | (table["state"] == SlotState.RECEIVING)]
         return {
             "manifests": self.manifests(host),
@@ -280,51 +288,9 @@ class ProcessCluster:
         inventory: dict[str, Any] = wait_for(settled, f"{manifests_count} manifests on every host")
         return inventory
 
-    def env(self, host: str) -> dict[str, str]:
-        """Return the environment of a process that runs on a host."""
-        return {**os.environ, "MEMSTORE_HOST": host}
-
-    # -- questions ----------------------------------------------------------------------------
-
-    def ask(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = START_S) -> dict[str, Any]:
-        """Ask the controller through any holder that runs."""
-        problems: list[str] = []
-        for host, process in self.holders.items():
-            if process.poll() is None and (self.arena(host) / "holder.sock").exists():
-                try:
-                    with Tool(self.arena(host)) as tool:
-                        return tool.ask(verb, body, timeout_s)
-                except MemstoreError as exc:
-                    problems.append(f"{host}: {exc}")
-        raise MemstoreError(f"no holder answers: {problems}")
-
-    def status(self) -> dict[str, Any]:
-        """Return the controller's status."""
-        return self.ask("status")
-
-    def job(self, name: str) -> dict[str, Any] | None:
-        """Return one job's status, or None."""
-        return next((job for job in self.status()["jobs"] if job["job"] == name), None)
-
-    def host_rows(self) -> list[dict[str, Any]]:
-        """Return the hosts in the controller's status; empty while no controller answers."""
-        try:
-            found: list[dict[str, Any]] = self.ask("status", timeout_s=2.0)["hosts"]
-        except (MemstoreError, OSError):
-            return []
-        return found
-
-    def host_status(self) -> dict[str, str]:
-        """Return the status of each host; empty while no controller answers."""
-        return {row["host"]: row["status"] for row in self.host_rows()}
-
-    def host_events(self, *kinds: str) -> list[tuple[str, str]]:
-        """Return the events of hosts so far, such as (host, "host_dead"), in order.
-
-        A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
-        suspect at that moment.
-        """
-        return [(e["host"], e["event"]) for e in self.ask("events", {"since": 0})["events"] if e["event"] in kinds]
+    def running(self) -> list[str]:
+        """Return the hosts whose holder runs."""
+        return [host for host, process in self.holders.items() if process.poll() is None]
 
     def wait_live(self, *hosts: str) -> None:
         """Wait until the controller counts these hosts live, each with the holder that was started last."""
@@ -345,7 +311,7 @@ def _named(manifests: dict[str, bytes]) -> set[bytes]:
     return {chunk.digest for data in manifests.values() for chunk in decode_manifest(data).chunks}
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: StartedProcess) -> None:
     """Kill and reap a process that this one started."""
     if process.poll() is None:
         process.kill()

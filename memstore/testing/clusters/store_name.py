@@ -14,6 +14,11 @@ def scratch_store_name(prefix: str = "t") -> str:
     return f"{prefix}-p{os.getpid()}-{secrets.token_hex(4)}"
 
 
+def racks(hosts_count: int) -> dict[str, dict[str, str]]:
+    """Return the labels of hosts h1, h2, ... by turns in two racks."""
+    return {f"h{i + 1}": {"rack": f"r{i % 2 + 1}"} for i in range(hosts_count)}
+
+
 def maker_pid(name: str) -> int | None:
     """Return the id of the process that made a name, also of a path that contains one; None if the name tells none."""
     found = _MAKER.search(name)

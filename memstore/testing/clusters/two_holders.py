@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.orders import AllHosts, HostAddress
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
@@ -31,7 +32,8 @@ def two_holders(chunk_bytes: int, **fields: Any) -> Iterator[tuple[Holder, Holde
             identity = HostIdentity(host, read_boot_id(), True, {})
             holders.append(Holder(identity, config, secret=secret, arena_limit_bytes=ARENA_BYTES))
         for holder in holders:
-            holder.orders.set_view([[h.info.host_id, h.info.address, h.info.port] for h in holders], None)
+            rows = tuple(HostAddress(h.info.host_id, h.info.address, h.info.port, 1) for h in holders)
+            holder.orders.set_view(AllHosts(hosts=rows, jobs=()))
         yield holders[0], holders[1]
     finally:
         for holder in holders:

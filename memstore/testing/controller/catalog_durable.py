@@ -6,7 +6,29 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from memstore.core.durable.slice_format import slices_count
-from memstore.core.wire.messages import Body, HostInfo, shard_from_wire, spec_from_wire, spec_to_wire
+from memstore.core.wire.ids import WireSpec, WireStep
+from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import (
+    DurableOrder,
+    Lineage,
+    ListMarkers,
+    NameKey,
+    RankSpec,
+    RemoveStep,
+    RemoveTornStep,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.reports import (
+    KeyNamed,
+    MarkerRow,
+    MarkersListed,
+    MarkersUnread,
+    MarkerWritten,
+    Report,
+    SliceWritten,
+    TornStepRemoved,
+)
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 
@@ -15,7 +37,7 @@ class Durable:
     """Durable storage that all hosts see: slices of parts, then markers."""
 
     slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Body]] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Lineage]] = field(default_factory=dict)
     damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
     discarded: list[tuple[str, int, int]] = field(default_factory=list)  # steps whose unfinished slices were removed
     problem: str = ""
@@ -37,65 +59,68 @@ class StorageUser(Protocol):
     durable_key: str  # name of the key in its file
     copies: dict[ShardId, Copy]
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: Report) -> None:
         """Send a report to the controller."""
 
 
-def persist(holder: StorageUser, body: Body) -> None:
+def persist(holder: StorageUser, order: DurableOrder) -> None:
     """Do what the controller orders: report the key, write slices or the marker, or remove a step."""
-    job, (attempt, step), what = body["job"], body["step"], body["what"]
-    why = holder.durable.problem or holder.durable_problem
-    if what == "parts" and body["key"] != holder.durable_key:
-        why = f"other key {holder.durable_key}"
-    key = body["key"] if what == "marker" else holder.durable_key
-    reply = {
-        "job": job, "what": what, "step": body["step"], "rank": -1, "slice": 0, "ok": not why, "why": why,
-        "key": key,
-    }  # fmt: skip
-    if what == "key":
-        holder.report("persisted", reply)
-    elif what == "parts":
-        for item, _, numbers in body["parts"]:
-            shard = shard_from_wire(item)
-            for number in numbers:
-                if shard in holder.copies and not why:
-                    place = (shard, holder.copies[shard].spec, int(number))
-                    holder.durable.slices.setdefault(place, []).append(holder.info.host_id)
-                    holder.durable.keys.setdefault(shard, set()).add(holder.durable_key)
-                holder.report("persisted", {**reply, "rank": shard.rank, "slice": number})
-    elif what == "marker":
-        specs = {int(rank): spec_from_wire(spec) for rank, spec in body["specs"]}
-        if not why:
-            holder.durable.markers[job, attempt, step] = (specs, dict(body["lineage"]))
-            holder.durable.marker_keys[job, attempt, step] = body["key"]
-        holder.report("persisted", reply)
-    elif what == "remove" and body["only_unmarked"]:
-        holder.durable.discarded.append((job, attempt, step))
-    elif what == "remove":
-        if not why:
-            holder.durable.markers.pop((job, attempt, step), None)
-        if body.get("is_torn"):
-            holder.report("persisted", reply)
+    storage, problem = holder.durable, holder.durable.problem or holder.durable_problem or None
+    match order:
+        case NameKey():
+            holder.report(KeyNamed(job=order.job, key=holder.durable_key, problem=problem))
+        case WriteSlices():
+            _write_slices(holder, order, problem)
+        case WriteMarker():
+            place = (order.job, order.step.attempt, order.step.step)
+            if problem is None:
+                storage.markers[place] = ({row.rank: row.spec.spec for row in order.specs}, order.lineage)
+                storage.marker_keys[place] = order.key
+            holder.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
+        case RemoveStep(only_unmarked=True):
+            storage.discarded.append((order.job, order.step.attempt, order.step.step))
+        case RemoveStep() | RemoveTornStep():
+            if problem is None:
+                storage.markers.pop((order.job, order.step.attempt, order.step.step), None)
+            if isinstance(order, RemoveTornStep):
+                holder.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
 
 
-def list_markers(holder: StorageUser, body: Body) -> None:
+def _write_slices(holder: StorageUser, order: WriteSlices, problem: str | None) -> None:
+    if order.key != holder.durable_key:
+        problem = f"other key {holder.durable_key}"
+    for part in order.parts:
+        shard = part.shard.id
+        for number in part.numbers:
+            if shard in holder.copies and problem is None:
+                place = (shard, holder.copies[shard].spec, number)
+                holder.durable.slices.setdefault(place, []).append(holder.info.host_id)
+                holder.durable.keys.setdefault(shard, set()).add(holder.durable_key)
+            written = SliceWritten(
+                job=order.job, step=order.step, rank=shard.rank, number=number, key=holder.durable_key, problem=problem
+            )
+            holder.report(written)
+
+
+def list_markers(holder: StorageUser, order: ListMarkers) -> None:
     """Report the markers of a job."""
-    rows = [
-        [
-            attempt,
-            step,
-            [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())],
-            holder.durable.marker_keys.get((job, attempt, step), ""),
-            lineage,
-        ]
-        for (job, attempt, step), (specs, lineage) in sorted(holder.durable.markers.items())
-        if job == body["job"]
-    ]
-    why = holder.durable.problem or holder.durable_problem
-    damaged = [row for row in rows if (row[0], row[1]) in holder.durable.damaged]
-    rows = [row for row in rows if row not in damaged]
-    said = why or "; ".join(f"marker of step {row[1]} is torn" for row in damaged)
-    report = {"job": body["job"], "call": body["call"], "ok": not why, "why": said, "markers": rows}
-    holder.report(
-        "markers", {**report, "key": holder.durable_key, "lacks": holder.durable.lacks if body.get("check") else ""}
-    )
+    storage = holder.durable
+    if why := storage.problem or holder.durable_problem:
+        holder.report(MarkersUnread(job=order.job, call=order.call, why=why))
+        return
+    mine = [(place, value) for place, value in sorted(storage.markers.items()) if place[0] == order.job]
+    torn = [place[2] for place, _ in mine if place[1:] in storage.damaged]
+    rows = tuple(
+        MarkerRow(
+            WireStep(*place[1:]), tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(specs.items())),
+            storage.marker_keys.get(place, ""), lineage,
+        )
+        for place, (specs, lineage) in mine
+        if place[1:] not in storage.damaged
+    )  # fmt: skip
+    report = MarkersListed(
+        job=order.job, call=order.call, markers=rows, key=holder.durable_key,
+        damaged="; ".join(f"marker of step {step} is torn" for step in torn),
+        lacks=storage.lacks if order.check is not None else "",
+    )  # fmt: skip
+    holder.report(report)

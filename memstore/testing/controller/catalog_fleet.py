@@ -13,9 +13,9 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
     Answer,
-    Body,
     Event,
     FactAck,
     Heard,
@@ -27,6 +27,18 @@ from memstore.core.wire.messages import (
     Tell,
     Tick,
 )
+from memstore.core.wire.orders import (
+    Fence,
+    JournalAppend,
+    JournalKeep,
+    JournalReplace,
+    ListMarkers,
+    PushTargets,
+    RaiseLevel,
+    Reserve,
+)
+from memstore.core.wire.reports import Fenced, MarkersListed, PutTimes, Reserved, Sealed
+from memstore.testing.requests import request_of
 
 JOB = "train"
 CHUNK_BYTES = 4 << 20
@@ -47,7 +59,7 @@ class CatalogFleet:
         self.now = 0.0
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
-        self.rooms: dict[str, Body] = {}  # host -> the last reservation that it was ordered
+        self.rooms: dict[str, Reserve] = {}  # host -> the last reservation that it was ordered
         self.committed: set[int] = set()  # steps whose commit was sent to every host
         self.answers: list[Answer] = []
         self._told: dict[int, int] = {}
@@ -63,7 +75,7 @@ class CatalogFleet:
         for host in self.hosts:
             self.handle(Heard(host))
         self._call("join", {
-            "world_size": self.world_size, "key": "launch", "launcher": "launcher", "fresh": False, "takeover": False,
+            "world_size": self.world_size, "key": "launch", "launcher": "launcher",
             "config": self.config,
         })  # fmt: skip
         self._call("reserve", {"attempt": 1, "slots": CHUNKS})
@@ -77,7 +89,7 @@ class CatalogFleet:
         self.answers.clear()
         for rank in range(self.world_size):
             more = {"job": JOB, "rank": rank, "nonce": f"n{rank}", "pid": 1000 + rank}
-            self.handle(RankCall(self.host_of(rank), rank + 1, verb, {**body, **more}))
+            self.handle(RankCall(self.host_of(rank), rank + 1, request_of(verb, more, **body)))
         refused = [answer.error for answer in self.answers if answer.error is not None]
         assert not refused, (verb, refused[:1])
         assert len(self.answers) == self.world_size, (verb, len(self.answers))
@@ -95,36 +107,32 @@ class CatalogFleet:
                 elif isinstance(action, Tell):
                     waiting += self._obey(action)
 
-    def _obey(self, order: Tell) -> Iterable[Event]:
-        host, body = order.host_id, order.body
-        if order.kind == "journal":
-            if body.get("is_page"):
-                return []
-            return [FactAck(host, int(body["seq"]))]
-        if order.kind == "fence":
-            return [Report(host, "fenced", {"job": JOB, "attempt": body["attempt"], "copies": []})]
-        if order.kind == "markers":
-            listed = {"ok": True, "why": "", "markers": [], "key": "", "lacks": ""}
-            return [Report(host, "markers", {"job": JOB, "call": body["call"], **listed})]
-        if order.kind == "reserve":
-            self.rooms[host] = body
-            reply = {"job": JOB, "attempt": body["attempt"], "call": body["call"], "ok": True, "why": ""}
-            return [Report(host, "reserved", reply)]
-        if order.kind == "targets":
-            self.targets[host] = list(body["targets"])
-        elif order.kind == "level" and body["level"] == "committed":
-            self._told[body["step"]] = self._told.get(body["step"], 0) + 1
-            if self._told[body["step"]] == len(self.hosts):
-                self.committed.add(int(body["step"]))
+    def _obey(self, action: Tell) -> Iterable[Event]:
+        host, order = action.host_id, action.order
+        match order:
+            case JournalAppend() | JournalReplace() | JournalKeep():
+                return [FactAck(host, order.seq)]
+            case Fence():
+                return [Report(host, Fenced(job=JOB, attempt=order.attempt, copies=()))]
+            case ListMarkers():
+                listed = MarkersListed(job=JOB, call=order.call, markers=(), key="", damaged="", lacks="")
+                return [Report(host, listed)]
+            case Reserve():
+                self.rooms[host] = order
+                return [Report(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
+            case PushTargets():
+                self.targets[host] = list(order.targets)
+            case RaiseLevel(level="committed"):
+                self._told[order.step] = self._told.get(order.step, 0) + 1
+                if self._told[order.step] == len(self.hosts):
+                    self.committed.add(order.step)
         return []
 
     def seal(self, host: str, rank: int, step: int, *, is_own: bool) -> None:
         """Let a host report its copy of a rank's shard."""
-        spec = [f"{step:016x}{rank:016x}", CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size]
-        body: dict[str, Any] = {"copies": [[[JOB, 1, step, rank], spec, []]]}
-        if is_own:
-            body["put"] = {"stall_s": 0.01, "age_s": 0.2}
-        self.handle(Report(host, "sealed", body))
+        spec = WireSpec(f"{step:016x}{rank:016x}", CHUNKS * CHUNK_BYTES, CHUNK_BYTES, CHUNKS, self.world_size)
+        put = PutTimes(stall_s=0.01, age_s=0.2) if is_own else None
+        self.handle(Report(host, Sealed(copy=WireCopy(WireShard(JOB, 1, step, rank), spec, ()), put=put)))
 
     def put(self, step: int, ranks: Iterable[int] | None = None) -> None:
         """Let every rank put; its own host seals the shard first, then the targets of that host."""

@@ -1,4 +1,4 @@
-"""A holder without an arena: it carries out the orders of core/wire/messages.py on plain values.
+"""A holder without an arena: it carries out the orders of core/wire/orders.py on plain values.
 
 A copy is a statement about bytes (a shard, its digest, the chunks that it lacks). The holder also keeps a journal, and
 hosts ranks that put, get and receive levels. The world delivers its messages; this file knows neither time nor
@@ -8,13 +8,19 @@ controller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
+import xxhash
+from msgspec import structs
 
+from memstore.core.holder.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
+from memstore.core.wire import calls, reports
+from memstore.core.wire.codec import Decoder, encode, tag_of
+from memstore.core.wire.ids import WireCopy, WireShard
 from memstore.core.wire.messages import (
     Body,
     Event,
@@ -23,17 +29,68 @@ from memstore.core.wire.messages import (
     HostUp,
     RankCall,
     Report,
-    copy_to_wire,
-    shard_from_wire,
-    shard_to_wire,
-    spec_from_wire,
 )
+from memstore.core.wire.orders import (
+    AbandonStep,
+    DropJob,
+    DurableOrder,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    Grow,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    ListMarkers,
+    LookAtCopies,
+    MakeFork,
+    NameKey,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    RemoveStep,
+    RemoveTornStep,
+    Reserve,
+    StageShard,
+    StopWriting,
+    TakeIncarnation,
+    TellClock,
+    VerifyCopies,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.reports import (
+    CopiesLookedAt,
+    CopiesVerified,
+    Fenced,
+    ForkedDigest,
+    Freed,
+    IntoChecked,
+    IntoError,
+    PushFailed,
+    PutTimes,
+    ReadEnded,
+    Reserved,
+    Sealed,
+    StageEnded,
+)
+from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.catalog_durable import Durable, list_markers, persist
 from memstore.testing.controller.catalog_room import guest_refusal
+from memstore.testing.requests import fields_told
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 CHUNKS = 4  # of every shard
 STAGE_TRIES = 100  # about 10 s: longer than it takes to declare a silent host dead
+OneOrder = TypeVar("OneOrder")
+decode_report: Decoder[reports.Report] = Decoder(reports.Report)
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
 
 
@@ -99,13 +156,14 @@ class FakeHolder:
         self.targets: dict[str, list[str]] = {}
         self.copiers: dict[str, dict[int, list[str]]] = {}  # job -> local copier -> targets
         self.ranks: dict[str, FakeRank] = {}  # by nonce
-        self.calls, self.calls_count = dict[int, tuple[str, str, Body]](), 0
+        self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
-        self.rooms: dict[str, Body] = {}  # job -> its reservation; without one no copy is taken from a peer
+        self.rooms: dict[str, Reserve | Grow] = {}  # job -> its reservation; without one no copy is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many of the next check orders find the rank's link broken
-        self.orders: list[tuple[str, Body]] = []
+        self.orders: list[Order] = []
+        self.instead: dict[type[Order], Callable[[Any], None]] = {}  # what a test does instead of an order
 
     @property
     def host_id(self) -> str:
@@ -128,31 +186,33 @@ class FakeHolder:
 
     # -- ranks --------------------------------------------------------------------------------
 
-    def call(self, rank: FakeRank, verb: str, body: Body) -> None:
+    def call(self, rank: FakeRank, request: calls.RankCall) -> None:
         """Send a rank's question to the controller; it is sent again in every session until it is answered."""
         self.calls_count += 1
-        self.calls[self.calls_count] = (rank.nonce, verb, body)
-        self._send(self, RankCall(self.host_id, self.calls_count, verb, dict(body)))
+        self.calls[self.calls_count] = (rank.nonce, request)
+        self._send(self, RankCall(self.host_id, self.calls_count, request))
 
     def resend_calls(self) -> None:
         """Send every unanswered question again in a new session."""
-        for call_id, (_, verb, body) in sorted(self.calls.items()):
-            self._send(self, RankCall(self.host_id, call_id, verb, dict(body)))
+        for call_id, (_, request) in sorted(self.calls.items()):
+            self._send(self, RankCall(self.host_id, call_id, request))
 
-    def answer(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass an answer of the controller on to its rank."""
-        nonce, verb, _ = self.calls.pop(call_id, ("", "", {}))
+        nonce, request = self.calls.pop(call_id, ("", None))
         rank = self.ranks.get(nonce)
-        if rank is None:
+        if rank is None or request is None:
             return
-        if error is not None:
-            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])))
+        verb = tag_of(request)
+        if error is not None or data is None:
+            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
+        body = fields_told(request, data)
         rank.answers.setdefault(verb, []).append(body)
-        if verb in ("join", "rewind", "mesh_order"):
+        if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
             rank.resume_step = max(rank.resume_step, int(body["resume_step"]))
-        elif verb == "skip":
+        elif isinstance(request, calls.SkipStep):
             rank.resume_step = max(rank.resume_step, int(body["resume"]))
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
@@ -161,93 +221,113 @@ class FakeHolder:
         if rank.attempt < self.fences.get(rank.job, 0):
             rank.rise(step, "failed", "fenced")
             return
-        self.keep(Copy(shard, spec, self.host_id), {"put": {"stall_s": rank.stall_s, "age_s": rank.stall_s}})
+        self.keep(Copy(shard, spec, self.host_id), PutTimes(stall_s=rank.stall_s, age_s=rank.stall_s))
         rank.rise(step, "sealed")
         for target in self.copiers.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
             self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
 
-    def keep(self, copy: Copy, more: Body | None = None) -> None:
+    def keep(self, copy: Copy, put: PutTimes | None = None) -> None:
         """Store a copy and report it."""
         self.copies[copy.shard] = copy
-        self.report("sealed", {"copies": [copy_to_wire(copy)], **(more or {})})
+        self.report(Sealed(copy=WireCopy.of(copy), put=put))
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: reports.Report) -> None:
         """Send a report to the controller."""
-        self._send(self, Report(self.host_id, kind, body))
+        self._send(self, Report(self.host_id, report))
 
     def lose(self, *shards: ShardId) -> None:
         """Lose copies of a job, and report an inventory without them."""
         for shard in shards:
             del self.copies[shard]
-        job, attempt = shards[0].job, shards[0].attempt
-        left = [copy_to_wire(copy) for shard, copy in self.copies.items() if shard.job == job]
-        self.report("fenced", {"job": job, "attempt": attempt, "copies": left})
+        self._report_copies(shards[0].job, shards[0].attempt)
+
+    def _report_copies(self, job: str, attempt: int) -> None:
+        copies = tuple(WireCopy.of(copy) for shard, copy in self.copies.items() if shard.job == job)
+        self.report(Fenced(job=job, attempt=attempt, copies=copies))
 
     # -- orders -------------------------------------------------------------------------------
 
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out one order."""
-        self.orders.append((kind, body))
-        getattr(self, f"_on_{kind}")(body)
+        self.orders.append(order)
+        self.instead.get(type(order), self.carry_out)(order)
 
-    def _on_journal(self, body: Body) -> None:
-        if (whole := whole_order(self.pages, body)) is not None:
-            self.journal = journal_after(self.journal, whole)
-            self._send(self, FactAck(self.host_id, int(whole["seq"])))
+    def told(self, kind: type[OneOrder]) -> list[OneOrder]:
+        """Return the orders of one kind, in the order in which they came."""
+        return [order for order in self.orders if isinstance(order, kind)]
 
-    def _on_clock(self, body: Body) -> None:
-        self.clock_s = body["clock_s"]
+    def carry_out(self, order: Order) -> None:
+        """Do what an order says."""
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                if (whole := whole_order(self.pages, order)) is not None:
+                    self.journal = journal_after(self.journal, whole)
+                    self._send(self, FactAck(self.host_id, whole.seq))
+            case TellClock():
+                self.clock_s = order.clock_s
+            case KeepStory():
+                self.stories[order.job] = order.story
+            case ForgetStory():
+                self.stories.pop(order.job, None)
+            case TakeIncarnation():
+                self.info = replace(self.info, incarnation=order.above + 1)
+            case Fence():
+                self._fence(order)
+            case PushTargets():
+                self.targets[order.job] = list(order.targets)
+                self.copiers[order.job] = {row.rank: list(row.targets) for row in order.copiers}
+            case Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
+                self.rooms.setdefault(order.job, order)
+            case Reserve():
+                why = self.refuses_room
+                if not why:
+                    self.rooms[order.job] = order
+                self.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=why or None))
+            case LookAtCopies() | MakeFork():
+                self._later(self, lambda: self._fork(order))
+            case PushCopy():
+                self._later(self, lambda: self.push(order.shard.id, order.target))
+            case StageShard() | ReadShard() | ReadChunks():
+                self._later(self, lambda: self._stage(order))
+            case OrderCheck():
+                self._check(order)
+            case RaiseLevel():
+                self._level(order)
+            case AbandonStep():
+                self._abandon(order)
+            case FreeCopies() | DropJob():
+                for shard in order.shards:
+                    self.copies.pop(shard.id, None)
+                self.report(Freed(shards=order.shards, number=getattr(order, "number", None)))
+            case ListMarkers():
+                list_markers(self, order)
+            case VerifyCopies():
+                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+                self.report(CopiesVerified(call=order.call, found=found, problem=""))
+            case WriteSlices() | WriteMarker() | StopWriting() | RemoveStep() | RemoveTornStep() | NameKey():
+                self._later(self, lambda: self._persist(order))
 
-    def _on_view(self, body: Body) -> None:
-        pass
-
-    def _on_dropped(self, body: Body) -> None:
-        self.stories = {k: v for k, v in {**self.stories, body["job"]: body["story"]}.items() if v}
-
-    def _on_outdated(self, body: Body) -> None:
-        self.info = replace(self.info, incarnation=int(body["above"]) + 1)
-
-    def _on_fence(self, body: Body) -> None:
-        job, attempt = body["job"], int(body["attempt"])
+    def _fence(self, order: Fence) -> None:
+        job, attempt = order.job, order.attempt
         self.fences[job] = max(self.fences.get(job, 0), attempt)
         for rank in self.ranks.values():
-            is_older = rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in body["members"]
+            is_older = rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in order.members
             rank.is_fenced = rank.is_fenced or is_older
-        copies = [copy_to_wire(c) for c in self.copies.values() if c.shard.job == job]
-        self.report("fenced", {"job": job, "attempt": attempt, "copies": copies})
+        self._report_copies(job, attempt)
 
-    def _on_targets(self, body: Body) -> None:
-        self.targets[body["job"]] = list(body["targets"])
-        self.copiers[body["job"]] = {rank: list(targets) for rank, targets, _ in body["copiers"]}
-
-    def _on_grow(self, body: Body) -> None:
-        """Accept copies of the job although no reservation was made; the real holder grows its arena."""
-        self.rooms.setdefault(body["job"], body)
-
-    def _on_reserve(self, body: Body) -> None:
-        why = self.refuses_room
-        if not why:
-            self.rooms[body["job"]] = body
-        self.report("reserved", {**{key: body[key] for key in ("job", "attempt", "call")}, "ok": not why, "why": why})
-
-    def _on_fork(self, body: Body) -> None:
-        self._later(self, lambda: self._fork(body))
-
-    def _fork(self, body: Body) -> None:
+    def _fork(self, order: LookAtCopies | MakeFork) -> None:
         """Make copies of a new job over the same chunks: their digest follows from the origin's and the new id."""
-        looked: list[list[Any]] = []
-        for item, digest, renamed in body["shards"]:
-            mine, new = self.copies.get(shard_from_wire(item)), shard_from_wire(renamed)
-            is_here = mine is not None and mine.spec.digest == digest
-            looked.append([new.rank, f"{digest} as {new.job}", len(mine.missing) if is_here and mine else -1])
-            if mine is not None and is_here and body["what"] == "make":
-                self.keep(Copy(new, replace(mine.spec, digest=f"{digest} as {new.job}"), self.host_id, mine.missing))
-        if body["what"] == "look":
-            self.report("forked", {"job": body["job"], "call": body["call"], "shards": looked})
-
-    def _on_push(self, body: Body) -> None:
-        shard = shard_from_wire(body["shard"])
-        self._later(self, lambda: self.push(shard, str(body["target"])))
+        looked: list[ForkedDigest] = []
+        for item in order.shards:
+            mine, new = self.copies.get(item.shard.id), item.new.id
+            if mine is None or mine.spec.digest != item.digest:
+                continue
+            digest = digest_of(item.digest, new.job)
+            looked.append(ForkedDigest(new.rank, digest, len(mine.missing)))
+            if isinstance(order, MakeFork):
+                self.keep(Copy(new, replace(mine.spec, digest=digest), self.host_id, mine.missing))
+        if isinstance(order, LookAtCopies):
+            self.report(CopiesLookedAt(job=order.job, call=order.call, shards=tuple(looked)))
 
     def push(self, shard: ShardId, target: str) -> None:
         """Copy one shard to a peer, or report why not."""
@@ -265,38 +345,37 @@ class FakeHolder:
             if not why and max(shard.attempt, self.fences.get(shard.job, 0)) < other.fences.get(shard.job, 0):
                 why = "fenced"
         if why or other is None:
-            body = {"shard": shard_to_wire(shard), "target": target, "why": why, "is_final": True}
-            self.report("push_failed", body)
+            self.report(PushFailed(shard=WireShard.of(shard), target=target, why=why, is_final=True))
             return
         old = other.copies.get(shard)
         missing = mine.missing if old is None else mine.missing & old.missing
         other.keep(Copy(shard, mine.spec, target, missing))
 
-    def _on_stage(self, body: Body) -> None:
-        self._later(self, lambda: self._stage(body))
-
-    def _stage(self, body: Body, tries: int = 1) -> None:
-        away = [str(s) for tier, s, _, _ in body["runs"] if tier == "peer" and self._peer(str(s)) is None]
+    def _stage(self, order: BringOrder, tries: int = 1) -> None:
+        away = [str(run.source) for run in order.runs if run.tier == "peer" and self._peer(str(run.source)) is None]
         if away and tries < STAGE_TRIES:  # no evidence about bytes: it may be back, or be declared dead (R25)
-            self._later(self, lambda: self._stage(body, tries + 1))
+            self._later(self, lambda: self._stage(order, tries + 1))
             return
-        shard, spec = shard_from_wire(body["shard"]), spec_from_wire(body["spec"])
+        shard, spec = order.shard.id, order.spec.spec
         bad: dict[str, list[int]] = {}
-        for tier, source, first, count in body["runs"]:
-            chunks = range(int(first), int(first) + int(count))
-            name = str(source) if tier != "durable" else "durable"
-            lacking = [i for i in chunks if not self._has_chunk(tier, source, shard, spec, i)]
+        for run in order.runs:
+            chunks = range(run.first, run.first + run.count)
+            name = str(run.source) if run.tier != "durable" else "durable"
+            lacking = [i for i in chunks if not self._has_chunk(run.tier, run.source, shard, spec, i)]
             if lacking and name not in away:
                 bad.setdefault(name, []).extend(lacking)
         why = self.staging_fails or ("chunks damaged or missing" if bad else "")
         why = why or (f"cannot reach {', '.join(away)}" if away else "")
         if not why:
             self.keep(Copy(shard, spec, self.host_id))
-        report = {
-            "job": body["job"], "round": body["round"], "rank": body["rank"], "ok": not why, "why": why, "bad": bad,
-            "shard": body["shard"], "digest": spec.digest,
+        ended: dict[str, Any] = {
+            "shard": order.shard, "digest": spec.digest, "problem": why or None,
+            "bad": {source: tuple(indices) for source, indices in bad.items()},
         }  # fmt: skip
-        self.report("staged", report)
+        if isinstance(order, StageShard):
+            self.report(StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
+        else:
+            self.report(ReadEnded(read=order.read, **ended))
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":
@@ -305,53 +384,51 @@ class FakeHolder:
         copy = holder.copies.get(shard) if holder is not None else None
         return copy is not None and copy.spec == spec and index not in copy.missing
 
-    def _on_check(self, body: Body) -> None:
+    def _check(self, order: OrderCheck) -> None:
         if self.checks_lost > 0:
             self.checks_lost -= 1
             return
         for rank in self.ranks.values():
-            if rank.job == body["job"] and rank.rank == body["rank"] and not rank.is_dead:
-                error = list(rank.into_error) if rank.into_error else None
-                reply = {"job": body["job"], "round": body["round"], "rank": rank.rank, "ok": not error, "error": error}
-                self.report("checked", reply)
+            if rank.job == order.job and rank.rank == order.rank and not rank.is_dead:
+                error = IntoError(error=rank.into_error[0], message=rank.into_error[1]) if rank.into_error else None
+                self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
-    def _on_level(self, body: Body) -> None:
-        for rank in self._ranks_of(body):
-            rank.rise(int(body["step"]), body["level"], body["reason"], is_degraded=bool(body["degraded"]))
-            rank.resume_step = max(rank.resume_step, int(body.get("resume", 0)))
-            if body["level"] == "committed":
-                for step in [s for s in rank.tickets if s < int(body["step"])]:
+    def _level(self, order: RaiseLevel) -> None:
+        for rank in self._ranks_of(order):
+            rank.rise(order.step, order.level, order.reason, is_degraded=order.degraded)
+            if order.level == "committed":
+                for step in [s for s in rank.tickets if s < order.step]:
                     if rank.tickets[step] in LEVELS[:3]:
                         rank.tickets[step] = "superseded"
 
-    def _ranks_of(self, body: Mapping[str, Any]) -> list[FakeRank]:
-        mine = (body["job"], body["attempt"])
+    def _ranks_of(self, order: RaiseLevel | AbandonStep) -> list[FakeRank]:
+        mine = (order.job, order.attempt)
         return [r for r in self.ranks.values() if (r.job, r.attempt) == mine and not r.is_dead]
 
-    def _on_abandon(self, body: Body) -> None:
-        key = (body["job"], int(body["attempt"]), int(body["step"]))
+    def _abandon(self, order: AbandonStep) -> None:
+        key = (order.job, order.attempt, order.step)
         for shard in [s for s in self.copies if (s.job, s.attempt, s.step) == key]:
             del self.copies[shard]
-        for rank in self._ranks_of(body):
-            rank.rise(int(body["step"]), body["level"], body["reason"])
-            rank.resume_step = max(rank.resume_step, int(body["resume"]))
+        for rank in self._ranks_of(order):
+            rank.rise(order.step, order.level, order.reason)
+            rank.resume_step = max(rank.resume_step, order.resume)
 
-    def _on_drop(self, body: Body) -> None:
-        for item in body["shards"]:
-            self.copies.pop(shard_from_wire(item), None)
-        self.report("freed", {"shards": body["shards"], "number": body.get("number")})
+    def _persist(self, order: DurableOrder) -> None:
+        persist(self, order)
 
-    def _on_persist(self, body: Body) -> None:
-        self._later(self, lambda: self._persist(body))
 
-    def _persist(self, body: Body) -> None:
-        persist(self, body)
+def digest_of(*named: object) -> str:
+    """Return a digest that stands for bytes by their name."""
+    return xxhash.xxh3_128_hexdigest("-".join(map(str, named)).encode())
 
-    def _on_markers(self, body: Body) -> None:
-        list_markers(self, body)
 
-    def _on_ask(self, body: Body) -> None:
-        self.report("answer", {"ask": body["ask"], "ok": True, "why": "", "value": {}})
+def host_stats(**counts: int) -> HostStats:
+    """Return what a holder says of itself with a heartbeat: nothing but these counts."""
+    fields = structs.fields(HostStats)
+    empty: dict[str, Any] = {
+        each.name: "" if each.type is str else False if each.type is bool else 0 for each in fields
+    }
+    return HostStats(**{**empty, **counts})
 
 
 def plain(body: Body) -> Body:
@@ -362,7 +439,7 @@ def plain(body: Body) -> Body:
 def plain_event(event: Event) -> Event:
     """Return the event as the controller reads it from a socket."""
     if isinstance(event, Report):
-        return Report(event.host_id, event.kind, plain(event.body))
+        return Report(event.host_id, decode_report(encode(event.report)))
     if isinstance(event, HostUp):
         return replace(event)
     return event

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from memstore.core.wire.orders import Grow, Reserve
 from recovery.inventory import ShardId
 
 
-def guest_refusal(room: Mapping[str, Any] | None, held: Iterable[ShardId], shard: ShardId, chunks: int) -> str:
+def guest_refusal(room: Reserve | Grow | None, held: Iterable[ShardId], shard: ShardId, chunks: int) -> str:
     """Say why a peer's copy of `chunks` slots does not fit the reservation of its job here, or ""."""
     if room is None:
         return f"no room is reserved for job {shard.job!r} here"
-    ranks = {rank for rank, _ in room.get("ranks", ())}
-    if not room or shard.rank in ranks:
-        return ""  # memory that no share claims, or its own rank's
-    used, limit = chunks * sum(s.job == shard.job and s.rank not in ranks for s in held), int(room["guest_slots"])
+    ranks = {row.rank for row in room.ranks}
+    if shard.rank in ranks:
+        return ""
+    used, limit = chunks * sum(s.job == shard.job and s.rank not in ranks for s in held), room.guest_slots
     return f"guest share full: {used} of {limit} slots used, {chunks} needed" if used + chunks > limit else ""

@@ -19,6 +19,7 @@ from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -28,12 +29,16 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     Note,
-    RankGone,
+    Report,
     Tell,
     Tick,
 )
+from memstore.core.wire.orders import TakeIncarnation, decode_order
+from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import RankGone
 from memstore.testing.controller.catalog_durable import Durable
-from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, plain, plain_event
+from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
+from memstore.testing.requests import request_of
 from recovery.inventory import ShardId, ShardSpec, StepId
 
 TICK_S = 0.2
@@ -193,13 +198,12 @@ class CatalogWorld:
         holder = self.holders[host]
         if self._sessions.get(host) != session or not holder.is_up:
             return
-        body = plain(action.body)
         if isinstance(action, Tell):
-            holder.obey(action.kind, body)
-            if action.kind == "outdated":
+            holder.obey(decode_order(encode(action.order)))
+            if isinstance(action.order, TakeIncarnation):
                 del self._sessions[host]  # the holder ends it, to begin again
         else:
-            holder.answer(action.call_id, body, action.error)
+            holder.answer(action.call_id, None if action.reply is None else pack_reply(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():
@@ -272,9 +276,9 @@ class CatalogWorld:
         self.holders[name].ranks[process.nonce] = process
         body = {
             "job": job, "rank": rank, "world_size": world_size, "nonce": process.nonce, "key": key, "pid": 1000 + rank,
-            "launcher": "launcher", "fresh": False, "takeover": False, "config": self.config, **more,
+            "launcher": "launcher", "config": self.config, **more,
         }  # fmt: skip
-        self.holders[name].call(process, "join", body)
+        self.holders[name].call(process, request_of("join", body))
         return process
 
     def _up_count(self) -> int:
@@ -296,14 +300,14 @@ class CatalogWorld:
             return
         rank.is_dead = True
         holder = self.holders[rank.host_id]
-        for call_id in [c for c, (nonce, _, _) in holder.calls.items() if nonce == rank.nonce]:
+        for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
             del holder.calls[call_id]
-        self._send(holder, RankGone(rank.host_id, rank.nonce))
+        self._send(holder, Report(rank.host_id, RankGone(nonce=rank.nonce)))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
         """Send a rank's question to the controller."""
         base = {"job": rank.job, "attempt": rank.attempt, "rank": rank.rank}
-        self.holders[rank.host_id].call(rank, verb, {**base, **body})
+        self.holders[rank.host_id].call(rank, request_of(verb, base, **body))
 
     def get(
         self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False
@@ -339,7 +343,7 @@ class CatalogWorld:
             rank.tickets[step] = "skipped"
             return
         shard = ShardId(rank.job, rank.attempt, step, rank.rank)
-        digest = f"{rank.job}-{rank.attempt}-{step}-{rank.rank}-{rank.nonce}"
+        digest = digest_of(rank.job, rank.attempt, step, rank.rank, rank.nonce)
         self.put_digests.setdefault(shard, digest)
         join = rank.answers["join"][-1]
         holder.seal(rank, step, ShardSpec(digest, CHUNKS * 64, 64, CHUNKS, int(join["world_size"])))

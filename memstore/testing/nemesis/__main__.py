@@ -19,11 +19,11 @@ from pathlib import Path
 
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.nursery import LockedNursery
 from memstore.testing.nemesis.record import Part, append, parts_of
 from memstore.testing.nemesis.round import Round
 from memstore.testing.nemesis.schedule import COMPOSED, draw, without
 from memstore.testing.nemesis.story import Story
+from memstore.testing.ranks.rank_process import RankNursery
 
 DEFAULT_FOLDER = Path("nemesis-report")
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(filename=options.folder / "nemesis.log", level=logging.WARNING)  # of this process's questions
     os.environ[leaks.RUN_VARIABLE] = run
     os.environ.pop("RAY_ADDRESS", None)
-    with LockedNursery() as nursery, LoadMeter() as meter:
+    with RankNursery("memstore.testing.nemesis.rank_process") as nursery, LoadMeter() as meter:
         while True:
             round_seed = options.round_seed if options.round_seed is not None else rng.getrandbits(32)
             broken += _play(options, round_seed, nursery, meter, run, part)
@@ -65,9 +65,7 @@ def _end(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _play(
-    options: argparse.Namespace, seed: int, nursery: LockedNursery, meter: LoadMeter, run: str, part: Part
-) -> bool:
+def _play(options: argparse.Namespace, seed: int, nursery: RankNursery, meter: LoadMeter, run: str, part: Part) -> bool:
     """Play one round and print how it went; return whether it broke a promise."""
     scenario = without(
         draw(seed, shape="ray" if options.ray else options.shape, is_short=options.short), options.without

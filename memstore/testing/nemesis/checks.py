@@ -16,7 +16,6 @@ STALL_MARGIN_S = 1.0
 LATE_FACTOR = 3.0  # so many seconds a put may take for each second that the machine overslept
 # The first put claims memory on all hosts, so its bound is connect_timeout_s (60) with some slack, not the budget.
 FIRST_PUT_S = 75.0
-PUT_MAY_RAISE_FENCED = "FencedError"
 
 
 class RestoreCheck:

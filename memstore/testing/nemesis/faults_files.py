@@ -1,4 +1,4 @@
-"""Faults of files that are removed, cut short or rotten, under holders that are down or live."""
+"""Faults of files that are removed, cut short or rotten, under holders that are down or live; and the class of all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import os
 import random
 import shutil
-import signal
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
-from memstore.testing.nemesis.fault_base import FaultBase
+from memstore.errors import DrillError
+from memstore.shell.arena.slot_headers import SlotState
+from memstore.testing.faults.arena_files import flip_bit, manifest_files, slot_records
+from memstore.testing.faults.processes import freeze, process_of, thaw, wait_frozen
+from memstore.testing.nemesis.faults import FaultBase, FaultPlayer, LinkFaults, ProcessFaults, on
 from memstore.testing.nemesis.schedule import Planned
 
 LIVE_FILES = (("arena", "slots", "manifests", "journal"), ("manifests",), ("journal",), ("slots",), ("arena",), ("*",))
@@ -21,139 +23,106 @@ STOPPED_S = 2.0
 
 
 class FileFaults(FaultBase):
-    """The methods of `Faults` for files."""
+    """The faults of files."""
 
-    def lose_folder_under_ranks(self, rng: random.Random, planned: Planned) -> None:
+    def lose_folder_under_ranks(self, rng: random.Random, planned: Planned) -> Iterator[str]:
         """Kill a holder, remove its folder, start a new one; the host's ranks live on with the old mapping."""
-        self._lose_under_ranks(rng, planned, "lose_folder_under_ranks", "*")
+        yield from self._lose_under_ranks(rng, planned, "*")
 
-    def lose_file_under_ranks(self, rng: random.Random, planned: Planned) -> None:
+    def lose_file_under_ranks(self, rng: random.Random, planned: Planned) -> Iterator[str]:
         """Kill a holder, remove one file of its folder, start a new one."""
         name = rng.choice(("arena", "arena", "slots", "manifests", "journal"))
-        self._lose_under_ranks(rng, planned, "lose_file_under_ranks", name)
+        yield from self._lose_under_ranks(rng, planned, name)
 
-    def _lose_under_ranks(self, rng: random.Random, planned: Planned, kind: str, name: str) -> None:
-        on_ranks = [h for h in self.job.place if self.hosts.pid(h) is not None and h not in self.hosts.stopped]
+    def _lose_under_ranks(self, rng: random.Random, planned: Planned, name: str) -> Iterator[str]:
+        on_ranks = [h for h in self.job.place if self.hosts.holder(h) is not None and h not in self.hosts.stopped]
         host = rng.choice(on_ranks) if on_ranks else ""
         host = self.expendable(rng, Planned(planned.at_s, planned.kind, 0.0, {"host": host})) if host else ""
-        if not host:
-            return
-        self.story.fault(kind, f"{host}: holder killed, {'its folder' if name == '*' else name} removed, ranks live on")
-        self.hosts.kill_holder(host)
-        self.ledger.harmed(self.hosts.domain[host], "lost", time.monotonic())
-        self._remove(self.hosts.arena(host), (name,))
-        self.later(planned, lambda: self.start(host))
-
-    def remove_live_files(self, rng: random.Random, planned: Planned) -> None:
-        """Remove files of a live holder's folder, as a cleaner of temporary files does."""
-        host = self.expendable(rng, planned)
         if host:
-            names = rng.choice(LIVE_FILES)
-            self.story.fault("remove_live_files", f"{host}: {', '.join(names)}")
-            self.ledger.harmed(self.hosts.domain[host], "lost", time.monotonic())
-            self.hosts.mark_away(host)
-            self._remove(self.hosts.arena(host), names)
+            self.hosts.kill_holder(host)
+            self.harmed(host, "lost")
+            remove(self.hosts.arena(host), (name,))
+            yield f"{host}: holder killed, {'its folder' if name == '*' else name} removed, ranks live on"
+            self.start(host)
 
-    def _remove(self, folder: Path, names: tuple[str, ...]) -> None:
-        if names == ("*",):
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        for name in names:
-            if name == "manifests":
-                shutil.rmtree(folder / name, ignore_errors=True)
-            else:
-                (folder / name).unlink(missing_ok=True)
+    @on("expendable")
+    def remove_live_files(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
+        """Remove files of a live holder's folder, as a cleaner of temporary files does."""
+        names = rng.choice(LIVE_FILES)
+        self.harmed(host, "lost")
+        self.hosts.mark_away(host)
+        remove(self.hosts.arena(host), names)
+        yield f"{host}: {', '.join(names)}"
 
-    def truncate_while_down(self, rng: random.Random, planned: Planned) -> None:
+    @on("expendable")
+    def truncate_while_down(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Kill a holder, cut its journal or manifests short, start a new one; files that ranks have mapped stay."""
-        host = self.expendable(rng, planned)
-        if not host:
-            return
-        what = rng.choice(("journal", "manifests"))
-        self.story.fault("truncate_while_down", f"{host}: {what}")
+        what, folder = rng.choice(("journal", "manifests")), self.hosts.arena(host)
         self.hosts.kill_holder(host)
-        self.ledger.harmed(self.hosts.domain[host], "lost", time.monotonic())
-        folder = self.hosts.arena(host)
-        paths = [folder / "journal"] if what == "journal" else _files(folder / "manifests")
-        for path in paths:
+        self.harmed(host, "lost")
+        for path in [folder / "journal"] if what == "journal" else manifest_files(folder):
             with contextlib.suppress(OSError):
                 os.truncate(path, int(path.stat().st_size * rng.choice((0.0, 0.3, 0.9))))
-        self.later(planned, lambda: self.start(host))
+        yield f"{host}: {what}"
+        self.start(host)
 
-    def rot_slots(self, rng: random.Random, planned: Planned) -> None:
+    @on("expendable")
+    def rot_slots(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Change bytes of sealed slots, with the holder stopped meanwhile, so that no slot is used again by then."""
-        host = self.expendable(rng, planned)
-        pid = self.hosts.pid(host) if host else None
-        if pid is None:
-            return
-        folder = self.hosts.arena(host)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            count = self._rot_sealed(rng, pid, folder)
-        except (OSError, ValueError):
-            count = 0
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        folder, chunk = self.hosts.arena(host), self.hosts.cluster.config.chunk_bytes
+        count = 0
+        with contextlib.suppress(OSError, ValueError, DrillError):
+            process = self.hosts.holder(host) or process_of(0)
+            freeze(process)
+            try:
+                wait_frozen(process, STOPPED_S)
+                table = slot_records(folder)
+                sealed = np.flatnonzero((table["state"] == SlotState.SEALED) & (table["nbytes"] > 0))
+                victims = rng.sample(sorted(int(i) for i in sealed), min(len(sealed), rng.choice((1, 3, 20))))
+                for slot in victims:
+                    at = slot * chunk + rng.randrange(int(table["nbytes"][slot]))
+                    flip_bit(folder / "arena", at, rng.randrange(8))
+                    count += 1
+            finally:
+                thaw(process)
         if count:
-            self.ledger.harmed(self.hosts.domain[host], "rot", time.monotonic())
-            self.story.fault("rot_slots", f"{host}: {count} sealed slots")
+            self.harmed(host, "rot")
+            yield f"{host}: {count} sealed slots"
 
-    def _rot_sealed(self, rng: random.Random, pid: int, folder: Path) -> int:
-        _wait_stopped(pid)
-        table = np.fromfile(folder / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
-        sealed = np.flatnonzero((table["state"] == SlotState.SEALED) & (table["nbytes"] > 0))
-        chunk = self.hosts.cluster.config.chunk_bytes
-        victims = rng.sample(sorted(int(i) for i in sealed), min(len(sealed), rng.choice((1, 3, 20))))
-        with (folder / "arena").open("r+b") as arena:
-            for slot in victims:
-                at = slot * chunk + rng.randrange(int(table["nbytes"][slot]))
-                arena.seek(at)
-                byte = arena.read(1)
-                arena.seek(at)
-                arena.write(bytes((byte[0] ^ (1 << rng.randrange(8)),)))
-        return len(victims)
-
-    def rot_manifest(self, rng: random.Random, planned: Planned) -> None:
+    @on("expendable")
+    def rot_manifest(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Change a byte of some manifests on one host."""
-        host = self.expendable(rng, planned)
-        if host:
-            count = sum(_flip(rng, path) for path in _files(self.hosts.arena(host) / "manifests"))
-            if count:
-                self.ledger.harmed(self.hosts.domain[host], "rot-file", time.monotonic())
-                self.story.fault("rot_manifest", f"{host}: {count} manifests")
+        count = sum(flip_somewhere(rng, path) for path in manifest_files(self.hosts.arena(host)))
+        if count:
+            self.harmed(host, "rot-file")
+            yield f"{host}: {count} manifests"
 
-    def rot_journal(self, rng: random.Random, planned: Planned) -> None:
+    @on("expendable")
+    def rot_journal(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Change a byte of a journal."""
-        host = self.expendable(rng, planned)
-        if host and _flip(rng, self.hosts.arena(host) / "journal"):
-            self.ledger.harmed(self.hosts.domain[host], "rot-file", time.monotonic())
-            self.story.fault("rot_journal", host)
+        if flip_somewhere(rng, self.hosts.arena(host) / "journal"):
+            self.harmed(host, "rot-file")
+            yield host
 
 
-def _files(folder: Path) -> list[Path]:
+def remove(folder: Path, names: tuple[str, ...]) -> None:
+    """Remove files and folders of an arena folder; "*" is all of it."""
+    for path in [folder if name == "*" else folder / name for name in names]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def flip_somewhere(rng: random.Random, path: Path) -> bool:
+    """Flip a bit of a file's content; return False if it has none."""
     with contextlib.suppress(OSError):
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    return []
-
-
-def _flip(rng: random.Random, path: Path) -> bool:
-    """Flip a bit of a file's content."""
-    with contextlib.suppress(OSError), path.open("r+b") as file:
-        size = file.seek(0, 2)
+        size = path.stat().st_size
         if size:
-            at = rng.randrange(size)
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes((byte[0] ^ (1 << rng.randrange(8)),)))
+            flip_bit(path, rng.randrange(size), rng.randrange(8))
             return True
     return False
 
 
-def _wait_stopped(pid: int) -> None:
-    """Wait until a process that was sent SIGSTOP has stopped; OSError if it does not."""
-    deadline_s = time.monotonic() + STOPPED_S
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"process {pid} did not stop")
-        time.sleep(0.002)
+class Faults(ProcessFaults, FileFaults, LinkFaults, FaultPlayer):
+    """All faults of a round."""

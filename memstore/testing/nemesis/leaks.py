@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from pathlib import Path
 
-import numpy as np
-
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import SlotState
+from memstore.testing.faults.arena_files import slot_records
+from memstore.testing.faults.processes import process_state
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
 
@@ -24,21 +23,18 @@ RECLAIMED_S = 20.0
 
 def check_processes_at_rest(hosts: Hosts, story: Story) -> None:
     """Check that holders and controller have few descriptors open, and that outranked controllers have ended."""
-    pids = {f"holder {host}": pid for host in hosts if (pid := hosts.pid(host)) is not None}
-    if hosts.cluster.controller is not None and hosts.cluster.controller.poll() is None:
-        pids["the controller"] = hosts.cluster.controller.pid
-    for name, pid in pids.items():
+    found = {"the controller": hosts.controller(), **{f"holder {host}": hosts.holder(host) for host in hosts}}
+    for name, process in found.items():
         with contextlib.suppress(OSError):
-            count = len(os.listdir(f"/proc/{pid}/fd"))
+            count = len(os.listdir(f"/proc/{process[0]}/fd")) if process is not None else 0
             if count > FDS_MAX:
                 story.violate("leak", f"{name} holds {count} descriptors, more than {FDS_MAX}")
     deadline_s = time.monotonic() + RECLAIMED_S
     while hosts.outranked() and time.monotonic() < deadline_s:
         time.sleep(0.2)
-    for process in hosts.outranked():
-        state = re.findall(r"^State:\s*(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-        name = hosts.former.get(process.pid, "process")
-        story.violate("leak", f"the {name} that was replaced (pid {process.pid}, {state}) still runs")
+    for old in hosts.outranked():
+        name, state = hosts.former.get(old.pid, "process"), process_state(old.pid)
+        story.violate("leak", f"the {name} that was replaced (pid {old.pid}, state {state}) still runs")
 
 
 def check_rank_growth(first: list[dict[str, int]], last: list[dict[str, int]], story: Story) -> None:
@@ -69,8 +65,7 @@ def leased(hosts: Hosts) -> dict[str, int]:
     counts = {}
     for host in hosts:
         with contextlib.suppress(OSError, ValueError):
-            table = np.fromfile(hosts.arena(host) / "slots", RECORD_DTYPE, offset=HEADER_NBYTES)
-            count = int(np.count_nonzero(table["state"] == SlotState.LEASED))
+            count = int((slot_records(hosts.arena(host))["state"] == SlotState.LEASED).sum())
             if count:
                 counts[host] = count
     return counts
@@ -95,7 +90,7 @@ def processes(run: str) -> set[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 is_ours = f"{RUN_VARIABLE}={run}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                if is_ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                if is_ours and (process_state(int(entry.name)) or "X") not in "ZX":
                     found.add(int(entry.name))
     return found
 

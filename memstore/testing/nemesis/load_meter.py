@@ -65,10 +65,6 @@ class LoadMeter:
         """Return the seconds overslept in all between two moments."""
         return sum(late for began, late in list(self._rows) if from_s - late - TICK_S <= began <= to_s)
 
-    def worst_s(self, from_s: float, to_s: float) -> float:
-        """Return the longest single delay between two moments."""
-        return max((late for began, late in list(self._rows) if from_s - late <= began <= to_s), default=0.0)
-
     def share(self) -> float:
         """Return the share of the time since the start that was overslept."""
         return sum(late for _, late in list(self._rows)) / max(1e-9, time.monotonic() - self._began_s)

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from memstore.core.wire.calls import AskStatus
 from memstore.errors import MemstoreError
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
@@ -39,7 +40,7 @@ class Observer:
         while not self._over.wait(PERIOD_S):
             began_s = time.monotonic()
             try:
-                status = self.hosts.ask("status")
+                status = self.hosts.ask(AskStatus())
             except (MemstoreError, OSError) as exc:
                 self._note(f"status: no answer ({type(exc).__name__})")
                 continue
@@ -62,7 +63,7 @@ class Observer:
         for row in status["hosts"]:
             host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
             is_here = row["status"] == "live" and float(row["heard_s"]) < HEARD_S
-            is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.pid(host) is None
+            is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.holder(host) is None
             if not is_here or is_held or (harm is not None and asked_s < harm.at_s + SETTLED_S):
                 continue
             found.add(host)

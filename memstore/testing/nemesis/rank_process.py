@@ -6,7 +6,6 @@ bytes with those of the oracle. It reports only what differs.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -15,36 +14,30 @@ import threading
 import time
 from typing import Any
 
+from memstore.testing.clusters.stepped_clock import CLOCK_VARIABLE, shift_clock
 from memstore.testing.nemesis import oracle
-from memstore.testing.ranks.rank_process import nursery_main
+from memstore.testing.ranks.rank_process import CommandedRank, config_from, nursery_main
 
 LOG_VARIABLE = "NEMESIS_LOG"  # the file into which a rank prints and logs
-CLOCK_VARIABLE = "NEMESIS_CLOCK_S"  # how far the wall clock of a process is ahead
 TICKETS_MAX = 64
 
 
-class Rank:
+class Rank(CommandedRank):
     """A rank that carries out the commands of one round."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self.channel, self.lines = channel, channel.makefile("rb")
-        self.store: Any = None
+        log = os.open(os.environ[LOG_VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
+        shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
+        forget_ray()
+        super().__init__(channel)
         self.seed, self.kib, self.is_overlapped = 0, 64, False
         self.tensors: dict[str, Any] = {}
-        self.tickets: dict[int, Any] = {}
         self.told: dict[int, tuple[Any, ...]] = {}
         self.has_put = False
-
-    def run(self) -> None:
-        """Answer commands until the round hangs up."""
-        for line in self.lines:
-            command = json.loads(line)
-            verb = command.pop("do")
-            try:
-                reply = {"ok": True, **getattr(self, f"do_{verb}")(**command)}
-            except Exception as exc:
-                reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)[:2000]}
-            self.channel.sendall(json.dumps(reply).encode() + b"\n")
 
     def do_connect(
         self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int, kib: int, overlap: bool,
@@ -54,7 +47,7 @@ class Rank:
         from memstore.client.connect import connect
 
         self.seed, self.kib, self.is_overlapped = seed, kib, overlap
-        self.store = connect(job, rank=rank, world_size=world_size, attempt=key, config=_config(config))
+        self.store = connect(job, rank=rank, world_size=world_size, attempt=key, config=config_from(config))
         return {"attempt": self.store.attempt, **self.do_counts()}
 
     def do_get(self, limit_s: float) -> dict[str, Any]:
@@ -124,11 +117,6 @@ class Rank:
         """Return how many descriptors and threads this process has."""
         return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
 
-    def do_close(self) -> dict[str, Any]:
-        """Leave the job."""
-        self.store.close()
-        return {}
-
     def do_read(
         self, job: str, config: dict[str, Any], seed: int, kib: int, ranks: list[int], step: int | None
     ) -> dict[str, Any]:
@@ -137,7 +125,7 @@ class Rank:
 
         self.seed, self.kib = seed, kib
         rows = []
-        with reader(job, config=_config(config)) as found:
+        with reader(job, config=config_from(config)) as found:
             for rank in ranks:
                 try:
                     got = found.get(step, rank=rank, timeout_s=20.0)
@@ -148,20 +136,6 @@ class Rank:
                 rows.append({"rank": rank, "step": got.step, "attempt": got.attempt, "problem": problem,
                              "nbytes": nbytes, "why": got.source_reason})  # fmt: skip
         return {"rows": rows}
-
-
-def _config(fields: dict[str, Any]) -> Any:
-    from memstore.config import Config
-
-    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in fields.items()}
-    return Config(**values)
-
-
-def shift_clock(seconds: float) -> None:
-    """Shift the wall clock of this process; its monotonic clock stays right."""
-    real, real_ns = time.time, time.time_ns
-    time.time = lambda: real() + seconds
-    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
 
 def forget_ray() -> None:
@@ -180,19 +154,7 @@ def forget_ray() -> None:
     memstore.client.connect.begin_start = lambda *args, **kwargs: NoStart("nothing is started")
 
 
-def serve_round(channel: socket.socket) -> None:
-    """Serve as a rank until the round hangs up."""
-    log = os.open(os.environ[LOG_VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
-    shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
-    forget_ray()
-    Rank(channel).run()
-
-
 if __name__ == "__main__":
     import torch  # noqa: F401  (imported before the first fork)
 
-    nursery_main(int(sys.argv[1]), serve_round)
+    nursery_main(Rank)

@@ -14,18 +14,19 @@ from typing import Any
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.checks import wait_limit_s
-from memstore.testing.nemesis.faults import Faults
+from memstore.testing.nemesis.faults_files import Faults
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.job import JOB, Job
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.nursery import LockedNursery
 from memstore.testing.nemesis.observer import Observer, incomplete
+from memstore.testing.nemesis.rank_process import LOG_VARIABLE
 from memstore.testing.nemesis.ray_hosts import RayHosts
 from memstore.testing.nemesis.reading import Reading
 from memstore.testing.nemesis.schedule import Planned, Scenario
 from memstore.testing.nemesis.storage import Storage
 from memstore.testing.nemesis.story import Story
+from memstore.testing.ranks.rank_process import RankNursery
 
 ARENA_BYTES = 192 << 20
 TICK_S = 0.02
@@ -40,7 +41,7 @@ class Round:
     """A round of one scenario; `story` has what happened."""
 
     def __init__(
-        self, scenario: Scenario, nursery: LockedNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
+        self, scenario: Scenario, nursery: RankNursery, meter: LoadMeter, folder: Path, run: str, shm: Path
     ) -> None:
         self.scenario, self.nursery, self.meter, self.folder, self.run = scenario, nursery, meter, folder, run
         self.story = Story()
@@ -56,7 +57,7 @@ class Round:
         known = leaks.processes(self.run)
         self.arena_dir.mkdir(mode=0o700)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.nursery.log = self.folder / "ranks.log"
+        self.nursery.env[LOG_VARIABLE] = str(self.folder / "ranks.log")
         try:
             with contextlib.ExitStack() as stack:
                 self._play(stack)
@@ -71,7 +72,7 @@ class Round:
         scenario = self.scenario
         storage = stack.enter_context(Storage(scenario.storage, self.folder / "storage"))
         if scenario.shape == "ray":
-            self.hosts: Hosts = RayHosts.of(scenario, self.ledger, self.story, self.folder, self.arena_dir, ARENA_BYTES)
+            self.hosts: Hosts = RayHosts(scenario, self.ledger, self.story, self.arena_dir, ARENA_BYTES)
         else:
             self.hosts = Hosts(self._processes(), self.ledger, self.story, self.domains)
         stack.callback(self.hosts.close)
@@ -226,6 +227,6 @@ class Round:
 
     def _read_all(self) -> None:
         """Demand that a reader gets every rank's newest shard."""
-        live = [host for host in self.hosts if self.hosts.pid(host) is not None]
+        live = [host for host in self.hosts if self.hosts.holder(host) is not None]
         if live and self.ledger.newest_commit() is not None:
             self.reading.read(self.rng.choice(live), list(range(self.scenario.world_size)))

@@ -169,19 +169,21 @@ def _random_faults(rng: random.Random, scenario: Scenario, seconds: float) -> li
     found, at_s = [], rng.uniform(0.5, 3.0)
     while at_s < seconds:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
-        found.append(Planned(at_s, kind, rng.choice((0.0, 0.3, 1.0, 2.5, 6.0)), {"draw": rng.getrandbits(32)}))
+        found.append(_planned(rng, at_s, kind, rng.choice((0.0, 0.3, 1.0, 2.5, 6.0))))
         at_s += rng.choice((0.2, 0.7, 1.5, 4.0))
     return found
+
+
+def _planned(rng: random.Random, at_s: float, kind: str, for_s: float = 0.0, **values: Any) -> Planned:
+    """Return a fault with a number of its own, from which it draws what it needs."""
+    return Planned(at_s, kind, for_s, {"draw": rng.getrandbits(32), **values})
 
 
 def _folder_then_train(rng: random.Random, scenario: Scenario) -> list[Planned]:
     """Kill a holder, remove its arena file or folder, and start a new one while its rank trains."""
     kind = rng.choice(("lose_folder_under_ranks", "lose_file_under_ranks"))
     at_s = rng.uniform(2.0, 4.0)
-    return [
-        Planned(at_s, kind, rng.choice((0.0, 0.5, 2.0)), {"draw": rng.getrandbits(32)}),
-        Planned(at_s + 6.0, "read", 0.0, {"draw": rng.getrandbits(32)}),
-    ]
+    return [_planned(rng, at_s, kind, rng.choice((0.0, 0.5, 2.0))), _planned(rng, at_s + 6.0, "read")]
 
 
 def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
@@ -195,11 +197,8 @@ def _days_then_restart(rng: random.Random, scenario: Scenario) -> list[Planned]:
 def _rack_then_host(rng: random.Random, scenario: Scenario) -> list[Planned]:
     """Replace a rack host by host and end the job; the round's ending then loses a host of the other rack."""
     at_s, gap_s = rng.uniform(2.0, 4.0), rng.choice((0.3, 0.6, 1.2))
-    first, second = rng.sample(["h1", "h2"], 2)
-    return [
-        Planned(at_s, "lose_host", rng.choice((0.0, 0.3)), {"host": first}),
-        Planned(at_s + gap_s, "lose_host", rng.choice((0.0, 0.3)), {"host": second}),
-    ]
+    hosts = rng.sample(["h1", "h2"], 2)
+    return [Planned(at_s + i * gap_s, "lose_host", rng.choice((0.0, 0.3)), {"host": h}) for i, h in enumerate(hosts)]
 
 
 def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
@@ -211,16 +210,14 @@ def _clock_back(rng: random.Random, scenario: Scenario) -> list[Planned]:
 def _memory_lost(rng: random.Random, scenario: Scenario) -> list[Planned]:
     """Let storage fail for a while and work again, then lose the memory of all hosts."""
     at_s = rng.uniform(1.0, 2.0)
-    return [
-        Planned(at_s, "break_storage", rng.choice((0.3, 1.5)), {"draw": rng.getrandbits(32)}),
-        Planned(at_s + rng.uniform(6.0, 9.0), "lose_everything", rng.choice((0.0, 1.0)), {"draw": rng.getrandbits(32)}),
-    ]
+    broken = _planned(rng, at_s, "break_storage", rng.choice((0.3, 1.5)))
+    return [broken, _planned(rng, at_s + rng.uniform(6.0, 9.0), "lose_everything", rng.choice((0.0, 1.0)))]
 
 
 def _live_folder(rng: random.Random, scenario: Scenario) -> list[Planned]:
     """Remove files of a live holder's folder; in half of the rounds replace the controller then."""
     at_s = rng.uniform(2.0, 4.0)
-    found = [Planned(at_s, "remove_live_files", 0.0, {"draw": rng.getrandbits(32)})]
+    found = [_planned(rng, at_s, "remove_live_files")]
     if rng.random() < 0.5:
         found.append(Planned(at_s + rng.uniform(0.5, 3.0), "kill_controller", 0.5, {}))
     return found

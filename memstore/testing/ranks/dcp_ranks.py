@@ -99,6 +99,11 @@ class DcpRank(Rank):
     program: ModuleType
     rank: int
 
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # of a save process
+
     def do_group(self, rank: int, world_size: int, file: str, program: str) -> dict[str, Any]:
         """Join the process group of the launch."""
         self.rank = rank
@@ -130,12 +135,5 @@ class DcpRank(Rank):
         return state
 
 
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # of a save process
-    DcpRank(channel).run()
-
-
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]), serve_test)
+    nursery_main(DcpRank)

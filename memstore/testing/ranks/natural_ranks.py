@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import zlib
 from typing import Any
 
@@ -61,10 +59,5 @@ class NaturalRank(Rank):
         }  # fmt: skip
 
 
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    NaturalRank(channel).run()
-
-
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]), serve_test)
+    nursery_main(NaturalRank)

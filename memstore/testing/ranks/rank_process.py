@@ -11,13 +11,11 @@ store, so a restored state is compared with something that the store never saw.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from memstore.testing.clusters.namespaces import enter
+from memstore.testing.clusters.nursery import REPLY_S, Nursery, fork_children
 
-PR_SET_PDEATHSIG = 1
-REPLY_S = 60.0
 STEP_S = 0.02  # duration of a training step: without it a loop of skipped puts would end at once
 
 
@@ -146,21 +142,14 @@ def fail_together(ranks: Sequence[RankProcess], do: str, **command: Any) -> list
     return found
 
 
-class RankNursery:
+class RankNursery(Nursery):
     """A process that has imported everything and forks ranks; a context manager whose ranks end with it."""
 
     def __init__(self, module: str = "memstore.testing.ranks.rank_process") -> None:
         """Start the process, which runs `module`; that must call `nursery_main`."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
-        self._channel = mine
-        self._channel.settimeout(REPLY_S)
-        self._channel.recv(1)  # everything is imported
+        super().__init__(module)
         self._ranks: list[RankProcess] = []
+        self.env: dict[str, str] = {}  # of every rank, beside what `start` gets
 
     def __enter__(self) -> RankNursery:
         return self
@@ -169,18 +158,12 @@ class RankNursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill_all()
-        self._channel.close()
-        self._process.kill()
-        self._process.wait(timeout=REPLY_S)
+        super().__exit__(kind, error, trace)
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            birth = {"env": dict(env), "namespace": namespace}
-            socket.send_fds(self._channel, [json.dumps(birth).encode()], [theirs.fileno()])
-        pid = int(self._channel.recv(32))
-        process = RankProcess(pid, mine, rank)
+        pid, channel = self.fork({**self.env, **env}, namespace=namespace)
+        process = RankProcess(pid, channel, rank)
         self._ranks.append(process)
         return process
 
@@ -195,29 +178,53 @@ class RankNursery:
 # -- the rank's side ------------------------------------------------------------------------------
 
 
-class Rank:
-    """A rank that carries out the commands of one test."""
+class CommandedRank:
+    """A rank that carries out commands; `do_connect` carries out the command "connect"."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.lines = channel.makefile("rb")
         self.channel = channel
         self.store: Any = None
-        self.seed, self.kib = 1, 256
         self.tickets: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Answer commands until the test hangs up."""
+        """Answer commands until the other end hangs up."""
         for line in self.lines:
-            command = json.loads(line)
             try:
-                reply = {"ok": True, **getattr(self, "do_" + command.pop("do"))(**command)}
+                reply = {"ok": True, **self.answer(json.loads(line))}
             except Exception as exc:
                 reply = {"ok": False, "error": type(exc).__name__, "message": str(exc)}
             self.say(reply)
 
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one command and return its reply."""
+        reply: dict[str, Any] = getattr(self, "do_" + command.pop("do"))(**command)
+        return reply
+
     def say(self, reply: dict[str, Any]) -> None:
-        """Send one line to the test."""
+        """Send one line to the other end."""
         self.channel.sendall(json.dumps(reply).encode() + b"\n")
+
+    def do_close(self) -> dict[str, Any]:
+        """Leave the job."""
+        self.store.close()
+        return {}
+
+
+def config_from(carried: Mapping[str, Any]) -> Any:
+    """Return the Config of which JSON has carried the fields; its lists were tuples."""
+    from memstore.config import Config
+
+    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in carried.items()}
+    return Config(**fields)
+
+
+class Rank(CommandedRank):
+    """A rank that carries out the commands of one test."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.seed, self.kib = 1, 256
 
     def do_connect(
         self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int = 1, kib: int = 256,
@@ -225,11 +232,9 @@ class Rank:
     ) -> dict[str, Any]:  # fmt: skip
         """Join a job."""
         from memstore.client.connect import connect
-        from memstore.config import Config
 
         self.seed, self.kib = seed, kib
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-        self.store = connect(job, rank=rank, world_size=world_size, config=Config(**fields), **options)
+        self.store = connect(job, rank=rank, world_size=world_size, config=config_from(config), **options)
         return {"attempt": self.store.attempt}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -351,49 +356,13 @@ class Rank:
         self.store.unpin(name)
         return {}
 
-    def do_close(self) -> dict[str, Any]:
-        """Leave the job."""
-        self.store.close()
-        return {}
 
+def nursery_main(serve: Callable[[socket.socket], CommandedRank]) -> None:
+    """Import what every rank needs, then fork a rank for every request."""
+    import memstore.client.connect  # noqa: F401
 
-def serve_test(channel: socket.socket) -> None:
-    """Serve as a rank of a test until the test hangs up."""
-    Rank(channel).run()
-
-
-def nursery_main(fd: int, serve: Callable[[socket.socket], None] = serve_test) -> None:
-    """Import everything once, then fork a rank for every request, until the test that started this ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ranks, so a killed one is gone at once
-    import memstore.client.connect  # noqa: F401  (what the ranks need, imported before the first fork)
-
-    channel = socket.socket(fileno=fd)
-    channel.sendall(b"r")
-    while True:
-        message, fds, _, _ = socket.recv_fds(channel, 65536, 1)
-        if not message:
-            return
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            _rank_main(socket.socket(fileno=fds[0]), json.loads(message), serve)
-        os.close(fds[0])
-        channel.sendall(str(pid).encode())
-
-
-def _rank_main(channel: socket.socket, birth: dict[str, Any], serve: Callable[[socket.socket], None]) -> None:
-    """Run the forked rank; never return."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(birth["env"])
-        if birth["namespace"]:
-            enter(birth["namespace"])
-        serve(channel)
-    finally:
-        os._exit(0)
+    fork_children(int(sys.argv[1]), lambda channel: serve(channel).run())
 
 
 if __name__ == "__main__":
-    nursery_main(int(sys.argv[1]))
+    nursery_main(Rank)

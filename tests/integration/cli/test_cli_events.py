@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from memstore.cli import main
 from memstore.cli.events import LINES, line
 from memstore.core.report.event_ring import KINDS, PROBLEMS, ROUTINE, RecentEvents
+from memstore.core.wire.calls import RemoveJob
 from memstore.shell.controller.event_log import WAITING_MAX, EventLog
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -93,7 +94,7 @@ def test_the_account_of_a_job_that_lost_a_host(
         assert asked(cluster, "--since", "0s") == []
         stranger = CliRunner().invoke(main, ["events", "trian", "--store", cluster.config.store])
         assert "did you mean train?" in stranger.stderr
-        cluster.ask("rm", {"job": "train", "force": True})
+        cluster.ask(RemoveJob(job="train", force=True))
         assert "removed" in [row["event"] for row in asked(cluster, "train", "--tail", "5")]
 
 

@@ -17,6 +17,7 @@ from repository import ROOT
 import memstore
 from memstore.cli import main
 from memstore.config import Config
+from memstore.core.wire.calls import DrainHost
 from memstore.demo.cli import demo
 from memstore.drills.cli.group import drill
 from memstore.errors import ConfigError, IntegrityError, MemstoreError
@@ -155,7 +156,7 @@ def test_errors_and_problems_of_the_library_name_the_store(tmp_path: Path, monke
             store.put(2, {"a": 2}).wait("committed", 20)
             with pytest.raises(ConfigError, match=f"`memstore unpin {named} train best`"):
                 store.pin(2, "best")
-            cluster.ask("drain", {"host": "h1", "within_s": 60.0})
+            cluster.ask(DrainHost(host="h1", within_s=60.0))
             remedies = " ".join(row["remedy"] for row in memstore.status(config=config).problems)
             assert f"`memstore drain {named} h1 --cancel`" in remedies
         with pytest.raises(ConfigError, match=f"`memstore down {named}`"):

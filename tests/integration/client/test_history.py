@@ -14,6 +14,7 @@ from memstore.admin.cluster import refuse_last_copies
 from memstore.admin.fork import Fork, fork
 from memstore.cli import main
 from memstore.client.connect import Reader
+from memstore.core.wire.calls import RemoveJob
 from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import Tool
@@ -153,7 +154,7 @@ def test_a_fork_shares_every_chunk_and_either_job_may_go(tmp_path: Path, nursery
         fleet.kill(ranks)
         other.kill(forked)
         wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
-        cluster.ask("rm", {"job": "train"})
+        cluster.ask(RemoveJob(job="train"))
         restart_everything(cluster)
         _, got = other.resume(TWO)
         assert got["step"] == 5
@@ -167,7 +168,7 @@ def test_a_fork_outlives_its_origin_before_anybody_connects(tmp_path: Path, nurs
         ranks = fleet.begin(TWO, last_step=1)
         fork("train", 1, "exp-b", config=cluster.config)
         fleet.kill(ranks)
-        cluster.ask("rm", {"job": "train", "force": True})
+        cluster.ask(RemoveJob(job="train", force=True))
         cluster.kill_holder("h0")
         cluster.start_holder("h0")
         cluster.wait_live("h0")

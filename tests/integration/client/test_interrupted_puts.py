@@ -116,7 +116,7 @@ def test_what_a_handler_raises_in_a_fence_reaches_who_called_it(store: Store) ->
     where: list[str] = []
     for at in itertools.count(1):
         store.put(2 * at, {"w": weights[0]}, overlap=[weights[0]])
-        interrupted = interrupt(store.fence, at)
+        interrupted = interrupt(store.wait_before_step, at)
         if interrupted is None:
             break
         assert SWALLOWED not in str(interrupted)

@@ -101,7 +101,8 @@ def by_rank(rows: list[dict[str, Any]]) -> list[list[float]]:
     return [row["losses"] for row in sorted(rows, key=lambda row: row["rank"])]
 
 
-@pytest.mark.parametrize("mode", ["renumber", pytest.param("init", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["renumber", "init"])
 def test_ranks_handed_out_anew_restore_locally_and_train_on_alike(
     cluster: ProcessCluster, tmp_path: Path, mode: str
 ) -> None:

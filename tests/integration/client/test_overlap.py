@@ -265,11 +265,13 @@ def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, mo
     training = Training()
     store.wait_before_step(training.optimizer)
     hold(store)
+    expected = training.copy()
     store.put(0, training.state(), overlap=True)
     store.close()
     training.optimizer.step()
     with reader("closes", config=cluster.config) as source:
         wait_for(lambda: source.latest_step() == 0, "the step to be committed", WAIT_S)
+        assert is_same(source.get(0, rank=0).state, expected)
 
 
 def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Store) -> None:

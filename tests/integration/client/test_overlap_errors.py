@@ -206,7 +206,7 @@ def test_two_optimizers_that_step_at_once_tear_nothing(
         return ended(timeout_s)
 
     monkeypatch.setattr(late.ended, "wait", wait_long)
-    other = threading.Thread(target=store.fence)
+    other = threading.Thread(target=store.wait_before_step)
     other.start()
     assert asleep.wait(WAIT_S)
     monkeypatch.undo()

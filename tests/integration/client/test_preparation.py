@@ -17,6 +17,8 @@ import torch
 from memstore.client.connect import connect
 from memstore.client.prepare import PutPreparation
 from memstore.client.store import Store
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import CapacityError, ClosedError, CommitError, ConfigError, GatherTimeout
 from memstore.shell.codec.interpreter import TURN_S
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -65,10 +67,10 @@ def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(clust
             assert preparation.fraction == 1.0
             assert preparation.seconds > 0
         assert all(len(store._link.pool) >= 2 * 20 for store in stores)
-        asked: list[str] = []
+        asked: list[RankCall] = []
         for store in stores:
             ask = store._link.call_soon
-            store._link.call_soon = lambda verb, body, ask=ask: asked.append(verb) or ask(verb, body)  # type: ignore
+            store._link.call_soon = lambda request, ask=ask: asked.append(request) or ask(request)  # type: ignore
         tickets = [store.put(1, state) for store in stores]
         for ticket in tickets:
             ticket.wait("committed", WAIT_S)
@@ -90,15 +92,15 @@ def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: p
 
 def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may answer before the thread that asks goes on."""
-    heard: list[dict[str, int]] = []
-    monkeypatch.setattr(PutPreparation, "on_room", lambda _, body: heard.append(body))
+    heard: list[RoomGrown] = []
+    monkeypatch.setattr(PutPreparation, "on_room", lambda _, event: heard.append(event))
     with ranks(cluster, 1) as (store,):
-        link, at_once = store.puts.link, {"done_bytes": 1, "wanted_bytes": 2}
+        link, at_once = store.puts.link, RoomGrown(done_bytes=1, wanted_bytes=2)
         ask = link.call_soon
 
-        def asked(verb: str, body: dict[str, Any]) -> Any:
+        def asked(request: RankCall) -> Any:
             store.puts.on_room(at_once)
-            return ask(verb, body)
+            return ask(request)
 
         monkeypatch.setattr(link, "call_soon", asked)
         store.prepare(16 * CHUNK).wait(WAIT_S)

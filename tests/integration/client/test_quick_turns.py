@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from memstore.client.connect import connect
+from memstore.core.wire.calls import ReadStep
 from memstore.errors import PeerTimeout
 from memstore.shell.codec import interpreter
 from memstore.shell.codec.interpreter import TURN_S, copying, waiting
@@ -102,7 +103,7 @@ def test_a_read_that_waits_for_chunks_leaves_other_threads_their_turns() -> None
     """Over a slow link that is minutes, in which nothing is copied."""
     link = Mock()
     link.call_soon.return_value = Future()
-    read = ShardRead(link, {}, timeout_s=1.0)
+    read = ShardRead(link, ReadStep(job="job", step=None, rank=0), timeout_s=1.0)
     read._heard = heard = Silence()
     with pytest.raises(PeerTimeout), copying():
         read.take([0])

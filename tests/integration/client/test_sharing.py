@@ -29,6 +29,7 @@ from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
 from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.report.problems import problems
+from memstore.core.wire.calls import AskEvents
 from memstore.errors import ConfigError, ProtocolError
 from memstore.shell.holder.marks_reader import CollectiveMarksReader
 from memstore.shell.holder.send_gate import Traffic, _cut
@@ -105,7 +106,9 @@ def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
     with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
         with store.collective():
             store.put(1, state(1)).wait("committed")
-            told = wait_for(lambda: [e for e in cluster.ask("events")["events"] if e["event"] == "spill"], "the event")
+            told = wait_for(
+                lambda: [e for e in cluster.ask(AskEvents())["events"] if e["event"] == "spill"], "the event"
+            )
         assert told[0]["host"] == "near"
         assert "found 0 ms between collectives" in told[0]["why"]
         status = cluster.status()

@@ -10,11 +10,12 @@ import pytest
 from memstore.client.connect import Reader, reader
 from memstore.client.restore import OpenShard
 from memstore.config import Config
-from memstore.errors import DigestMismatch, StepDropped
+from memstore.core.wire.calls import ReadStep
+from memstore.errors import StepDropped
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
-from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
+from memstore.testing.ranks.rank_process import RankNursery, RankProcess, digest, state_digest, together
 
 TWO_RACKS = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}}
 
@@ -42,8 +43,7 @@ def here(cluster: ProcessCluster, ranks: list[RankProcess], monkeypatch: pytest.
 
 def test_commits_go_on_while_a_reader_of_a_shard_stands_still(ranks: list[RankProcess], here: Reader) -> None:
     """A put waits for no reader longer than for a commit; the reader is told what became of its step."""
-    body = {"job": "train", "step": None, "rank": 0, "of_attempt": None}
-    with ShardRead(here._tool.link, body, 30.0) as read:
+    with ShardRead(here._tool.link, ReadStep(job="train", step=None, rank=0), 30.0) as read:
         assert read.answer()["step"] == 2
         together(ranks, "train", first=3, last=8)  # each is waited for, and raises if it was skipped
         shard = OpenShard(read, read.manifest())
@@ -54,21 +54,21 @@ def test_commits_go_on_while_a_reader_of_a_shard_stands_still(ranks: list[RankPr
 def test_commits_go_on_while_a_reader_of_ranges_stands_still(ranks: list[RankProcess], here: Reader) -> None:
     """The same for chunks that were staged for it alone."""
     ranges = here.ranges()
-    known = ranges.open(ranges.ask(None, 0))
-    known.close()
-    nbytes, chunk_bytes = known.manifest.nbytes, known.manifest.chunk_bytes
-    opened = ranges.open(ranges.ask(None, 0, [(0, nbytes)], chunk_bytes))
-    together(ranks, "train", first=3, last=8)
-    with pytest.raises(DigestMismatch, match="changed while it was read"):
-        opened.verify()
-    opened.close()
+    with ranges.ask(None, 0) as known:
+        nbytes, chunk_bytes = known.manifest().nbytes, known.manifest().chunk_bytes
+    with ranges.ask(None, 0, [(0, nbytes)], chunk_bytes) as read:
+        read.answer()
+        together(ranks, "train", first=3, last=8)
+        with pytest.raises(StepDropped, match=r"step 2 .* was dropped while it was read.*pin"):
+            read.bytes_of([(0, nbytes)])
 
 
 def test_a_reader_of_a_kept_step_is_not_hurried(ranks: list[RankProcess], here: Reader) -> None:
-    """What is kept, or pinned by name, may be read for as long as it takes."""
+    """What is kept, or pinned by name, may be read for as long as it takes, and is what was put."""
     here.pin(2, "mine")
-    body = {"job": "train", "step": 2, "rank": 0, "of_attempt": None}
-    with ShardRead(here._tool.link, body, 30.0) as read:
+    with ShardRead(here._tool.link, ReadStep(job="train", step=2, rank=0), 30.0) as read:
         read.answer()
         together(ranks, "train", first=3, last=8)
-        OpenShard(read, read.manifest()).build(read.manifest().layout, None)
+        state = OpenShard(read, read.manifest()).build(read.manifest().layout, None)
+    found = digest({name: tensor.numpy() for name, tensor in state["model"].items()}, int(state["step"]))
+    assert found == state_digest(0, 2)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from memstore.cli import main
 from memstore.client.connect import reader
 from memstore.client.store import Store
-from memstore.exchange.dcp_folder import write_dcp
+from memstore.exchange.dcp_files import write_dcp
 from memstore.exchange.exporting import FORMATS
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.data.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, save, sharded
@@ -304,7 +304,7 @@ def test_an_export_that_is_ended_leaves_no_target(cluster: ProcessCluster, tmp_p
     assert process.stdout is not None
     assert process.stdout.readline() == b"written\n"
     process.send_signal(sig)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     left = [path.name for path in tmp_path.iterdir()]
     assert target.name not in left
@@ -367,7 +367,7 @@ def test_an_export_holds_one_window_in_memory(
     put(cluster, "windows", [{f"w{i}": torch.randn(mib // 8) for i in range(24)}])
     monkeypatch.setattr("memstore.exchange.shard_bytes.WINDOW_BYTES", mib)
     monkeypatch.setattr("memstore.exchange.step_view.WINDOW_BYTES", mib)
-    monkeypatch.setattr("memstore.exchange.dcp_folder.FILE_BYTES", mib)
+    monkeypatch.setattr("memstore.exchange.dcp_files.FILE_BYTES", mib)
     export(cluster, "windows", tmp_path / "imports", "--format", "dcp")  # what is loaded only once is loaded by now
     tracemalloc.start()
     try:

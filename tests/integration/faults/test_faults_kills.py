@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from variants import later
 
+from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
@@ -28,7 +29,7 @@ def test_a_rank_killed_in_mid_copy_loses_only_its_own_step(tmp_path: Path, nurse
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (2, "local")
         assert together(ranks, "train", first=3, last=8)[0]["level"] == "committed"
-        verify = cluster.ask("verify")["hosts"]
+        verify = cluster.ask(VerifyStore())["hosts"]
         assert all(answer["damaged"] == 0 and answer["chunks"] > 0 for answer in verify.values())
 
 

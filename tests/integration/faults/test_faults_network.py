@@ -92,7 +92,7 @@ def test_a_minority_that_lost_the_membership_commits_nothing(
         old = cluster.controller
         assert first is not None
         assert old is not None
-        first.wait(timeout=20)
+        first.wait(timeout=120)
         cluster.wait_live(*HOSTS)
         fleets = [Fleet(cluster, nursery, job=job, stall_budget_s=BUDGET_S) for job in ("left", "right")]
         (left, last_left), (right, last_right) = begun(fleets[0], "h0", "h1"), begun(fleets[1], "h2", "h3")
@@ -109,7 +109,7 @@ def test_a_minority_that_lost_the_membership_commits_nothing(
         assert old.poll() is None
         way.symlink_to(cluster.folder)
         whole_rig.heal_all()
-        old.wait(timeout=20)
+        old.wait(timeout=120)
         cluster.wait_live(*HOSTS)
         left_step = fleets[0].put_until_committed(left, first=last_left + 8)
         for fleet, ranks, hosts, step in (
@@ -132,7 +132,7 @@ def dead_in(cluster: ProcessCluster, *hosts: str) -> bool:
     return all(cluster.host_status().get(host) == "dead" for host in hosts)
 
 
-@pytest.mark.parametrize("deaf", ["h0", *later("h1")])
+@pytest.mark.parametrize("unreachable", ["h0", *later("h1")])
 def test_peers_of_which_one_is_deaf_commit_after_it_is_healed(
     whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter, unreachable: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from stalls import put_within
 from variants import later
 
+from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.faults.fault_proxy import FaultProxy, Lane
 from memstore.testing.nemesis.load_meter import LoadMeter
@@ -53,7 +54,7 @@ def damage(cluster: ProcessCluster, host: str) -> tuple[int, int]:
 
 def restored_from_h1_alone(cluster: ProcessCluster, fleet: Fleet, ranks: list[RankProcess], step: int) -> None:
     """Without h0 every byte of rank 0 is h1's copy: it came through the proxy, and it is right."""
-    assert all(found["damaged"] == 0 and found["chunks"] for found in cluster.ask("verify")["hosts"].values())
+    assert all(found["damaged"] == 0 and found["chunks"] for found in cluster.ask(VerifyStore())["hosts"].values())
     fleet.kill(ranks)
     cluster.lose_host("h0")
     _, got = fleet.resume(["h1", "h1"])

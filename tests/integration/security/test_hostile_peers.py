@@ -12,15 +12,17 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
+from msgspec.structs import replace
 
 from memstore import errors
 from memstore.core.arena.replica_index import GUEST_DRAFTS_MAX
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
+from memstore.core.wire.calls import AskPlan, Join, RankCall, ReserveRoom
 from memstore.core.wire.codec import decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
@@ -357,17 +359,27 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
 
 # -- ranks: the same user, but not always the same sanity ------------------------------------------------
 
-HELLO = {"k": "hello", "nonce": "n", "pid": 1, "start": 1, "job": "other", "rank": 0}
+HELLO = {
+    "k": "rank_hello", "nonce": "n", "life": 1, "pid": 1, "job": "other", "rank": 0, "attempt": 0, "held": [],
+    "arena": "", "parent": None,
+}  # fmt: skip
 HELLOS: list[dict[str, Any]] = [
-    {}, {"k": "hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
-    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}},
+    {}, {"k": "rank_hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
+    {**HELLO, "attempt": float("nan")}, {**HELLO, "nonce": [1]}, {**HELLO, "job": {"a": 1}}, {**HELLO, "extra": 1},
 ]  # fmt: skip
+PUT = {
+    "k": "put_ready", "attempt": 1, "step": 1, "slots": [0], "arena": "", "sample": {"seed": 1, "digests": bytes(8)},
+    "layout": b"", "nbytes": 1, "world_size": 1, "shared_chunks": None, "began_s": 0.0, "stall_s": 0.0,
+}  # fmt: skip
 EVENTS: list[dict[str, Any]] = [
-    {}, {"k": None}, {"k": "call"}, {"k": "call", "id": 1, "verb": "status", "body": 5}, {"k": "unpin", "pin": "x"},
-    {"k": "handover"}, {"k": "handover", "attempt": 1, "step": -1, "slots": [-1], "layout": b"", "nbytes": 1},
-    {"k": "handover", "attempt": 1, "step": 1, "slots": [0, 1], "layout": b"", "nbytes": 2**62, "world_size": 0},
-    {"k": "checked"}, {"k": "bye"}, {"k": "call", "id": 1, "verb": "join", "body": {}},
-    {"k": "call", "id": 1, "verb": "join", "body": {"job": "other", "rank": "zero"}},
+    {}, {"k": None}, {"k": "ask"}, {"k": "ask", "id": 1, "call": 5}, {"k": "unpin", "pin": "x"},
+    {"k": "put_ready"}, {**PUT, "step": -1}, {**PUT, "slots": [-1]}, {**PUT, "nbytes": 2**62}, {**PUT, "world_size": 0},
+    {**PUT, "stall_s": float("nan")}, {**PUT, "slots": [0, 2**40], "nbytes": 2}, {**PUT, "shared_chunks": 9},
+    {**PUT, "layout": 5}, {**PUT, "sample": {"seed": 1}}, {**PUT, "sample": {"seed": "1", "digests": bytes(8)}},
+    {"k": "into_checked"}, {"k": "bye"}, {"k": "ask", "id": 1, "call": {"k": "join"}},
+    {"k": "ask", "id": 1, "call": {"k": "get", "job": "train", "attempt": 1, "rank": "0", "step": 1, "timeout_s": 1.0}},
+    {"k": "ask", "id": 1, "call": {"k": "no such request"}}, {"k": "ask", "id": 1, "call": {"k": "status", "extra": 1}},
+    {"k": "lend", "id": 1, "step": 1, "slots": [0, -1]},
 ]  # fmt: skip
 
 
@@ -386,27 +398,29 @@ def test_nonsense_on_the_ranks_socket_ends_its_own_link(trained: Trained) -> Non
                 link.recv(timeout_s=0.05)
 
 
-JOIN = {"job": "other", "rank": 0, "world_size": 2, "key": None, "launcher": "x", "nonce": "n", "pid": 1, "config": {}}
+JOIN = Join(
+    job="other", rank=0, world_size=2, key=None, launcher="x", nonce="n", pid=1, config={}, fresh=False, takeover=False,
+    shard=None, shards=None, limit_s=10.0,
+)  # fmt: skip
+NO_JOBS: list[Any] = ["../../x", "", "x" * 300, "naïve", "a\0b", ".hidden", None, 5]
 
 
 @pytest.mark.parametrize(
-    ("verb", "body"),
+    ("request_", "says"),
     [
-        *(("join", {**JOIN, "job": job}) for job in ("../../x", "", "x" * 300, "naïve", "a\0b", ".hidden", None, 5)),
-        ("join", {**JOIN, "rank": -1}),
-        ("join", {**JOIN, "world_size": 2**60}),
-        ("get", {"job": "train"}),
-        ("reserve", {"job": "train", "attempt": 1, "rank": 0, "slots": "many"}),
-        ("skip", {"job": "train", "attempt": 1, "rank": 0, "step": "x"}),
-        ("no such verb", {}),
+        *((replace(JOIN, job=job), "job") for job in NO_JOBS),
+        (replace(JOIN, rank=-1), "rank"),
+        (replace(JOIN, rank=2), "outside the world of 2 ranks"),
+        (replace(JOIN, world_size=2**60), "over the limit"),
+        (ReserveRoom(job="train", attempt=1, rank=0, slots=cast(Any, "many")), "slots"),
+        (ReserveRoom(job="train", attempt=1, rank=0, slots=0), "slots"),
+        (AskPlan(job="train", lose=cast(Any, [5])), "lose"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_answered_with_an_error(
-    trained: Trained, verb: str, body: dict[str, Any]
-) -> None:
-    """The controller goes on, opens no attempt for a job of that name, and says what is wrong."""
-    with Tool(trained.cluster.arena("h0")) as tool, pytest.raises(errors.MemstoreError) as caught:
-        tool.ask(verb, body, timeout_s=10)
+def test_a_call_that_makes_no_sense_is_answered_with_an_error(trained: Trained, request_: RankCall, says: str) -> None:
+    """The controller goes on, opens no attempt for a job of that name, and the error names what is wrong."""
+    with Tool(trained.cluster.arena("h0")) as tool, pytest.raises(errors.MemstoreError, match=says) as caught:
+        tool.ask(request_, timeout_s=10)
     assert not isinstance(caught.value, errors.PeerTimeout)
     assert [job["job"] for job in trained.cluster.status()["jobs"]] == ["train"]
 

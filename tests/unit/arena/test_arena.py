@@ -61,7 +61,7 @@ def test_adoption_after_sigkill(folder: Path) -> None:
     with holder.stdout as lines:
         assert lines.readline() == "sealed False False False\n"
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=120)
     lock = ArenaLock.take(folder, timeout_s=5)
     arena = open_arena(folder)
     assert (arena.slots_count, arena.freed) == (3, {})

@@ -42,7 +42,7 @@ def other(folder: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=120)
         process.stdout.close()
 
 
@@ -64,7 +64,7 @@ def test_frozen_owner_is_killed_and_nobody_else(folder: Path, other: subprocess.
         asked: list[LockOwner] = []
         lock = ArenaLock.take(folder, timeout_s=10, replace_frozen=lambda owner: asked.append(owner) or True)
         assert [owner.pid for owner in asked] == [other.pid]
-        assert other.wait(timeout=10) == -signal.SIGKILL
+        assert other.wait(timeout=120) == -signal.SIGKILL
         assert bystander.poll() is None
         owner = arena_lock.owner(folder)
         assert owner is not None
@@ -72,13 +72,13 @@ def test_frozen_owner_is_killed_and_nobody_else(folder: Path, other: subprocess.
         lock.release()
     finally:
         bystander.kill()
-        bystander.wait(timeout=10)
+        bystander.wait(timeout=120)
 
 
 def test_lock_of_a_killed_owner_is_free(folder: Path, other: subprocess.Popen[str]) -> None:
     """R2: the lock ends with its owner; the record of a dead owner stops nobody."""
     other.kill()
-    other.wait(timeout=10)
+    other.wait(timeout=120)
     record = arena_lock.owner(folder)
     assert record is not None
     assert not record.is_alive()

@@ -111,7 +111,7 @@ def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: 
     replicas.claim("b", share(9))
     kept = put(replicas, "b", 2)
     assert on_disk(folder) == 18
-    replicas.drop_all([first], ["a", 1])
+    replicas.drop_all([first], ("a", 1))
     assert on_disk(folder) == 9
     stats = replicas.stats()
     assert (stats["claimed_bytes"], stats["reserved_bytes"], stats["used_bytes"]) == (9 * CHUNK, 9 * CHUNK, 3 * CHUNK)
@@ -165,7 +165,7 @@ def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        replicas.drop_all([], ["a", 1])
+        replicas.drop_all([], ("a", 1))
         assert sorted(replicas.table.free) == [1, 2, 5]
         replicas.close()
         replicas = open_vault(folder)
@@ -202,7 +202,7 @@ def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
     reader.close()
     try:
         assert os.read(runs, 1) == b"r"
-        replicas.drop_all([], ["a", 1])
+        replicas.drop_all([], ("a", 1))
         assert on_disk(folder) == 0
     finally:
         for fd in (end, runs, begun):
@@ -219,7 +219,7 @@ def test_slots_whose_reader_outlived_its_pin_keep_their_pages(folder: Path) -> N
     shard = put(replicas, "a", 1)
     pinned = replicas.pin(shard)
     assert pinned is not None
-    replicas.drop_all([shard], ["a", 1])
+    replicas.drop_all([shard], ("a", 1))
     assert on_disk(folder) == 3
     pinned[0].pins[pinned[1]] = -1.0  # past its deadline
     replicas.expire_pins()
@@ -240,7 +240,7 @@ def test_room_that_somebody_else_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_p
             replicas = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
             replicas.claim("a", share(24))
             replicas.claim("b", share(4))
-            replicas.drop_all([], ["a", 1])
+            replicas.drop_all([], ("a", 1))
             other = mounted / "other"
             with other.open("wb") as file, contextlib.suppress(OSError):
                 while file.write(bytes(1 << 20)):
@@ -284,7 +284,7 @@ class Writes:
 
 def remove_and_claim(replicas: ReplicaStore, shards: list[ShardId]) -> None:
     """A job is removed, its room given back and claimed again for another: every write that there is."""
-    replicas.drop_all(shards, ["a", 1])
+    replicas.drop_all(shards, ("a", 1))
     replicas.claim("c", share(10))
     put(replicas, "c", 1)
 

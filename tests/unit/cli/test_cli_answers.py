@@ -11,6 +11,8 @@ import re
 import pytest
 from cli_desk import Desk
 
+from memstore.core.wire.orders import VerifyCopies
+from memstore.core.wire.reports import CopiesVerified
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
 
@@ -29,9 +31,8 @@ def test_verify_is_not_fine_with_a_host_that_did_not_look(desk: Desk, fault: str
     """It answers nothing, dies, or says that it could not: exit code 4 and its name, though no other found damage."""
     holder = desk.world.holders["h2"]
     if fault:
-        reply = {"ok": False, "why": says, "value": {}}
-        holder._on_ask = lambda body: (  # type: ignore[method-assign]
-            holder.report("answer", {"ask": body["ask"], **reply}) if fault == "cannot" else None
+        holder.instead[VerifyCopies] = lambda order: (
+            holder.report(CopiesVerified(call=order.call, found=None, problem=says)) if fault == "cannot" else None
         )
     if fault == "dies":
         desk.world.at(1.0, lambda: desk.world.kill_host("h2"))

@@ -55,7 +55,12 @@ def test_bash_completes_the_verbs() -> None:
     env = {"_MEMSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "memstore sta", "COMP_CWORD": "1"}
     code = "import sys; from memstore.cli import main; sys.argv[0] = 'memstore'; main(prog_name='memstore')"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout.split() == ["plain,status"]
 

@@ -138,7 +138,7 @@ def test_a_plain_script_is_rank_0_of_1_and_says_so(caplog: pytest.LogCaptureFixt
     start = f"m.get_context('spawn').Process(target=exec, args=({code!r},)).start()"
     run = subprocess.run(
         [sys.executable, "-c", f"import multiprocessing as m; {start}"], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=120, check=False,
     )  # fmt: skip
     assert "a parent that uses multiprocessing says that there may be several processes" in run.stderr
 
@@ -161,7 +161,7 @@ def test_the_readmes_first_loop_runs_as_pasted(tmp_path: Path) -> None:
         said = []
         for _ in range(2):
             run = subprocess.run(
-                [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False,
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
             assert run.returncode == 0, run.stderr
@@ -177,7 +177,7 @@ def test_launcher_names_tell_runs_apart_and_survive_restarts() -> None:
     )
     assert launcher_name({"TORCHELASTIC_RUN_ID": "r1"}) != launcher_name({"TORCHELASTIC_RUN_ID": "r2"})
     assert launcher_name({"TORCHELASTIC_RUN_ID": "none"}) == launcher_name({})
-    assert f":{os.getppid()}:" in launcher_name({})
+    assert os.getppid() == 1 or f":{os.getppid()}:" in launcher_name({})  # of pid 1, see the next test
     assert launcher_name({"SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0"}) == "slurm:11.0"
 
 
@@ -230,11 +230,11 @@ def test_two_starts_in_one_container_are_two_launchers(tmp_path: Path) -> None:
                         cwd=ROOT,
                         capture_output=True,
                         text=True,
-                        timeout=60,
+                        timeout=120,
                         check=False,
                     )
                     assert second.stdout.startswith("busy 0 job 'train' is being trained"), second.stderr
-                    assert first.communicate("\n", timeout=60)[0] == "went on\n"
+                    assert first.communicate("\n", timeout=120)[0] == "went on\n"
             finally:
                 box.kill()
 

@@ -7,11 +7,12 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, tell
 
+from memstore.core.holder import ranks
+from memstore.core.wire.rank_messages import LendSlots, PutReady, SlotSample, StepLevel
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.testing.clusters.processes import wait_for
 
@@ -28,8 +29,8 @@ def replace_arena(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin()
-    wait_for(lambda: "n" in site.holder.connections.links, "the rank's link")
-    site.holder.connections.grant_job("job")
+    wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
+    site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
     wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "slots of the new arena")
 
 
@@ -59,7 +60,7 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     site.link.outbox.put(lambda: is_told.wait(30.0) and None)
     room = site.stage(2)
     assert room.hand_over(b"", 2 * CHUNK_BYTES)
-    site.link.take_event({"k": "level", "attempt": 1, "step": STEP, "level": "skipped", "reason": ""})
+    site.link.take_event(StepLevel(attempt=1, step=STEP, level="skipped"))
     is_told.set()
     wait_for(site.link.outbox.empty, "the link's writer")
     assert len(site.link.pool) == SHARE_SLOTS
@@ -70,7 +71,7 @@ def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site
     room = site.stage()
     sent, site.link._send = site.link._send, lambda body: None  # type: ignore[method-assign]
     assert room.hand_over(b"", 3 * CHUNK_BYTES)
-    message = site.link.handovers[1, STEP].body
+    message = site.link.handovers[1, STEP].message
     wait_for(site.link.outbox.empty, "the message that gets lost")
     site.link._send = sent  # type: ignore[method-assign]
     replace_arena(site)
@@ -84,7 +85,8 @@ def test_what_was_staged_in_another_arena_is_adopted_by_nobody(site: Site) -> No
     """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
     room = site.lend()
     replace_arena(site)
-    site.link.call_soon("lend", {"step": STEP, "slots": room.slots, "arena": room.mapping.arena})
+    sample = SlotSample(seed=0, digests=b"")
+    site.link.ask_soon(LendSlots(id=0, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena, sample=sample))
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["error"] == "CommitError"
@@ -131,12 +133,17 @@ def test_what_a_rank_filled_elsewhere_is_lent_to_nobody(site: Site) -> None:
     wait_for(site.is_whole, "the whole share")
 
 
-@pytest.mark.parametrize("seen", [None, {}, {"seed": 1, "digests": b"x"}, {"seed": "1", "digests": bytes(24)}])
-def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, seen: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
+def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
     """Whoever hands over says what it sees in the slots, or the put fails by name and its slots are free again."""
     room = site.stage()
-    body = {"k": "handover", "step": STEP, "slots": room.slots, "arena": room.mapping.arena, "sample": seen}
-    site.link.notify({**body, "attempt": 1, "world_size": 1, "layout": b"", "nbytes": 3 * CHUNK_BYTES})
+    site.link.notify(
+        PutReady(
+            attempt=1, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena,
+            sample=SlotSample(seed=1, digests=digests), layout=b"", nbytes=3 * CHUNK_BYTES, world_size=1,
+            shared_chunks=None, began_s=0.0, stall_s=0.0,
+        )
+    )  # fmt: skip
     tell(site, "failed")
     assert site.holder.replicas.pin(SHARD) is None
     room.abandon()

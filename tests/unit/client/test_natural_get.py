@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from memstore.client.restore import OpenShard
 from memstore.client.shared_shard import Read, SharedShard, load_natural
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.wire.calls import Get, ReadStep
 from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
 from memstore.shell.codec.encode import copy_into
 from memstore.shell.codec.verified_stream import Views
@@ -123,7 +125,7 @@ def test_a_read_whose_end_never_comes_names_both() -> None:
 def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of the newest step that was there says who copied it; all agree on a newer one, which others copied."""
     asked: list[tuple[int | None, int | None]] = []
-    reads: list[dict[str, Any]] = []
+    reads: list[ReadStep] = []
     copiers = {(1, 5): 3, (2, 7): 1}  # (attempt, step)
 
     class Ranges:
@@ -131,21 +133,21 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
 
         def __init__(self, *_: Any) -> None: ...
 
-        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> tuple[int, int]:
+        @contextlib.contextmanager
+        def ask(self, step: int | None, rank: int, *, attempt: int | None = None) -> Iterator[SimpleNamespace]:
             asked.append((attempt, step))
-            return (1, 5) if attempt is None or step is None else (attempt, step)
-
-        def open(self, found: tuple[int, int]) -> SimpleNamespace:
+            found = (1, 5) if attempt is None or step is None else (attempt, step)
             made = Staged(0).named
             natural = NaturalLayout.decode(made)
             assert natural is not None
-            layout = replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
+            layout = msgspec.structs.replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
             manifest = replace(made, layout=layout, world_size=4)
-            return SimpleNamespace(attempt=found[0], step=found[1], manifest=manifest, close=lambda: None)
+            answer = {"attempt": found[0], "step": found[1]}
+            yield SimpleNamespace(answer=lambda: answer, manifest=lambda: manifest)
 
     @contextlib.contextmanager
-    def read(_: Any, body: dict[str, Any], timeout_s: float) -> Iterator[Staged]:
-        reads.append(body)
+    def read(_: Any, request: ReadStep, timeout_s: float) -> Iterator[Staged]:
+        reads.append(request)
         raise RecoveryError("far enough")
         yield
 
@@ -154,6 +156,6 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
     monkeypatch.setattr(module, "collective", lambda *_: {"step": 7, "attempt": 2})
     link = cast(HolderLink, SimpleNamespace(job="job", folder=Path("h0")))
     with pytest.raises(RecoveryError, match="far enough"):
-        SharedShard(0, 1, (0,), 1).get_resized(link, {"step": None}, None, 1.0)
+        SharedShard(0, 1, (0,), 1).get_resized(link, Get(job="job", attempt=1, rank=1, step=None, timeout_s=1.0), None)
     assert asked == [(None, None), (2, 7)]
-    assert reads == [{"job": "job", "step": 7, "of_attempt": 2, "rank": 1}]
+    assert reads == [ReadStep(job="job", step=7, of_attempt=2, rank=1)]

@@ -142,13 +142,13 @@ def test_two_ranks_keep_their_own_shards(tmp_path: Path) -> None:
     for process in ranks:
         process.start()
     try:
-        answers = sorted(results.get(timeout=60) for _ in ranks)
+        answers = sorted(results.get(timeout=120) for _ in ranks)
     finally:
         for process in ranks:
-            process.join(timeout=20)
+            process.join(timeout=120)
             if process.is_alive():
                 process.kill()
-                process.join(timeout=5)
+                process.join(timeout=120)
         results.close()
     assert [same for _, same, _, _ in answers] == [True, True]
     assert answers[0][2] == answers[1][2]

@@ -106,18 +106,21 @@ def test_damaged_bytes_are_a_protocol_error_or_other_metadata(metadata: Metadata
 
 
 def row(**changes: Any) -> list[Any]:
-    kind = ["float32", "strided", False, "contiguous", False, [4]]
-    parts = {"form": FORMAT, "version": None, "entries": [["w", kind, [[[0], [4], [0, 0, 16]]]]],
-             "planner": [plan_state(None).layout, b""], "strays": []}  # fmt: skip
+    parts = {"form": FORMAT, "version": None, "entries": [["w", tensor(), None]],
+             "planner": plan_state(None).layout, "stream": b"", "strays": []}  # fmt: skip
     return list({**parts, **changes}.values())
+
+
+def tensor(dtype: str = "float32", nbytes: int = 16) -> list[Any]:
+    return [dtype, False, "contiguous", False, [4], [[[0], [4], [0, 0, nbytes]]]]
 
 
 @pytest.mark.parametrize(
     "hostile",
     [
         row(form=FORMAT + 1),
-        row(entries=[["w", ["float99", "strided", False, "contiguous", False, [4]], []]]),
-        row(entries=[["w", ["float32", "strided", False, "contiguous", False, [4]], [[[0], [4], [0, 0, 17]]]]]),
+        row(entries=[["w", tensor(dtype="float99"), None]]),
+        row(entries=[["w", tensor(nbytes=17), None]]),
         row(entries=[["w", None, [0, -1, 4]]]),
         row(entries=[["w", None, [0, 0, True]]]),
         row(entries=[["w", None, [0, 0, 1 << 63]]]),
@@ -125,8 +128,8 @@ def row(**changes: Any) -> list[Any]:
         row(entries={"w": 1}),
         row(version=7),
         row(strays=[["w", "offsets", [0, 0, 0]]]),
-        row(planner=[b"no layout", b""]),
-        row()[:4],
+        row(planner=b"no layout"),
+        row()[:5],
         {},
     ],
 )

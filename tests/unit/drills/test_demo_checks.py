@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from memstore.demo.checks import (
     FROM_PEER,
@@ -17,7 +17,7 @@ from memstore.demo.checks import (
     committed_step,
     steps_redone,
 )
-from memstore.demo.records import Joined, Journal, Restored, Run, StepRun, read_run
+from memstore.demo.records import Joined, Restored, Run, StepRun, read_run, write
 
 STEPS = 8
 HOSTS = ["h1", "h3", "h2", "h4"]
@@ -135,15 +135,13 @@ def test_nothing_after_the_kill_is_caught() -> None:
 
 def test_a_journal_keeps_what_was_written(tmp_path: Path) -> None:
     """Records come back equal; a line that a kill cut short is left out."""
-    journal = Journal(tmp_path, 0)
     run = good_run()
     for record in [*run.joined, *run.restored, *run.steps]:
-        journal.write(record)
+        write(tmp_path, record)
     file = next(tmp_path.glob("rank0-*.jsonl"))
     whole = read_run(tmp_path)
     with file.open("a") as cut:
         cut.write('{"kind": "step", "attempt": 2')
-    journal.close()
     assert read_run(tmp_path) == whole
     assert sorted(whole.steps, key=lambda s: s.wall_s) == run.steps
     assert whole.restored == run.restored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from memstore.core.wire.peer_messages import (
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
+from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -77,13 +77,12 @@ def received(channel: Channel) -> BatchReceived:
 
 def wait_all_free(holder: Holder) -> None:
     """Wait until every slot is free again."""
-    deadline_s = time.monotonic() + 10
-    while True:
+
+    def are_free() -> bool:
         with holder.replicas.lock:
-            if len(holder.replicas.table.free) == len(holder.replicas.table.slots):
-                return
-        assert time.monotonic() < deadline_s, "slots are lost"
-        time.sleep(0.02)
+            return len(holder.replicas.table.free) == len(holder.replicas.table.slots)
+
+    wait_for(are_free, "every slot to be free")
 
 
 @pytest.mark.parametrize(
@@ -132,12 +131,9 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
             feeding._sock.setblocking(False)  # type: ignore[union-attr]
             feeding.close()
-            deadline_s = time.monotonic() + 10
             draft = holder.replicas.index.draft("z", ShardId("train", 1, 2, 0))
             assert draft is not None
-            while draft.missing != [2, 3, 4, 5]:
-                assert time.monotonic() < deadline_s, f"missing: {draft.missing}"
-                time.sleep(0.02)
+            wait_for(lambda: draft.missing == [2, 3, 4, 5], "two chunks to be kept", seen=lambda: draft.missing)
         wait_all_free(holder)
 
 

@@ -6,19 +6,30 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from memstore.config import Config
-from memstore.core.journal.records import journal_after
-from memstore.core.wire.frame import Kind, pack_frame
+from memstore.core.journal.records import WholeOrder, journal_after
+from memstore.core.wire.codec import encode_frame
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import Action, Event, Report, Tick
+from memstore.core.wire.orders import decode_order
+from memstore.core.wire.reports import Heartbeat, Inventory, RankArrived
 from memstore.shell.controller.controller import TICK_S, Controller
 from memstore.shell.controller.holder_session import Session
 from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.net.channel import Channel
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.controller.catalog_holder import host_stats
 
 WAIT_S = 60.0
+
+
+def inventory(incarnation: int) -> Inventory:
+    """Return that of a host that holds nothing."""
+    return Inventory(
+        incarnation=incarnation, address="10.0.0.1", port=7000, machine="m", is_explicit=False, labels={},
+        limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0, dropped={},
+    )  # fmt: skip
 
 
 def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp_path: Path) -> None:
@@ -32,12 +43,7 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
         with controller.lock:
             controller.sessions["a"] = session
         session.start()
-        up = {
-            "k": "up", "incarnation": 1, "address": "10.0.0.1", "port": 7000, "machine": "m", "is_explicit": False,
-            "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
-            "up_s": 0.0, "idle_s": 0.0, "dropped": {},
-        }  # fmt: skip
-        controller.events.put((session, up))
+        controller.events.put((session, inventory(1)))
         wait_for(controller.is_serving, "the catalog to serve")
         state, handle = controller.catalog.hosts.states["a"], controller.catalog.handle
 
@@ -51,10 +57,10 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
             return actions
 
         controller.catalog.handle = watched  # type: ignore[method-assign]
-        controller.events.put((session, {"k": "something long"}))
+        controller.events.put((session, RankArrived(nonce="n")))
         assert begun.wait(WAIT_S)
         state.heard_at_s -= 100.0  # the last beat was long ago
-        far.sendall(pack_frame(Kind.EVENT, {"k": "beat", "stats": {}}))
+        far.sendall(encode_frame(Kind.EVENT, Heartbeat(stats=host_stats(), trained={}, clock_s=None)))
         wait_for(lambda: len(controller._beats) > 0, "the beat to be read")
         due_s = time.monotonic() + 2 * TICK_S
         wait_for(lambda: time.monotonic() > due_s, "a tick to be due")
@@ -79,13 +85,6 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     ]
     far = Channel(pairs[1][1])
 
-    def up(incarnation: int) -> dict[str, Any]:
-        return {
-            "k": "up", "incarnation": incarnation, "address": "10.0.0.1", "port": 7000, "machine": "m",
-            "is_explicit": False, "labels": {}, "limit_bytes": 1, "copies": [], "journal": [], "ranks": [],
-            "up_s": 0.0, "idle_s": 0.0, "dropped": {},
-        }  # fmt: skip
-
     def begin(session: Session) -> None:
         with controller.lock:
             controller.sessions["a"] = session
@@ -93,17 +92,17 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
 
     try:
         begin(sessions[0])
-        controller.events.put((sessions[0], up(1)))
+        controller.events.put((sessions[0], inventory(1)))
         wait_for(lambda: controller.is_serving() and controller.catalog.parts.journal.log.entries, "the first fact")
         begin(sessions[1])
         entries = controller.catalog.parts.journal.log.entries
         controller.drains_seen({"a": time.time() + 1000.0})
         wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
-        controller.events.put((sessions[1], up(2)))
+        controller.events.put((sessions[1], inventory(2)))
         journal: list[bytes] = []
         while len(journal) < len(entries):
-            body = far.recv(timeout_s=WAIT_S).body
-            journal = journal_after(journal, body) if body["k"] == "journal" else journal
+            order = decode_order(far.recv(timeout_s=WAIT_S).data)
+            journal = journal_after(journal, order) if isinstance(order, WholeOrder) else journal
         assert journal == [entry.record for entry in entries]
     finally:
         controller.close()

@@ -9,17 +9,39 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from memstore.config import Config
 from memstore.core.journal import records as records_module
 from memstore.core.journal.records import place_of_record
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.orders import (
+    JournalAppend,
+    JournalKeep,
+    Order,
+    PushTargets,
+    RankSlots,
+    RecordPlace,
+    Reserve,
+    VerifyCopies,
+)
+from memstore.core.wire.reports import (
+    Called,
+    CopiesVerified,
+    FactsWritten,
+    HolderMessage,
+    Inventory,
+    InventoryPage,
+    Outranked,
+    Reserved,
+    decode_holder_message,
+)
 from memstore.errors import CapacityError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena import journal_file as journal_module
-from memstore.shell.controller.holder_session import Session
+from memstore.shell.controller.holder_session import Session, SessionEnded
 from memstore.shell.holder import controller_session
 from memstore.shell.holder.controller_session import ControllerSession
 from memstore.shell.holder.holder import Holder
@@ -77,29 +99,43 @@ class Pause:
         assert self.go.wait(WAIT_S)
 
 
-def order(channel: Channel, kind: str, **body: Any) -> None:
-    channel.send(Kind.EVENT, 0, {"k": kind, **body}, deadline_s=WAIT_S)
+def send(channel: Channel, order: Order) -> None:
+    channel.send(Kind.EVENT, 0, order, deadline_s=WAIT_S)
 
 
-def heard(channel: Channel, timeout_s: float = WAIT_S) -> dict[str, Any]:
-    return channel.recv(timeout_s=timeout_s).body
+def heard(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
+    """The next message but calls: a tool of another test asks every store of this user on the machine."""
+    while isinstance(message := decode_holder_message(channel.recv(timeout_s=timeout_s).data), Called):
+        pass
+    return message
+
+
+def greeted(channel: Channel) -> Inventory:
+    """Return the inventory with which a session begins."""
+    inventory = heard(channel)
+    assert isinstance(inventory, Inventory)
+    return inventory
+
+
+def push_to(target: str) -> PushTargets:
+    return PushTargets(job="job", attempt=1, targets=(target,), copiers=())
 
 
 def obeys(holder: Holder, channel: Channel) -> None:
     """Raise unless an order on this session is carried out."""
     target = secrets.token_hex(4)
-    order(channel, "targets", job="job", attempt=1, targets=[target], copiers=[])
+    send(channel, push_to(target))
     wait_for(lambda: holder.twins.ordinary.get("job") == [target], "the order")
 
 
 def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
     """A controller of an older term hears of the newer one, is not obeyed, and does not displace it (R17)."""
     newer = dial(6)
-    assert heard(newer)["k"] == "up"
+    greeted(newer)
     older = dial(5)
     with contextlib.suppress(Exception):  # the holder may have hung up already
-        order(older, "targets", job="job", attempt=1, targets=["old"], copiers=[])
-    assert heard(older) == {"k": "stale", "term": 6}
+        send(older, push_to("old"))
+    assert heard(older) == Outranked(term=6)
     obeys(holder, newer)
     assert holder.sessions.term == 6
 
@@ -120,9 +156,9 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
     older = dial(5)
     assert pause.at.wait(WAIT_S)
     newer = dial(6)
-    assert heard(newer)["k"] == "up"
+    greeted(newer)
     pause.go.set()
-    assert heard(older) == {"k": "stale", "term": 6}
+    assert heard(older) == Outranked(term=6)
     obeys(holder, newer)
 
 
@@ -136,21 +172,25 @@ def test_an_order_that_fails_is_answered(
         raise error
 
     channel = dial(5)
-    assert heard(channel)["k"] == "up"
-    share = {"job": "job", "attempt": 1, "ranks": [[0, 2]], "guest_slots": 0}
+    greeted(channel)
+    share = Reserve(job="job", attempt=1, ranks=(RankSlots(0, 2),), guest_slots=0, world_size=1, versions=1, call=7)
     with monkeypatch.context() as patch:
         patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)
-        order(channel, "reserve", **share, call=7)
-        order(channel, "ask", ask=8, what="verify")
-        answers = {body["k"]: body for body in (heard(channel), heard(channel))}
-    assert (answers["reserved"]["call"], answers["reserved"]["ok"]) == (7, False)
-    assert (answers["answer"]["ask"], answers["answer"]["ok"]) == (8, False)
+        send(channel, share)
+        send(channel, VerifyCopies(call=8, job=None))
+        answers = {type(answer): answer for answer in (heard(channel), heard(channel))}
+    reserved, verified = answers[Reserved], answers[CopiesVerified]
+    assert isinstance(reserved, Reserved)
+    assert isinstance(verified, CopiesVerified)
+    assert (reserved.call, verified.call, verified.found) == (7, 8, None)
     said = str(error.args[-1]) if error.args else repr(error)
-    assert all(said in body["why"] for body in answers.values())
-    order(channel, "reserve", **share, call=9)
+    assert said in str(reserved.problem)
+    assert said in verified.problem
+    send(channel, structs.replace(share, call=9))
     again = heard(channel)
-    assert (again["call"], again["ok"]) == (9, True)
+    assert isinstance(again, Reserved)
+    assert (again.call, again.problem) == (9, None)
 
 
 @pytest.mark.parametrize("term", [5, 6])
@@ -180,12 +220,12 @@ def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
 
     monkeypatch.setattr(controller_session, "ControllerSession", Slow)
     older = dial(5)
-    assert heard(older)["k"] == "up"
-    order(older, "targets", job="job", attempt=1, targets=["old"], copiers=[])
+    greeted(older)
+    send(older, push_to("old"))
     assert pause.at.wait(WAIT_S)
     monkeypatch.setattr(controller_session, "ControllerSession", ControllerSession)
     newer = dial(term)
-    assert heard(newer)["k"] == "up"
+    greeted(newer)
     obeys(holder, newer)
     pause.go.set()
     assert closed.acquire(timeout=WAIT_S)  # by the newer session
@@ -201,39 +241,41 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     pause, real = Pause(), holder.journal.append
     monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
     older = dial(5)
-    assert heard(older)["k"] == "up"
-    order(older, "journal", seq=7, reset=False, records=[b"old"])
+    greeted(older)
+    send(older, JournalAppend(records=(b"old",), seq=7))
     assert pause.at.wait(WAIT_S)
-    newer, first = dial(6), None
+    newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
         first = heard(newer, 0.3)  # not before the write is over, else it may be missing in what it says
     pause.go.set()
     first = first or heard(newer)
-    assert (first["k"], first["journal"]) == ("up", [b"old"])
-    order(newer, "journal", seq=1, reset=False, records=[b"new"])
-    assert heard(newer) == {"k": "ack", "seq": 1}
+    assert isinstance(first, Inventory)
+    assert first.journal == (b"old",)
+    send(newer, JournalAppend(records=(b"new",), seq=1))
+    assert heard(newer) == FactsWritten(seq=1)
 
 
 def test_a_long_journal_comes_in_pages_before_the_inventory(
     holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message is longer than the wire allows, however many facts a journal has; the catalog is given all at once."""
-    records = [bytes([number]) * 30 for number in range(5)]
+    records = tuple(bytes([number]) * 30 for number in range(5))
     first = dial(5)
-    assert heard(first)["k"] == "up"
-    order(first, "journal", seq=5, reset=False, records=records)
-    assert heard(first) == {"k": "ack", "seq": 5}
+    greeted(first)
+    send(first, JournalAppend(records=records, seq=5))
+    assert heard(first) == FactsWritten(seq=5)
     monkeypatch.setattr(records_module, "PAGE_BYTES", 70)
     pages = dial(6)
-    assert heard(pages) == {"k": "journal", "records": records[:2]}
-    assert heard(pages) == {"k": "journal", "records": records[2:4]}
-    assert heard(pages)["journal"] == records[4:]
-    given: queue.Queue[dict[str, Any]] = queue.Queue()
-    session = Session("a", holder.info.incarnation, dial(7), lambda _, body: given.put(body))
+    assert heard(pages) == InventoryPage(records=records[:2])
+    assert heard(pages) == InventoryPage(records=records[2:4])
+    assert greeted(pages).journal == records[4:]
+    given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
+    session = Session("a", holder.info.incarnation, dial(7), lambda _, message: given.put(message))
     session.start()
     up = given.get(timeout=WAIT_S)
     session.close()
-    assert (up["k"], up["journal"]) == ("up", records)
+    assert isinstance(up, Inventory)
+    assert up.journal == records
 
 
 def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
@@ -251,16 +293,16 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(journal_module, "_scan", slow)
     dial(5)
     assert pause.at.wait(WAIT_S)
-    newer, first = dial(6), None
+    newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
         first = heard(newer, 0.3)  # not before the older one has read it
-    order(newer, "journal", seq=1, reset=False, records=[b"new"])
+    send(newer, JournalAppend(records=(b"new",), seq=1))
     if first is not None:
-        assert heard(newer) == {"k": "ack", "seq": 1}
+        assert heard(newer) == FactsWritten(seq=1)
     pause.go.set()
     if first is None:
-        assert heard(newer)["k"] == "up"
-        assert heard(newer) == {"k": "ack", "seq": 1}
+        greeted(newer)
+        assert heard(newer) == FactsWritten(seq=1)
     obeys(holder, newer)
     wait_for(lambda: not holder.sessions._lock.locked(), "the older session to be done")
     assert holder.journal.records() == [b"new"]
@@ -268,16 +310,17 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
 
 def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: Holder, dial: Dial) -> None:
     """A record was damaged, and with it what lies behind: the session ends, the next one shows what is left (R16)."""
-    records = [bytes(14) + bytes([1, number]) + b"fact" for number in range(3)]
+    records = tuple(bytes(14) + bytes([1, number]) + b"fact" for number in range(3))
     first = dial(5)
-    assert heard(first)["k"] == "up"
-    order(first, "journal", seq=3, reset=False, records=records)
-    assert heard(first) == {"k": "ack", "seq": 3}
+    greeted(first)
+    send(first, JournalAppend(records=records, seq=3))
+    assert heard(first) == FactsWritten(seq=3)
     with holder.journal.path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
-    order(first, "journal", seq=4, keep=[list(place_of_record(record)) for record in records], records=[])
+    places = tuple(RecordPlace(*place_of_record(record)) for record in records)
+    send(first, JournalKeep(places=places, short=(), seq=4))
     with pytest.raises(PeerUnreachable):
         heard(first)
     newer = dial(5)
-    assert heard(newer)["journal"] == records[:2]
+    assert greeted(newer).journal == records[:2]

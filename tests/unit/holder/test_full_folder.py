@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 from memstore.config import Config
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.orders import JournalAppend, JournalReplace, Order, PushTargets
+from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.errors import CapacityError, PeerTimeout
 from memstore.shell.arena.manifests import ManifestFolder
@@ -22,6 +24,7 @@ from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
+M = TypeVar("M")
 WAIT_S = 15.0
 SECRET = b"s" * 32
 LARGE = b"x" * 5000  # more than the journal's last page still takes
@@ -70,55 +73,64 @@ def dial(holder: Holder, term: int) -> Channel:
     )  # fmt: skip
 
 
-def heard(channel: Channel, kind: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
+def heard(channel: Channel, kind: type[M], timeout_s: float = WAIT_S) -> M:
     """The next message of a kind; the others are passed over."""
-    found: list[dict[str, Any]] = []
+    found: list[M] = []
 
     def look() -> bool:
-        body = channel.recv(timeout_s=timeout_s).body
-        found[:] = [body] if body["k"] == kind else []
+        message = decode_holder_message(channel.recv(timeout_s=timeout_s).data)
+        found[:] = [message] if isinstance(message, kind) else []
         return bool(found)
 
-    wait_for(look, f"a message {kind!r}", timeout_s)
+    wait_for(look, f"a message {kind.__name__}", timeout_s)
     return found[0]
 
 
-def order(channel: Channel, kind: str, **body: Any) -> None:
-    channel.send(Kind.EVENT, 0, {"k": kind, **body}, deadline_s=WAIT_S)
+def send(channel: Channel, order: Order) -> None:
+    channel.send(Kind.EVENT, 0, order, deadline_s=WAIT_S)
 
 
 def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full: FullFileSystem) -> None:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
-    heard(controller, "up")
-    order(controller, "journal", seq=1, reset=False, records=[LARGE])
-    order(controller, "journal", seq=2, reset=False, records=[b"small"])
-    order(controller, "targets", job="job", attempt=1, targets=["b"], copiers=[])
+    heard(controller, Inventory)
+    send(controller, JournalAppend(records=(LARGE,), seq=1))
+    send(controller, JournalAppend(records=(b"small",), seq=2))
+    send(controller, PushTargets(job="job", attempt=1, targets=("b",), copiers=()))
     wait_for(lambda: holder.twins.ordinary.get("job") == ["b"], "an order after the facts")
-    wait_for(lambda: "journal" in heard(controller, "beat")["stats"]["short_of_room"], "a beat that says so")
+    wait_for(lambda: "journal" in heard(controller, Heartbeat).stats.short_of_room, "a beat that says so")
     assert holder.journal.records() == [], "a later fact must not be there without the one before it"
     full.end()
-    assert heard(controller, "ack")["seq"] == 1
-    assert heard(controller, "ack")["seq"] == 2
+    assert heard(controller, FactsWritten).seq == 1
+    assert heard(controller, FactsWritten).seq == 2
     assert len(holder.journal.records()) == 2
-    wait_for(lambda: not heard(controller, "beat")["stats"]["short_of_room"], "a beat that no longer says so")
+    wait_for(lambda: not heard(controller, Heartbeat).stats.short_of_room, "a beat that no longer says so")
     controller.close()
 
 
 def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Holder, full: FullFileSystem) -> None:
     """A newer session sends the whole journal; what an older one had sent counts for nobody any more (R16, R17)."""
     older = dial(holder, 5)
-    heard(older, "up")
-    order(older, "journal", seq=9, reset=False, records=[LARGE])
+    heard(older, Inventory)
+    send(older, JournalAppend(records=(LARGE,), seq=9))
     wait_for(lambda: holder.sessions.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
-    assert heard(newer, "up")["journal"] == []
-    order(newer, "journal", seq=1, reset=True, records=[b"one", LARGE])
+    assert heard(newer, Inventory).journal == ()
+    send(
+        newer,
+        JournalReplace(
+            records=(
+                b"one",
+                LARGE,
+            ),
+            seq=1,
+        ),
+    )
     wait_for(lambda: holder.sessions.facts.problem, "the newer facts to wait")
     full.end()
-    assert heard(newer, "ack")["seq"] == 1
+    assert heard(newer, FactsWritten).seq == 1
     with pytest.raises((PeerTimeout, AssertionError, TimeoutError)):
-        heard(newer, "ack", 0.5)
+        heard(newer, FactsWritten, 0.5)
     assert len(holder.journal.records()) == 2
     older.close()
     newer.close()

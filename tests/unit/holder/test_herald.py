@@ -10,24 +10,27 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from memstore.client.checkpoint import read_shard
+from memstore.client.checkpoint import open_shard
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
+from memstore.core.wire.calls import ReadStep
+from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
 from memstore.errors import IntegrityError
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
 
 
 def test_a_herald_tells_each_chunk_once() -> None:
     """The manifest goes out at once, even alone; a chunk is named when it has come, and never again."""
-    said: list[dict[str, Any]] = []
+    said: list[ChunksArrived] = []
     draft = IncomingReplica(ShardId("job", 1, 2, 0), [b"d"] * 4, [None] * 4, 1)
     notifier = ChunkNotifier(said.append, 7, b"manifest", draft)
     notifier.tell()
     notifier.tell()
-    assert said == [{"k": "came", "read": 7, "manifest": b"manifest", "chunks": []}]
+    assert said == [ChunksArrived(read=7, manifest=b"manifest", chunks=())]
     draft.slots[3], draft.slots[1] = 30, 10
     notifier.tell()
     notifier.tell()
@@ -35,8 +38,8 @@ def test_a_herald_tells_each_chunk_once() -> None:
     notifier.tell()
     notifier.tell()
     assert said[1:] == [
-        {"k": "came", "read": 7, "chunks": [[1, 10], [3, 30]]},
-        {"k": "came", "read": 7, "chunks": [[0, 5], [2, 5]]},
+        ChunksArrived(read=7, chunks=(ArrivedChunk(1, 10), ArrivedChunk(3, 30))),
+        ChunksArrived(read=7, chunks=(ArrivedChunk(0, 5), ArrivedChunk(2, 5))),
     ]
 
 
@@ -53,9 +56,11 @@ class Asked:
         self.heard = heard
         return 1
 
-    def call_soon(self, verb: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+    def call_soon(self, request: ReadStep) -> Future[dict[str, Any]]:
         manifest, slots = self.first
-        self.heard.put({"manifest": manifest, "chunks": [[i, i] for i in range(len(slots))]})
+        self.heard.put(
+            ChunksArrived(read=1, manifest=manifest, chunks=tuple(ArrivedChunk(i, i) for i in range(len(slots))))
+        )
         future: Future[dict[str, Any]] = Future()
         future.set_result({"manifest": self.then, "slots": list(range(len(slots))), "pin": 1, "verdict": "peer"})
         return future
@@ -79,5 +84,7 @@ def put(step: int) -> tuple[bytes, list[bytearray]]:
 
 def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:
     """The controller came back while step 10 was read and chose step 11: no bytes of 10 under the name of 11."""
+    link = cast(HolderLink, Asked(put(10), put(11)[0]))
+    read = ShardRead(link, ReadStep(job="job", step=None, rank=0), 60.0)
     with pytest.raises(IntegrityError, match=r"step=11.*was chosen while.*step=10"):
-        read_shard(cast(HolderLink, Asked(put(10), put(11)[0])), {"job": "job"}, None, 60.0)
+        open_shard(read, None)

@@ -11,6 +11,7 @@ import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
 
 from memstore.core.arena.share import PeerShare
+from memstore.core.wire.rank_messages import SlotsLeased, UnlendSlots
 from memstore.errors import CommitError, ConfigError
 from memstore.shell.arena import replica_store
 from memstore.shell.holder import lease_transfer, rank_server
@@ -87,7 +88,7 @@ def test_slots_are_adopted_once(site: Site) -> None:
     assert child.do("adopt")["slots"] == room.slots
     assert child.do("adopt")["error"] == "CommitError"
     with pytest.raises(CommitError, match="lent any more"):
-        site.link.call("adopt", {"step": STEP}, WAIT_S)
+        site.link.adopt(STEP, WAIT_S)
     room.abandon()
     child.close()
     site.holder.ranks.reap()
@@ -97,13 +98,13 @@ def test_slots_are_adopted_once(site: Site) -> None:
 def test_an_offer_of_what_a_child_has_looks_at_no_byte_of_it(site: Site) -> None:
     """The child writes there: an offer that comes again, as with a new link, is no mistake of the parent's."""
     room = site.lend()
-    body = site.link.offers[STEP][1]
+    offer = site.link.offers[STEP]
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["slots"] == room.slots
     for view in room.views():
         view[:] = b"z" * CHUNK_BYTES
-    site.link.call("lend", body, WAIT_S)
+    site.link.ask_soon(offer).result(WAIT_S)
     assert not site.holder.ranks.lendings.lent
     child.do("bye")
     room.abandon()
@@ -129,7 +130,7 @@ def restart(site: Site) -> None:
     """The holder is replaced; the links come back by themselves."""
     site.holder.close()
     site.begin()
-    wait_for(lambda: "n" in site.holder.connections.links, "the rank's link")
+    wait_for(lambda: "n" in site.holder.state.ranks.links, "the rank's link")
 
 
 def test_a_holder_that_restarts_hears_of_the_offer_again(site: Site) -> None:
@@ -154,7 +155,7 @@ def test_a_holder_that_restarts_after_the_adoption_seals_for_the_child(site: Sit
     child.do("connect")
     child.do("adopt")
     restart(site)
-    wait_for(lambda: "n/child" in site.holder.connections.links, "the child's link")
+    wait_for(lambda: "n/child" in site.holder.state.ranks.links, "the child's link")
     child.do("hand over")
     tell(site, "sealed")
     room.abandon()
@@ -182,18 +183,18 @@ def test_a_grant_is_not_overtaken_by_the_answer_to_a_taking_back(site: Site, mon
     child.do("adopt")
     real, sent = ServedLink.send, threading.Event()
 
-    def slow(self: ServedLink, body: dict[str, Any]) -> None:
-        if body["k"] == "grant":
+    def slow(self: ServedLink, message: Any) -> None:
+        if isinstance(message, SlotsLeased):
             room.abandon()
             sent.wait(0.5)  # time for an answer that does not wait
-        real(self, body)
-        if body["k"] == "grant":
+        real(self, message)
+        if isinstance(message, SlotsLeased):
             sent.set()
 
     monkeypatch.setattr(ServedLink, "send", slow)
     child.do("bye")
     assert sent.wait(WAIT_S)
-    site.link.call("unlend", {"step": STEP, "slots": []}, WAIT_S)  # what was sent before has been heard
+    site.link.ask_soon(UnlendSlots(id=0, step=STEP, slots=())).result(WAIT_S)  # what was sent before has been heard
     wait_for(site.is_whole, "the whole share")
     assert len(site.link.pool) == SHARE_SLOTS
 
@@ -203,13 +204,13 @@ def test_an_adopted_slot_is_held_before_the_link_can_break(site: Site, monkeypat
     monkeypatch.setattr(rank_server, "check_child", lambda *_: None)
     room = site.lend()
     heir = HolderLink(site.holder.folder, nonce="n/0/5", job="job", rank=0, parent="n", attempt=1)
-    answer = heir.call("adopt", {"step": STEP}, WAIT_S)
+    adopted = heir.adopt(STEP, WAIT_S)
     old = heir.channel
     old.abort()
     wait_for(lambda: heir.channel is not old, "the link")
     with site.holder.replicas.lock:
-        owners = {site.holder.replicas.table.slots[n].owner for n in answer["slots"]}
-    assert owners == {site.holder.connections.owners["n/0/5"]}
+        owners = {site.holder.replicas.table.slots[n].owner for n in adopted}
+    assert owners == {site.holder.state.ranks.owners["n/0/5"]}
     heir.close()
     room.abandon()
     wait_for(site.is_whole, "the whole share")

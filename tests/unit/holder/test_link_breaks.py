@@ -28,6 +28,7 @@ from memstore.core.holder import fetch as procedure
 from memstore.core.holder import stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.state import HolderState, Reading
+from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.codec import verified_stream
@@ -146,7 +147,7 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     ticket = store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")
-    store._link.call("skip", {"job": "job", "attempt": 1, "rank": 0, "step": 2}, WAIT_S)
+    store._link.call(SkipStep(job="job", attempt=1, rank=0, step=2, why="no room", is_failed=False), WAIT_S)
     wait_for(lambda: not site.replicas.index.drafts, "the abandon")
     stop.go.set()
     wait_for(lambda: ticket.is_over, "the end of the abandoned put")
@@ -204,13 +205,13 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     assert stop.at.wait(WAIT_S)
     owner = next(iter(site.replicas.table.leases))
     store.close()
-    connections = site.holders["a"].connections
+    holder = site.holders["a"]
     again = memstore.client.connect.HolderLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
     try:
-        with connections.lock:
-            link = connections.links[again.nonce]
+        with holder.context.changed:  # the welcome is read before the link is known
+            link: Any = wait_for(lambda: holder.state.ranks.links.get(again.nonce), "the link to be known")
         link.attempt = 1
-        connections.grant(link)
+        holder.connections.grant(link)
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
@@ -240,7 +241,7 @@ def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     assert stop.at.wait(WAIT_S)
     break_link(store)
     store.steps()  # the holder has read what was sent again before this call
-    link = site.holders["a"].connections.links[store._link.nonce]
+    link = site.holders["a"].state.ranks.links[store._link.nonce]
     wait_for(link.handovers.empty, "the second hand-over to be taken up")
     stop.go.set()
     assert ticket.wait("committed", WAIT_S).level == "committed"

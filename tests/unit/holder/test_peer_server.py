@@ -123,7 +123,7 @@ class Line:
         self.replies: queue.Queue[Message] = queue.Queue()
 
     def recv(self, timeout_s: float | None) -> Frame:
-        frame = self.asked.get(timeout=60)
+        frame = self.asked.get(timeout=120)
         if frame is None:
             raise PeerUnreachable("the connection ended", peer=self.peer)
         return frame
@@ -146,9 +146,9 @@ def test_a_draft_outlives_the_connection_that_offered_it(replicas: ReplicaStore)
     for line, thread in serving.items():
         thread.start()
         line.asked.put(Frame(Kind.CALL, 1, encode(Ping()), 0))
-        assert line.replies.get(timeout=60) == Done()
+        assert line.replies.get(timeout=120) == Done()
     first.asked.put(Frame(Kind.CALL, 2, encode(offer_of("b", shard)), 0))
-    assert first.replies.get(timeout=60) == Admitted()
+    assert first.replies.get(timeout=120) == Admitted()
     for line, is_kept in ((first, True), (second, False), (older, False)):
         line.asked.put(None)
         serving[line].join(60)

@@ -16,8 +16,26 @@ from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.frame import Kind
+from memstore.core.holder import ranks
+from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.orders import DropJob, GiveUpFork
+from memstore.core.wire.rank_messages import (
+    Ask,
+    AskAnswered,
+    AskRefused,
+    Bye,
+    HolderEvent,
+    RankHello,
+    RankMessage,
+    ToolHello,
+    Welcome,
+    decode_greeting,
+    decode_holder_event,
+)
+from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.arena.manifests import ManifestFolder
@@ -41,10 +59,11 @@ RANK = """
 import signal, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
+from memstore.core.wire.calls import AskSteps
 from memstore.shell.rank.holder_link import HolderLink
 link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 link.wait_free(2, 15.0)
-link.call_soon("steps", {})
+link.call_soon(AskSteps(job="job"))
 link.outbox.put(lambda: print("ready", flush=True))
 signal.pause()
 """
@@ -72,7 +91,7 @@ class Site:
             store=scratch_store_name(), arena_bytes=8 << 20, chunk_bytes=CHUNK_BYTES, interface="127.0.0.1",
             scrub_bytes_per_s=0,
         )  # fmt: skip
-        self.relayed: list[tuple[int, str]] = []
+        self.relayed: list[int] = []
         self.gone: list[str] = []
         self.holder = self.begin(64)
 
@@ -80,15 +99,15 @@ class Site:
         """Start a holder that reaps only when told, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
-        holder.state.report = self._note
+        holder.state.report = holder.sessions.report = self._note  # type: ignore[method-assign]
         self.holder = holder
         return holder
 
-    def _note(self, kind: str, body: dict[str, Any]) -> None:
-        if kind == "call":
-            self.relayed.append((body["id"], body["verb"]))
-        elif kind == "rank_gone":
-            self.gone.append(body["nonce"])
+    def _note(self, report: HolderMessage) -> None:
+        if isinstance(report, Called):
+            self.relayed.append(report.id)
+        elif isinstance(report, RankGone):
+            self.gone.append(report.nonce)
 
     def leased(self) -> int:
         """Slots leased to anybody."""
@@ -113,8 +132,8 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
     def connect(life: int, nonce: str = "n") -> Channel:
         channel = connect_unix(site.holder.folder / "holder.sock", timeout_s=WAIT_S)
         made.append(channel)
-        send(channel, {"k": "hello", "nonce": nonce, "life": life, "pid": ME, "start": 0, "held": []})
-        assert receive(channel)["k"] == "welcome"
+        channel.send(Kind.EVENT, 0, hello_of(nonce=nonce, life=life), deadline_s=WAIT_S)
+        assert isinstance(decode_greeting(channel.recv(timeout_s=WAIT_S).data), Welcome)
         return channel
 
     yield connect
@@ -122,20 +141,29 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
         channel.close()
 
 
-def send(channel: Channel, body: dict[str, Any]) -> None:
-    channel.send(Kind.EVENT, 0, body, deadline_s=WAIT_S)
+def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
+    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
 
 
-def receive(channel: Channel) -> dict[str, Any]:
-    return channel.recv(timeout_s=WAIT_S).body
+def send(channel: Channel, message: RankMessage) -> None:
+    channel.send(Kind.EVENT, 0, message, deadline_s=WAIT_S)
+
+
+def receive(channel: Channel) -> HolderEvent:
+    return decode_holder_event(channel.recv(timeout_s=WAIT_S).data)
+
+
+def answered(reply: dict[str, Any]) -> AskAnswered:
+    """The answer to the rank's first question."""
+    return AskAnswered(id=1, reply=pack_body(reply))
 
 
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, {"k": "call", "id": 1, "verb": "steps", "body": {}})
+    send(channel, Ask(id=1, call=AskSteps(job="job")))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
-    return site.relayed[-1][0]
+    return site.relayed[-1]
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -147,9 +175,9 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     newer = hello(life=2)
     second = ask(site, newer)
     assert second != first
-    site.holder.ranks.answer(first, {"to": "the old store"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    site.holder.ranks.answer(first, pack_reply({"to": "the old store"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_who_connects_is_in_the_inventory_before_it_is_reported(
@@ -158,9 +186,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
     known: list[bool] = []
 
-    def report(kind: str, body: dict[str, Any]) -> None:
-        if kind == "rank_here":
-            known.append(body["nonce"] in site.holder.connections.owners)
+    def report(told: HolderMessage) -> None:
+        if isinstance(told, RankArrived):
+            known.append(told.nonce in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
@@ -175,9 +203,9 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     site.begin(64)
     newer = hello(life=2, nonce="m")
     second = ask(site, newer)
-    site.holder.ranks.answer(first, {"to": "a rank of the former holder"}, None)
-    site.holder.ranks.answer(second, {"to": "the new store"}, None)
-    assert receive(newer) == {"k": "answer", "id": 1, "body": {"to": "the new store"}, "error": None}
+    site.holder.ranks.answer(first, pack_reply({"to": "a rank of the former holder"}), None)
+    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
+    assert receive(newer) == answered({"to": "the new store"})
 
 
 def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
@@ -185,11 +213,11 @@ def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Calla
     leaving, staying = hello(life=1), hello(life=1, nonce="other")
     ask(site, leaving)
     kept = ask(site, staying)
-    send(leaving, {"k": "bye"})
-    wait_for(lambda: "n" not in site.holder.connections.links, "the goodbye")
+    send(leaving, Bye())
+    wait_for(lambda: "n" not in site.holder.state.ranks.links, "the goodbye")
     site.relayed.clear()
     site.holder.calls.ask_again()
-    assert site.relayed == [(kept, "steps")]
+    assert site.relayed == [kept]
 
 
 def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello: Callable[..., Channel]) -> None:
@@ -199,10 +227,10 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     old.abort()
     newer = hello(life=1)
     assert ask(site, newer) == first
-    site.holder.ranks.answer(first, {"turn": 1}, None)
-    site.holder.ranks.answer(first, {"turn": 2}, None)
-    site.holder.ranks.answer(ask(site, newer), {"turn": 3}, None)
-    assert [receive(newer)["body"]["turn"] for _ in range(2)] == [1, 3]
+    site.holder.ranks.answer(first, pack_reply({"turn": 1}), None)
+    site.holder.ranks.answer(first, pack_reply({"turn": 2}), None)
+    site.holder.ranks.answer(ask(site, newer), pack_reply({"turn": 3}), None)
+    assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------
@@ -224,16 +252,16 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
     shelved, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
-    number, pin = ask(site, channel), replicas.pin
+    number, manifest = ask(site, channel), replicas.manifest
 
-    def pin_after_the_link(*named: Any, **how: Any) -> Any:
+    def read_after_the_link(*named: Any) -> Any:
         channel.close()
-        wait_for(lambda: not site.holder.connections.links, "the link to end")
+        wait_for(lambda: not site.holder.state.ranks.links, "the link to end")
         wait_for(lambda: site.holder.rank_listener.connections == 0, "its thread to end")
-        return pin(*named, **how)
+        return manifest(*named)
 
-    monkeypatch.setattr(replicas, "pin", pin_after_the_link)
-    site.holder.ranks.answer(number, answer, None)
+    monkeypatch.setattr(replicas, "manifest", read_after_the_link)
+    site.holder.ranks.answer(number, pack_reply(answer), None)
     assert not shelved.pins
 
 
@@ -244,17 +272,19 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     number = ask(site, channel)
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    site.holder.ranks.answer(number, answer, None)
-    assert receive(channel)["error"][0] == "RecoveryError"
+    site.holder.ranks.answer(number, pack_reply(answer), None)
+    refused = receive(channel)
+    assert isinstance(refused, AskRefused)
+    assert refused.error == "RecoveryError"
     assert not shelved.pins
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
     """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
-        rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": 0})
-    assert rank_server.owner_of({"nonce": "n", "pid": 77, "is_tool": True}, {"pid": 0}).pid == 0
-    seen = rank_server.owner_of({"nonce": "n", "pid": 77}, {"pid": ME})
+        rank_server.owner_of(hello_of(pid=77), 0)
+    assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
+    seen = rank_server.owner_of(hello_of(pid=77), ME)
     assert (seen.pid, seen.start) == (ME, process_start_time(ME))
 
 
@@ -265,7 +295,7 @@ def test_the_refusal_reaches_the_rank(site: Site, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="pid namespace"):
         HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert site.leased() == 0
-    HolderLink(site.holder.folder, nonce="tool", is_tool=True).close()
+    HolderLink(site.holder.folder, nonce="tool").close()
 
 
 # -- reaping ----------------------------------------------------------------------------------------
@@ -281,14 +311,14 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             assert rank.stdout.readline() == b"ready\n"
             wait_for(lambda: bool(site.relayed), "the rank's call")
             rank.send_signal(signal.SIGSTOP)  # alive, and silent
-            ranks, connections, calls = site.holder.ranks, site.holder.connections, site.holder.calls
-            connections.links["n"].channel.abort()
-            wait_for(lambda: "n" not in connections.links, "the link's end")
-            ranks.reap()
+            server, links, calls = site.holder.ranks, site.holder.state.ranks.links, site.holder.calls
+            links["n"].channel.abort()
+            wait_for(lambda: "n" not in links, "the link's end")
+            server.reap()
             assert (site.leased(), site.gone, len(calls._waiting)) == (2, [], 1)
         finally:
             rank.kill()
-    ranks.reap()
+    server.reap()
     assert (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0)
 
 
@@ -319,7 +349,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
         assert taken is not None
         for moment in range(2):
             channel = link.channel
-            site.holder.connections.links["n"].channel.abort()
+            site.holder.state.ranks.links["n"].channel.abort()
             site.holder.ranks.reap()
             wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
@@ -341,9 +371,9 @@ def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) ->
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"full\n"
-        first = wait_for(lambda: site.holder.connections.links.get("n"), "the link to be known")
+        first = wait_for(lambda: site.holder.state.ranks.links.get("n"), "the link to be known")
         first.channel.abort()
-        wait_for(lambda: site.holder.connections.links.get("n", first) is not first, "the link to come back")
+        wait_for(lambda: site.holder.state.ranks.links.get("n", first) is not first, "the link to come back")
         process.stdin.close()
 
 
@@ -351,18 +381,17 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.connections.lock:  # the welcome is read before the link is known
-            link.attempt = site.holder.connections.links["n"].attempt = 2
-        order = {"k": "drop", "shards": [], "removed": ["job", 2]}
-        site.holder.orders.obey({**order, "is_refused_fork": True})  # this name is free: nobody is fenced
+        with site.holder.context.changed:  # the welcome is read before the link is known
+            link.attempt = site.holder.state.ranks.links["n"].attempt = 2
+        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
-        site.holder.orders.obey(order)
+        site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):
             raise link.fenced_error()
         link.fenced_by, link.is_removed = 0, False
-        site.holder.connections.links["n"].channel.abort()
+        site.holder.state.ranks.links["n"].channel.abort()
         wait_for(lambda: link.is_removed and link.fenced_by == 3, "the word on a new link")
     finally:
         link.close()
@@ -386,7 +415,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
         replicas.claim("job", PeerShare(1, {0: 8}, 8))
-        site.holder.connections.grant_job("job")
+        site.holder.runner.run(ranks.grant_job(site.holder.state, "job"))
         more = link.acquire(Tenant(), 6, WAIT_S)
         assert more is not None
         assert max(more.slots) >= 4
@@ -406,7 +435,7 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.holder.close()
     shutil.rmtree(site.holder.folder)
     site.begin(4).replicas.ensure_free(4)
-    link = HolderLink(site.holder.folder, nonce="n", is_tool=True)
+    link = HolderLink(site.holder.folder, nonce="n")
     try:
         with link.view(3) as before:
             site.holder.close()

@@ -6,19 +6,32 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
-from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import fetch, persist, push, stage
+from memstore.core.holder import fetch, fork, persist, push, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import shard_to_wire, spec_to_wire
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import (
+    AbandonStep,
+    Bring,
+    DropNumber,
+    ForkedShard,
+    FreeCopies,
+    LookAtCopies,
+    OrderCheck,
+    ReadShard,
+    Run,
+    StageShard,
+)
+from memstore.core.wire.reports import CopiesLookedAt, Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, ReplicaStore
-from memstore.shell.holder import fork
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.peer.client import Peer
@@ -27,7 +40,7 @@ from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
 SHARD = ShardId("train", 1, 2, 0)
-Reports = list[tuple[str, dict[str, Any]]]
+Reports = list[HolderMessage]
 
 
 @pytest.fixture
@@ -65,36 +78,44 @@ def age(replicas: ReplicaStore) -> None:
 def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     """Collect what a holder tells the controller."""
     found: Reports = []
-    monkeypatch.setattr(holder.state, "report", lambda kind, body: found.append((kind, body)))
+    monkeypatch.setattr(holder.state, "report", found.append)
     return found
 
 
-def order(shelved: StoredReplica, number: int = 1) -> dict[str, Any]:
+def order(shelved: StoredReplica, number: int = 1) -> StageShard:
     """Stage the whole shard from host a."""
-    return {
-        "job": "train", "round": number, "rank": 0, "shard": shard_to_wire(shelved.shard), "attempt": 2,
-        "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 4]], "durable": None, "holders": ["a"],
-    }  # fmt: skip
+    return StageShard(
+        job="train", round=number, rank=0, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None,
+    )  # fmt: skip
 
 
-def only_at_once(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[bool]:
+def reading(shelved: StoredReplica) -> ReadShard:
+    """Bring the whole shard for one reader of rank 0."""
+    return ReadShard(
+        job="train", read=1, rank=0, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, listener=None,
+    )  # fmt: skip
+
+
+def only_at_once(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
     """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
     yield from ()
     return until_s == float("inf")
 
 
-def never(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[bool]:
+def never(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
     """In the place of `may_wait`: no other try."""
     yield from ()
     return False
 
 
-def staged(holder: Holder, body: dict[str, Any], reports: Reports) -> dict[str, Any]:
+def staged(holder: Holder, order: StageShard, reports: Reports) -> StageEnded:
     """Stage and return the report."""
-    holder.stager.order(body)
-    holder.stager.workers.submit(lambda: None).result(timeout=10)
+    holder.stager.order(order)
+    holder.stager.workers.submit(lambda: None).result(timeout=120)
     holder.stager.workers.shutdown(wait=True)
-    return next(body for kind, body in reports if kind == "staged")
+    return next(report for report in reports if isinstance(report, StageEnded))
 
 
 def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
@@ -116,7 +137,7 @@ def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monke
     shelved, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
     report = staged(b, order(shelved), reports)
-    assert (report["ok"], report["bad"]) == (True, {})
+    assert (report.problem, report.bad) == (None, {})
     held = b.replicas.index.find(SHARD, shelved.spec.digest)
     assert held is not None
     assert not b.replicas.verify(held)
@@ -132,8 +153,8 @@ def test_bad_luck_is_reported_without_evidence(
     monkeypatch.setattr(fetch, "may_wait", only_at_once)
     break_fetches(monkeypatch, error, times=1000)
     report = staged(b, order(shelved), reports)
-    assert (report["ok"], report["bad"]) == (False, {})
-    assert str(error) in report["why"]
+    assert report.bad == {}
+    assert str(error) in str(report.problem)
 
 
 def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
@@ -143,20 +164,17 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
     a, b = pair
     shelved, reports, from_a = seal(a.replicas, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
     rot(a.replicas, shelved, 2)
-    assert staged(b, order(shelved), reports)["bad"] == {"a": [2]}
-    assert [list(body["copies"][0][-1]) for kind, body in from_a if kind == "sealed"] == [[2]]
+    assert staged(b, order(shelved), reports).bad == {"a": (2,)}
+    assert [report.copy.missing for report in from_a if isinstance(report, Sealed)] == [(2,)]
 
 
-def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder]) -> None:
     """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
     a, _ = pair
     shelved = seal(a.replicas, SHARD)
-    checked: list[StoredReplica] = []
-    monkeypatch.setattr(a.connections, "check", lambda body, what: checked.append(what))
-    for number in (1, -1):
-        assert a.runner.run(stage.stage(a.state, order(shelved, number), SHARD)) == {}
-    a.stager.check({"job": "train", "round": 1, "rank": 0})
-    assert checked == [shelved]
+    for bring in (order(shelved), reading(shelved)):
+        assert a.runner.run(stage.stage(a.state, bring, SHARD)) == {}
+    assert a.replicas.staged(StagedKey("train", 0, "round", 1)) is shelved
 
 
 @pytest.mark.parametrize("kind", ["abandon", "drop"])
@@ -166,11 +184,11 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     shelved = seal(a.replicas, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD)) == {}
     free = len(a.replicas.table.free)
-    bodies = {
-        "abandon": {"attempt": 1, "step": 2, "level": "skipped", "reason": "given up", "resume": 3},
-        "drop": {"shards": [shard_to_wire(SHARD)]},
+    orders = {
+        "abandon": AbandonStep(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
+        "drop": FreeCopies(shards=(WireShard.of(SHARD),), number=None),
     }
-    a.orders.obey({"k": kind, "job": "train", **bodies[kind]})
+    a.orders.obey(orders[kind])
     a.orders.workers.shutdown(wait=True)
     assert len(a.replicas.table.free) == free + len(shelved.slots)
     assert not a.replicas.index.shards
@@ -192,15 +210,16 @@ def test_a_holder_says_when_it_has_freed_a_copy(
             raise OSError("its manifest cannot be removed")
         drop(shard)
 
-    def noted(kind: str, body: dict[str, Any]) -> None:
+    def noted(told: Report) -> None:
         seen.append(SHARD in [copy.shard for copy in a.replicas.index.copies("a", "train")])
-        report(kind, body)
+        report(told)
 
     monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
-    a.orders.obey({"k": "drop", "shards": [shard_to_wire(SHARD)], "number": [3, 7]})
+    shards, number = (WireShard.of(SHARD),), DropNumber(3, 7)
+    a.orders.obey(FreeCopies(shards=shards, number=number))
     a.orders.workers.shutdown(wait=True)
-    assert reports == [("freed", {"shards": [shard_to_wire(SHARD)], "number": [3, 7]})]
+    assert reports == [Freed(shards=shards, number=number)]
     assert seen == [not can_free]
 
 
@@ -211,14 +230,14 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     a, _ = pair
     reports, shelved = reports_of(a, monkeypatch), seal(a.replicas, SHARD)
     a.context.sealed(shelved)
-    assert [kind for kind, _ in reports] == ["sealed"]
+    assert [type(report) for report in reports] == [Sealed]
     read = a.replicas.pin(SHARD)
     a.replicas.drop(SHARD)
     a.context.sealed(shelved)  # still there for its reader, and for nobody else
     assert read is not None
     a.replicas.unpin(*read)
     a.context.sealed(shelved)
-    assert [kind for kind, _ in reports] == ["sealed"]
+    assert [type(report) for report in reports] == [Sealed]
 
 
 def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
@@ -247,7 +266,7 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
     damage_manifest(a, shelved)
     monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
-        a.runner.run(stage.stage(a.state, {**order(shelved), "holders": ["a", "gone"]}, SHARD))
+        a.runner.run(stage.stage(a.state, structs.replace(order(shelved), holders=("a", "gone")), SHARD))
     assert not shelved.pins
 
 
@@ -267,12 +286,12 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     shelved = seal(a.replicas, SHARD)
     assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
     damage_manifest(a, shelved)
-    link = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
-    monkeypatch.setattr(a.connections, "of_job", lambda job: [link])
+    a.state.ranks.links["n"] = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     reports = reports_of(a, monkeypatch)
-    a.orders.obey({"k": "check", "job": "train", "round": 1, "rank": 0})
-    assert [(kind, body["ok"]) for kind, body in reports] == [("checked", False)]
-    assert "was damaged after it was written" in reports[0][1]["error"][1]
+    a.orders.obey(OrderCheck(job="train", round=1, rank=0))
+    [report] = reports
+    assert isinstance(report, IntoChecked)
+    assert "was damaged after it was written" in str(report.error)
 
 
 def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +299,10 @@ def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monk
     a, _ = pair
     shelved = seal(a.replicas, SHARD)
     damage_manifest(a, shelved)
-    assert fork.look(a.replicas, [[shard_to_wire(SHARD), shelved.spec.digest, ["new", 1, 2, 0]]]) == [[0, "", -1]]
+    reports = reports_of(a, monkeypatch)
+    row = ForkedShard(WireShard.of(SHARD), shelved.spec.digest, WireShard("new", 1, 2, 0))
+    a.runner.run(fork.look(a.state, LookAtCopies(job="new", call=1, shards=(row,))))
+    assert reports == [CopiesLookedAt(job="new", call=1, shards=())]
     assert not shelved.pins
 
 
@@ -289,8 +311,8 @@ def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Hol
     """A chunk rotted in both and was brought again for the origin; or the file of the fork's own manifest rotted."""
     replicas, new = pair[0].replicas, ShardId("new", 1, 2, 0)
     origin = seal(replicas, SHARD)
-    order = [[shard_to_wire(SHARD), origin.spec.digest, shard_to_wire(new)]]
-    [made] = fork.make(replicas, order)
+    made = replicas.fork(SHARD, origin.spec.digest, new)
+    assert made is not None
     if fault == "a chunk":
         rot(replicas, origin, 1)
         assert replicas.verify(origin) == [1]
@@ -304,7 +326,7 @@ def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Hol
         damage_manifest(pair[0], made)
         made.is_nameless = True
     for _ in range(2):
-        assert [again is made for again in fork.make(replicas, order)] == [True]
+        assert replicas.fork(SHARD, origin.spec.digest, new) is made
         assert not made.missing
         assert made.spec.digest == shard_digest(replicas.manifest(made))
     for shard in (SHARD, new, ShardId("other", 1, 1, 0)):
@@ -316,8 +338,11 @@ def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch
     """An order to check what is not staged any more ends the get with an error instead of its deadline."""
     a, _ = pair
     reports = reports_of(a, monkeypatch)
-    a.orders.obey({"k": "check", "job": "train", "round": 7, "rank": 0})
-    assert [(kind, body["ok"], body["error"][0]) for kind, body in reports] == [("checked", False, "RecoveryError")]
+    a.orders.obey(OrderCheck(job="train", round=7, rank=0))
+    [report] = reports
+    assert isinstance(report, IntoChecked)
+    assert report.error is not None
+    assert report.error.error == "RecoveryError"
 
 
 @pytest.mark.parametrize("is_rotten", [False, True])
@@ -334,8 +359,9 @@ def test_a_have_is_verified_and_reported(
     reports = reports_of(b, monkeypatch)
     a.runner.run(push.run(a.state, Push(SHARD, mine.spec.digest, "b")))
     assert a.peers.peer("b").sent_bytes == (CHUNK_BYTES if is_rotten else 0)
-    assert reports[-1][0] == "sealed"
-    assert not reports[-1][1]["copies"][0][-1]
+    last = reports[-1]
+    assert isinstance(last, Sealed)
+    assert last.copy.missing == ()
     assert not b.replicas.verify(theirs)
 
 
@@ -382,4 +408,4 @@ def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatc
     with pytest.raises(IntegrityError, match="chunk 1"):
         a.persister.runner.run(persist._copied(a.state, SHARD, shelved.spec.digest, 0))
     assert shelved.missing == {1}
-    assert reports[-1][0] == "sealed"
+    assert isinstance(reports[-1], Sealed)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
-from memstore.core.wire.messages import shard_to_wire, spec_to_wire
+from memstore.core.wire.calls import AskSteps, ReadRanges
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
+from memstore.core.wire.replies import pack_reply
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
-from memstore.shell.tensors.slot_stream import address_of
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -30,6 +32,7 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 SHARD = ShardId("train", 1, 2, 3)
 FILLS = bytes(range(1, 9))
+FROM_A, FROM_HERE = Run("peer", "a", 0, 8), Run("local", None, 0, 8)
 
 
 @pytest.fixture
@@ -56,18 +59,24 @@ def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
     replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
-def order(shelved: StoredReplica, chunks: list[list[int]], number: int = -1, **changes: Any) -> dict[str, Any]:
+def order(
+    shelved: StoredReplica,
+    chunks: list[list[int]],
+    number: int = 1,
+    *,
+    run: Run = FROM_A,
+    holders: Sequence[str] = ("a",),
+) -> ReadChunks:
     """Stage some chunks from host a, as the controller would order it."""
-    return {
-        "job": "train", "round": number, "rank": 3, "shard": shard_to_wire(shelved.shard), "attempt": 2,
-        "spec": spec_to_wire(shelved.spec), "runs": [["peer", "a", 0, 8]], "durable": None, "holders": ["a"],
-        "chunks": chunks, **changes,
-    }  # fmt: skip
+    return ReadChunks(
+        job="train", read=number, rank=3, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
+    )  # fmt: skip
 
 
-def stage(holder: Holder, body: dict[str, Any]) -> dict[str, list[int]]:
+def stage(holder: Holder, order: ReadChunks) -> dict[str, list[int]]:
     """Bring the chunks to a holder, as its controller would order it."""
-    return holder.runner.run(partial_read.stage(holder.state, body))
+    return holder.runner.run(partial_read.stage(holder.state, order))
 
 
 def used_slots(holder: Holder) -> int:
@@ -117,13 +126,13 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
     shelved, before = seal(a.replicas), used_slots(b)
     assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    excerpt = b.excerpts.take(-1)
+    excerpt = b.excerpts.take(1)
     assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
     assert b.replicas.index.copies("b") == []
-    b.excerpts.release(-1)
+    b.excerpts.release(1)
     assert used_slots(b) == before
     with pytest.raises(IntegrityError, match="read again"):
-        b.excerpts.take(-1)
+        b.excerpts.take(1)
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
@@ -133,7 +142,7 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
     mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
     assert stage(b, order(shelved, [[0, 4]])) == {}
     assert fetched == [3]
-    b.excerpts.release(-1)
+    b.excerpts.release(1)
     assert b.replicas.verify(mine) == []
 
 
@@ -142,12 +151,11 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
     a, b = pair
     shelved, mine = seal(a.replicas), seal(b.replicas)
     rot(b.replicas, mine, 2)
-    body = order(shelved, [[1, 3]], runs=[["local", None, 0, 8]], holders=["a", "b"])
-    assert stage(b, body) == {}
+    assert stage(b, order(shelved, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
     assert fetched == [2]
-    excerpt = b.excerpts.take(-1)
+    excerpt = b.excerpts.take(1)
     assert bytes(b.replicas.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
-    b.excerpts.release(-1)
+    b.excerpts.release(1)
     assert sorted(mine.missing) == [2]
 
 
@@ -158,8 +166,8 @@ def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], whe
     shelved = seal(a.replicas if where == "remote" else b.replicas)
     holder = "a" if where == "remote" else "b"
     rot((a if where == "remote" else b).replicas, shelved, 5)
-    runs = [["peer", "a", 0, 8]] if where == "remote" else [["local", None, 0, 8]]
-    found = stage(b, order(shelved, [[4, 2]], runs=runs, holders=[holder]))
+    run = FROM_A if where == "remote" else FROM_HERE
+    found = stage(b, order(shelved, [[4, 2]], run=run, holders=[holder]))
     assert found == {holder: [5]}
     assert b.replicas.index.drafts == {}
     assert used_slots(b) == (7 if where == "local" else 0)
@@ -169,7 +177,7 @@ def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Hol
     """Ranges of damaged metadata end with an error, not with memory."""
     a, b = pair
     shelved = seal(a.replicas)
-    for runs in ([[0, 9]], [[8, 1]], [[-1, 1]], [[0, 1 << 60]]):
+    for runs in ([[0, 9]], [[8, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
             stage(b, order(shelved, runs))
 
@@ -185,12 +193,15 @@ def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypa
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
     shelved, before = seal(a.replicas), used_slots(b)
-    stage(b, order(shelved, [[0, 2]], -1))
-    monkeypatch.setattr(partial_read, "PIN_S", -1.0)
-    stage(b, order(shelved, [[4, 2]], -2))
+    stage(b, order(shelved, [[0, 2]], 1))
+    monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
+    for number in (2, 3):
+        stage(b, order(shelved, [[4, 2]], number))
+    b.excerpts.take(3)
     b.excerpts.expire()
-    assert list(b.state.excerpts.known) == [-1]
-    b.excerpts.release(-1)
+    assert list(b.state.excerpts.known) == [1, 3]  # not yet due, and taken
+    for number in (1, 3):
+        b.excerpts.release(number)
     assert used_slots(b) == before
 
 
@@ -204,15 +215,15 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     b.replicas.ensure_free(16)
     b.replicas.room.limit_bytes = len(b.replicas.table.slots) * CHUNK_BYTES
     whole = b.replicas.take_slots(len(b.replicas.table.slots) - 8)
-    assert stage(b, order(shelved, [[0, 8]], -1)) == {}
+    assert stage(b, order(shelved, [[0, 8]], 1)) == {}
     with pytest.raises(CapacityError):
-        stage(b, order(others, [[0, 8]], -2))
+        stage(b, order(others, [[0, 8]], 2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
-    first = threading.Timer(0.2, b.excerpts.release, [-1])
+    first = threading.Timer(0.2, b.excerpts.release, [1])
     first.start()
-    assert stage(b, order(others, [[0, 8]], -3)) == {}
+    assert stage(b, order(others, [[0, 8]], 3)) == {}
     first.join()
-    b.excerpts.release(-3)
+    b.excerpts.release(3)
     assert used_slots(b) == len(whole)
 
 
@@ -225,16 +236,20 @@ class Reader:
     def __init__(self, holder: Holder, shelved: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
-        monkeypatch.setattr(holder.state, "report", lambda kind, body: None)
-        self.link = HolderLink(holder.folder, nonce="reader", job="train", is_tool=True)
+        monkeypatch.setattr(holder.state, "report", lambda report: None)
+        self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, verb: str, body: dict[str, Any]) -> None:
+    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+        if isinstance(request, AskSteps):
+            self.holder.ranks.answer(call_id, {"steps": []}, None)
+            return
         self.count += 1
-        bad = stage(self.holder, order(shelved, body["chunks"], -self.count))
-        answer = {"step": 2, "attempt": 1, "excerpt": -self.count}
+        bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
+        answer = {"step": 2, "attempt": 1, "excerpt": self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
-        self.holder.ranks.answer(call_id, {} if bad else {**answer, "shard": shard_to_wire(SHARD)}, error)
+        reply = None if bad else pack_reply({**answer, "shard": shard_to_wire(SHARD)})
+        self.holder.ranks.answer(call_id, reply, error)
 
 
 @pytest.fixture
@@ -249,44 +264,46 @@ def test_ranges_across_chunk_borders_are_read_and_given_back(reader: Reader, fet
     """A read copies exactly the bytes asked for; bytes outside it are not to be had; close gives all slots back."""
     before = used_slots(reader.holder)
     start = 3 * CHUNK_BYTES - 2
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(start, 4), (9, 0)], CHUNK_BYTES))
-    assert found.read(start, 4) == b"\3\3\4\4"
-    target = np.zeros(2, np.uint8)
-    found.copy(start + 1, address_of(target), 2)
-    assert target.tolist() == [3, 4]
-    assert found.read(0, 0) == b""
-    found.verify()
-    with pytest.raises(IntegrityError, match="not among the chunks read"):
-        found.read(5 * CHUNK_BYTES, 1)
-    found.close()
+    with reader.ranges.ask(2, 3, [(start, 4), (9, 0)], CHUNK_BYTES) as found:
+        assert found.bytes_of([(start, 4), (0, 0), (start + 1, 2)]) == [b"\3\3\4\4", b"", b"\3\4"]
+        with pytest.raises(IntegrityError, match="not among the chunks read"):
+            found.bytes_of([(5 * CHUNK_BYTES, 1)])
     assert sorted(fetched) == [2, 3]
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
 
 
 def test_the_manifest_alone_moves_no_chunk(reader: Reader, fetched: list[int]) -> None:
     """Asking for no ranges answers with the manifest."""
-    found = reader.ranges.open(reader.ranges.ask(2, 3))
-    found.close()
-    assert (found.manifest.shard, found.step, found.attempt) == (SHARD, 2, 1)
-    assert (found.views, fetched) == ({}, [])
+    with reader.ranges.ask(2, 3) as found:
+        assert found.manifest().shard == SHARD
+        assert (found.answer()["slots"], fetched) == ([None] * 8, [])
 
 
-def test_bytes_that_change_under_the_copy_are_found(reader: Reader) -> None:
-    """What was copied is digested again afterwards, where it lay (R7)."""
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES))
-    found.verify()
-    excerpt = reader.holder.excerpts.take(-1)
-    reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
-    with pytest.raises(DigestMismatch, match=r"chunk 0 .* read again"):
-        found.verify()
-    found.close()
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_bytes_that_change_under_the_copy_are_found(
+    reader: Reader, pair: tuple[Holder, Holder], is_elsewhere: bool
+) -> None:
+    """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
+    with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
+        found.answer()
+        excerpt = reader.holder.excerpts.take(1)
+        reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+        if is_elsewhere:
+            assert found.bytes_of([(0, 10)]) == [b"\1" * 10]
+        else:
+            shelved = pair[0].replicas.index.find(SHARD)
+            assert shelved is not None
+            rot(pair[0].replicas, shelved, 0)
+            with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
+                found.bytes_of([(0, 10)])
+    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
 
 
 def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     """The end of the link gives back what its reader still held."""
     before = used_slots(reader.holder)
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES))
-    assert len(found.views) == 5
+    found = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
+    assert sum(slot is not None for slot in found.answer()["slots"]) == 5
     assert used_slots(reader.holder) == before + 5
     reader.link.outbox.put(None)
     reader.link.closed.set()  # no goodbye
@@ -304,14 +321,16 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     assert shelved is not None
     rot(a.replicas, shelved, 1)
     with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
-        reader.ranges.open(reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES))
+        reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES).answer()
 
     late: list[Any] = []
     monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     reader.ranges.timeout_s = 0.01
-    asked = reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES)
-    with pytest.raises(PeerTimeout, match=r"0\.01 s"):
-        reader.ranges.open(asked)
+    with (
+        reader.ranges.ask(2, 3, [(3 * CHUNK_BYTES, 1)], CHUNK_BYTES) as asked,
+        pytest.raises(PeerTimeout, match=r"0\.01 s"),
+    ):
+        asked.answer()
     wait_for(lambda: late, "the call")
     reader.relay(shelved, *late[0])
     wait_for(lambda: not reader.holder.state.excerpts.known, "the late excerpt to go")
@@ -329,8 +348,8 @@ def test_a_read_that_nobody_opens_is_given_back(
     if not is_there:
         monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
     asked = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
-    wait_for(lambda: asked.future.done() or bool(late), "the call")
-    reader.ranges.drop(asked)
+    wait_for(lambda: asked._future.done() or bool(late), "the call")
+    asked.close()
     for call in late:
         reader.relay(shelved, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
@@ -344,17 +363,19 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
     slots = a.replicas.take_slots(1)
     shelved = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
     reader = Reader(b, shelved, monkeypatch)
-    found = reader.ranges.open(reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES))
-    assert len(found.read(0, 100)) == 100
-    with pytest.raises(IntegrityError, match="ends at 100"):
-        found.read(90, 20)
+    with reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES) as found:
+        assert len(found.bytes_of([(0, 100)])[0]) == 100
+        with pytest.raises(IntegrityError, match="ends at 100"):
+            found.bytes_of([(90, 20)])
     reader.link.close()
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
     """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
     for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
-        asked = reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt)
-        with pytest.raises(IntegrityError, match="read again"):
-            reader.ranges.open(asked)
+        with (
+            reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt) as asked,
+            pytest.raises(IntegrityError, match="read again"),
+        ):
+            asked.answer()
     wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")

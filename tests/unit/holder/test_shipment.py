@@ -9,9 +9,11 @@ import pytest
 
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
+from memstore.core.wire.orders import PushTargets
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.outgoing_shard import StreamingReplica
+from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
@@ -27,7 +29,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
             holder.replicas.ensure_free(2 * CHUNKS)
-        found[0].twins.declare("train", 1, ["b"], [])
+        found[0].twins.declare(PushTargets(job="train", attempt=1, targets=("b",), copiers=()))
         yield found
 
 
@@ -71,7 +73,7 @@ class Gate:
         """Wait until both the seal and the push are over."""
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
-        wait_for(lambda: not self.holder.state.pushes.under_way)
+        wait_for(lambda: not self.holder.state.pushes.under_way, "the push to end")
 
 
 def test_chunks_travel_before_the_last_is_digested(pair: tuple[Holder, Holder]) -> None:
@@ -80,7 +82,7 @@ def test_chunks_travel_before_the_last_is_digested(pair: tuple[Holder, Holder]) 
     gate = Gate(a, handed_over(a, range(CHUNKS)))
     for _ in range(CHUNKS // 2):  # one of two streams' batches
         gate.digested.release()
-    wait_for(lambda: b.peer_server.received_bytes == CHUNKS // 2 * CHUNK_BYTES)
+    wait_for(lambda: b.peer_server.received_bytes == CHUNKS // 2 * CHUNK_BYTES, "half of the chunks")
     assert a.replicas.index.find(SHARD) is None
     assert b.replicas.index.find(SHARD) is None
     for _ in range(CHUNKS):
@@ -138,13 +140,3 @@ def test_a_slot_recycled_under_a_push_costs_a_second_send_only(
     assert theirs is not None
     assert b.replicas.verify(theirs) == []
     assert b.peer_server.damage.stats()["digest_errors"] == 1
-
-
-def wait_for(is_done: object) -> None:
-    """Wait for another thread, at most WAIT_S."""
-    done = threading.Event()
-    for _ in range(int(WAIT_S / 0.01)):
-        if is_done():  # type: ignore[operator]
-            return
-        done.wait(0.01)
-    raise AssertionError("it did not come")

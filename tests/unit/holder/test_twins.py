@@ -1,4 +1,4 @@
-"""Ranks that only seem to be twins hold nobody up for long, and a removed job is forgotten (R13, R34)."""
+"""A writer that does not put holds no offer up for long, and a removed job is forgotten (R13, R34)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.orders import CopierTargets, PushTargets
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import shared_shards as module
 from memstore.shell.holder.shared_shards import Twins
@@ -52,9 +53,9 @@ def shelved(rank: int, step: int, attempt: int = 1) -> StoredReplica:
     return StoredReplica(ShardId("job", attempt, step, rank), spec, DIGESTS, [None, None])
 
 
-def learn(twins: Twins, step: int) -> None:
+def put_equal(twins: Twins, step: int, shared_count: int | None) -> None:
     """Rank 0 is here, and rank 1, of another host, put the same."""
-    twins.put_sealed(shelved(0, step), None)
+    twins.put_sealed(shelved(0, step), shared_count)
     copy = shelved(1, step)
     with twins.replicas.lock:
         twins.replicas.index.shards = {(copy.shard, ""): copy}
@@ -68,50 +69,51 @@ def waits(twins: Twins, step: int, attempt: int = 1, rank: int = 1) -> bool:
     return cast(CountedWaits, twins.changed).count > before
 
 
-def test_a_learned_twin_that_did_not_put_is_waited_for_once(twins: Twins) -> None:
-    """Else every copy of a rank whose likeness ended would come late; equal chunks are learned anew."""
-    learn(twins, 1)
-    assert waits(twins, 2)
-    assert not waits(twins, 3)
-    learn(twins, 4)
-    assert waits(twins, 5)
+def test_no_offer_waits_for_a_rank_that_names_no_shard(twins: Twins) -> None:
+    """Equal chunks alone say nothing of the next put: only ranks that name one shard are waited for."""
+    put_equal(twins, 1, None)
+    assert not waits(twins, 2)
 
 
-def test_a_learned_twin_is_one_of_its_attempt(twins: Twins) -> None:
+def test_a_declared_twin_is_one_of_its_attempt(twins: Twins) -> None:
     """In the next attempt this host may have no such rank, and no seal of it would ever end the wait."""
-    learn(twins, 1)
+    twins.declare("job", 1, [], [[0, ["h1"], [1]]])
     assert not waits(twins, 2, attempt=2)
     assert waits(twins, 2)
 
 
+def copying(attempt: int) -> PushTargets:
+    """Rank 0 copies for ranks 1 and 2."""
+    return PushTargets(job="job", attempt=attempt, targets=(), copiers=(CopierTargets(0, ("h1", "h2"), (1, 2)),))
+
+
 def test_a_frozen_copier_is_waited_for_once_until_it_seals_again(twins: Twins) -> None:
     """Else each offer of each of its twins would hold a thread of its sender for seconds, and others' copies wait."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(1))
     assert waits(twins, 1)
     assert not waits(twins, 1, rank=2)
     assert not waits(twins, 2)
     twins.put_sealed(shelved(0, 1), 2)
     assert not waits(twins, 1)
     assert waits(twins, 3)
-    twins.declare("job", 2, [], [[0, ["h1", "h2"], [1, 2]]])
+    twins.declare(copying(2))
     assert waits(twins, 4, attempt=2)
 
 
 def test_all_offers_that_wait_for_one_rank_go_with_the_first(twins: Twins) -> None:
-    """Rank 2's offer gives up while rank 1's waits, which then has not waited in vain: what was learned of it stays."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
-    learn(twins, 1)
+    """Rank 2's offer gives up while rank 1's waits, which ends then."""
+    twins.declare(copying(1))
     cast(CountedWaits, twins.changed).meanwhile = [lambda: waits(twins, 2, rank=2)]
     assert waits(twins, 2)
-    assert (twins.late, twins.learned) == ({("job", 0): 1}, {("job", 1): (1, 0)})
+    assert twins.late == {("job", 0): 1}
 
 
 def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays(twins: Twins) -> None:
     """A host that serves thousands of jobs keeps no digests of those that are gone."""
-    twins.declare("job", 1, [], [[0, ["h1", "h2"], [1, 2]]])
-    learn(twins, 1)
+    twins.declare(copying(1))
+    put_equal(twins, 1, 2)
     assert waits(twins, 2, rank=2)
     twins.forget("job", 0)
-    assert [len(kept) for kept in (twins.declared, twins.learned, twins.late, twins.newest)] == [1, 1, 1, 1]
+    assert [len(kept) for kept in (twins.declared, twins.late, twins.newest)] == [1, 1, 1]
     twins.forget("job", 1)
-    assert (twins.declared, twins.learned, twins.late, twins.newest) == ({}, {}, {}, {})
+    assert (twins.declared, twins.late, twins.newest) == ({}, {}, {})

@@ -157,12 +157,12 @@ def small_disk() -> Iterator[str]:
     root = tempfile.mkdtemp()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", root]
     try:
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, timeout=20).returncode != 0:
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, timeout=120).returncode != 0:
             pytest.skip("needs the right to mount a small tmpfs")
         try:
             yield root
         finally:
-            subprocess.run(["umount", root], check=True, timeout=20)
+            subprocess.run(["umount", root], check=True, timeout=120)
     finally:
         os.rmdir(root)
 

@@ -180,7 +180,7 @@ def test_uneven_chunks_are_our_bug(tier: PartsTier, sizes: tuple[int, ...]) -> N
 
 def test_concurrent_writers_of_one_slice(tier: PartsTier) -> None:
     """Two writers of the same slice, in step chunk by chunk, both succeed and leave one whole slice."""
-    shard, turn = shard_of(1), threading.Barrier(2, timeout=60)
+    shard, turn = shard_of(1), threading.Barrier(2, timeout=120)
     spec, results = spec_of(shard, 2 * CHUNK, 1), list[object]()
 
     def paced() -> Iterator[memoryview]:

@@ -47,6 +47,6 @@ def test_a_missing_package_is_named_with_its_remedy(package: str) -> None:
         "    try:\n        getattr(memstore, name)\n"
         "    except memstore.ConfigError as error:\n        print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert f"needs the package {package}" in done.stdout
     assert "pip install" in done.stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
 from memstore.testing.simulator.world.processes import Controller
@@ -12,7 +10,6 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-Body = dict[str, Any]
 HEARD_S = 0.05  # a controller learns of a host's end within this
 
 
@@ -24,13 +21,13 @@ class Drops:
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
 
-    def ordered(self, controller: Controller, host: str, body: Body) -> None:
+    def ordered(self, controller: Controller, host: str, order: FreeCopies | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
-        shards = [shard_from_wire(item) for item in body["shards"]]
+        shards = [shard.id for shard in order.shards]
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
         job = controller.catalog.jobs.get(self.world.scenario.job)
         newest = max(job.commits, default=None) if job is not None else None
-        if job is None or newest is None or "removed" in body or not self.world.scenario.is_strict:
+        if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
         for shard in shards:
             if shard.job == job.name and StepId(shard.attempt, shard.step) == newest:

@@ -85,13 +85,13 @@ class SharedShards:
             ]
             number = fact.shard_of[int(answer["rank"])]
             roster = by_shard if answer["rank"] == 0 else []
-            if answer["natural"] == [number, len(by_shard), by_shard[number], roster]:
+            if answer["shared_shard"] == [number, len(by_shard), by_shard[number], roster]:
                 self.copiers[launch] = fact
                 if self._is_calm():
                     self._calm.setdefault(fact.attempt, self._faults_count())
                 return
         facts = [fact.copiers for fact in known]
-        raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer['natural']}, facts say {facts}")
+        raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer['shared_shard']}, facts say {facts}")
 
     # -- what was put ---------------------------------------------------------------------------
 

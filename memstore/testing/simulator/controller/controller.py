@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import (
     Answer,
     DrainsSeen,
@@ -13,12 +14,13 @@ from memstore.core.wire.messages import (
     HostLost,
     LeaseRenewed,
     Note,
-    RankCall,
     Report,
     Tell,
     Tick,
 )
-from memstore.testing.controller.catalog_holder import plain, plain_event
+from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
+from memstore.core.wire.replies import pack_reply
+from memstore.testing.controller.catalog_holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import Holder
@@ -96,8 +98,8 @@ class SimController:
             if isinstance(action, Note):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
-            if isinstance(action, Tell) and action.kind == "drop":
-                self.checker.drops.ordered(self, action.host_id, action.body)
+            if isinstance(action, Tell) and isinstance(action.order, FreeCopies | DropJob):
+                self.checker.drops.ordered(self, action.host_id, action.order)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
@@ -114,17 +116,11 @@ class SimController:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell) and action.kind == "outdated":
-            holder.info = replace(
-                holder.info, incarnation=self.world.take_incarnation(holder.host_id, int(action.body["above"]))
-            )
-            self.lose(holder.host_id, "the holder begins again with a higher incarnation")
-        elif isinstance(action, Tell) and action.kind == "dropped":
-            holder.memory.stories[action.body["job"]] = action.body["story"]
-        elif isinstance(action, Tell):
-            holder.obey(action.kind, plain(action.body))
+        if isinstance(action, Tell):
+            holder.obey(decode_order(encode(action.order)))
         else:
-            holder.answer(action.call_id, plain(action.body), action.error)
+            data = None if action.reply is None else pack_reply(action.reply)
+            holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:
         """Let time pass, and open the sessions that are missing."""
@@ -152,8 +148,7 @@ class SimController:
             return
         self.sessions[holder.host_id] = session
         session.report(replace(holder.hello(), asked_s=self.world.now))
-        for call_id, verb, body in holder.open_calls():
-            session.report(RankCall(holder.host_id, call_id, verb, dict(body)))
+        holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
         """End a session; with `why` the state machine gets the event of a reset connection (R28)."""
@@ -161,8 +156,7 @@ class SimController:
         if session is None:
             return
         session.close()
-        if session.holder.session is session:
-            session.holder.session = None
+        session.holder.sessions.end(session)
         if why is not None:
             self.handle(HostLost(host, why))
 

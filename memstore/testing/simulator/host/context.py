@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
-from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.virtual_time import Thread
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import Copy
@@ -32,19 +33,16 @@ class HostContext(TwinHolder, Protocol):
     fences: JobFences
     view: set[str]  # hosts that the controller has named
     twins: SimTwins
+    state: HolderState
 
     @property
     def world(self) -> HostWorld:
         """The world that it lives in."""
 
-    @property
-    def ranks(self) -> Mapping[str, Rank]:
-        """Its ranks, by nonce."""
-
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
 
-    def report(self, kind: str, body: Body) -> None:
+    def report(self, report: Report) -> None:
         """Send a report to the controller."""
 
     def sealed(self, copy: Copy | StoredReplica) -> None:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey
-from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder import effects
+from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import DurablePlace
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
+from memstore.core.wire.rank_messages import CheckInto, SlotsLeased, StepLevel
+from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import PeerLink, connect
+from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.virtual_time import Wait
 from recovery.inventory import ShardId, ShardSpec
 
@@ -144,14 +148,14 @@ class Driver:
         sized = {index: data if len(data) == effect.sizes[index] else b"" for index, data in found.items()}
         return [index for index, data in sized.items() if self._is_bad(effect.draft, index, data)]
 
-    def _part(self, place: Body, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
+    def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
         """Read a shard from durable storage."""
         storage = self.holder.world.durable
         yield storage.delay_s
         if storage.problem:
             raise PeerUnreachable(storage.problem)
-        own_key = storage.key_of({"durable": place}, self.holder.host_id)  # unless the order names the step's
-        part = storage.part(shard, spec.digest, str(place.get("key", own_key)))
+        own_key = storage.key_of(place, self.holder.host_id)  # unless the order names the step's
+        part = storage.part(shard, spec.digest, place.key if place.key is not None else own_key)
         if part is None:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part
@@ -223,12 +227,63 @@ class Driver:
         return fresh.sealed().spec.digest
 
     @_perform.register
-    def _(self, effect: effects.TellReplicated) -> Waits[None]:
+    def _(self, effect: effects.OnStore) -> Waits[Any]:
+        yield FILE_S
+        return effect.call()
+
+    @_perform.register
+    def _(self, effect: effects.ClaimRoom) -> Waits[None]:
         yield from ()
-        shard = effect.shard
-        for rank in self.holder.ranks.values():
-            if (rank.job, rank.rank, rank.attempt) == (shard.job, shard.rank, shard.attempt):
-                rank.rise(shard.step, "replicated")
+        self.replicas.claim(effect.job, effect.share)
+
+    @_perform.register
+    def _(self, effect: effects.BeginConnect) -> Waits[Callable[[], bool]]:
+        yield from ()
+        return lambda: True  # time is all that it saves
+
+    @_perform.register
+    def _(self, effect: effects.Grant) -> Waits[None]:
+        yield from ()
+        if slots := ranks.lease(self.holder.state, effect.link):
+            cast(RankLink, effect.link).process.hear(SlotsLeased(slots=tuple(slots)))
+
+    @_perform.register
+    def _(self, effect: effects.TellWelcome) -> Waits[None]:
+        yield from ()
+        link = cast(RankLink, effect.link)
+        if link.is_open:
+            link.process.welcomed(self.holder, effect.stale)
+
+    @_perform.register
+    def _(self, effect: effects.Tell) -> Waits[None]:
+        yield from ()
+        link, message = cast(RankLink, effect.link), effect.message
+        if link.is_open and isinstance(message, StepLevel) and message.level in ("committed", "durable"):
+            self.holder.checker.commits.told_committed(link.process, message.step, is_degraded=message.degraded)
+        if link.is_open and isinstance(message, CheckInto):
+            self._check(link.process, message)
+        elif link.is_open:
+            link.process.hear(message)
+
+    def _check(self, rank: Rank, message: CheckInto) -> None:
+        if not rank.is_frozen:
+            why = rank.check(decode_manifest(message.manifest))
+            error = IntoError(error="ManifestMismatch", message=why) if why else None
+            self.holder.report(IntoChecked(job=rank.job, round=message.round, rank=rank.rank, error=error))
+
+    @_perform.register
+    def _(self, effect: effects.CloseLink) -> Waits[None]:
+        yield from ()  # its process gets nothing more on it: it has another one, or is dead
+
+    @_perform.register
+    def _(self, effect: effects.ForgetProcess) -> Waits[None]:
+        yield from ()
+        self.holder.calls.forget(effect.owner)
+
+    @_perform.register
+    def _(self, effect: effects.ForgetJob) -> Waits[None]:
+        yield from ()
+        self.holder.twins.forget(effect.job, effect.attempt)
 
     @_perform.register
     def _(self, effect: effects.Unexpected) -> Waits[None]:

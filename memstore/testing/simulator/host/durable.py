@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+import msgspec
+
+from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.durable.slice_format import slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import persist as procedure
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import spec_to_wire
+from memstore.core.wire.orders import (
+    DurableOrder,
+    ListMarkers,
+    NameKey,
+    RemoveStep,
+    RemoveTornStep,
+    StopWriting,
+    WriteMarker,
+    WriteSlices,
+)
 from memstore.errors import TransportError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.violation import Violation
-from recovery.inventory import ShardId, StepId
-
-Body = dict[str, Any]
+from recovery.inventory import DurableMarker, ShardId, StepId
 
 
 @dataclass(frozen=True)
@@ -40,28 +50,32 @@ class Persister:
                 effects.SliceTurn: self._turn,
                 effects.CopySlice: self._copy,
                 effects.WriteSlice: self._write,
-                effects.WriteMarker: self._write_marker,
+                effects.StoreMarker: self._write_marker,
                 effects.RemoveDurable: self._remove,
                 effects.SweepDurable: self._sweep,
-                effects.ListMarkers: self._list,
+                effects.ReadMarkers: self._list,
             }
         )
 
-    def order(self, body: Body) -> None:
+    def order(self, order: DurableOrder) -> None:
         """Do as the controller says."""
-        what = body["what"]
-        if what == "stop":
-            procedure.stop(self.state, body)
-        elif what == "parts":
-            for steps in procedure.slices(self.state, body):
-                self.driver.start(steps)
-        else:
-            begin = {"marker": procedure.marker, "key": procedure.say_key, "remove": procedure.remove}[what]
-            self.driver.start(begin(self.state, body))
-
-    def markers(self, body: Body) -> None:
-        """List the markers of a job."""
-        self.driver.start(procedure.markers(self.state, body))
+        state, start = self.state, self.driver.start
+        match order:
+            case StopWriting():
+                procedure.stop(state, order)
+            case WriteSlices():
+                for steps in procedure.slices(state, order):
+                    start(steps)
+            case WriteMarker():
+                start(procedure.marker(state, order))
+            case RemoveStep():
+                start(procedure.remove(order))
+            case RemoveTornStep():
+                start(procedure.remove_torn(state, order))
+            case NameKey():
+                start(procedure.say_key(state, order))
+            case ListMarkers():
+                start(procedure.markers(state, order))
 
     # -- effects ------------------------------------------------------------------------------
 
@@ -72,7 +86,7 @@ class Persister:
 
     def _open(self, effect: effects.OpenDurable) -> Waits[OpenStorage]:
         yield from ()
-        return OpenStorage(self.storage, self.storage.key_of({"durable": effect.place}, self.holder.host_id))
+        return OpenStorage(self.storage, self.storage.key_of(effect.place, self.holder.host_id))
 
     def _turn(self, effect: effects.SliceTurn) -> Waits[float]:
         yield from ()
@@ -102,10 +116,11 @@ class Persister:
         self.storage.slices[of_slice] = (slices_count(effect.spec), effect.manifest, chunks)
         return True
 
-    def _write_marker(self, effect: effects.WriteMarker) -> Waits[None]:
+    def _write_marker(self, effect: effects.StoreMarker) -> Waits[None]:
         yield from self._travel()
         step, specs = effect.marker.step, dict(effect.marker.specs)
-        self.storage.markers[effect.job, step.attempt, step.step] = (specs, effect.marker.key, dict(effect.lineage))
+        lineage = msgspec.to_builtins(effect.lineage)
+        self.storage.markers[effect.job, step.attempt, step.step] = (specs, effect.marker.key, lineage)
         for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
             shard = ShardId(effect.job, step.attempt, step.step, rank)
             if self.storage.part(shard, spec.digest, effect.marker.key) is None:
@@ -120,19 +135,16 @@ class Persister:
     def _sweep(self, effect: effects.SweepDurable) -> Waits[None]:
         yield from ()  # the storage of the simulation keeps what abandoned writes leave
 
-    def _list(self, effect: effects.ListMarkers) -> Waits[Body]:
+    def _list(self, effect: effects.ReadMarkers) -> Waits[effects.MarkersFound]:
         yield from self._travel()
-        rows = [
-            [attempt, step, [[rank, spec_to_wire(spec)] for rank, spec in sorted(specs.items())], key, lineage]
+        records = [
+            MarkerRecord(job, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage)
             for (job, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
             if job == effect.job
         ]
         lacks = "" if effect.check is None else self._lacks(effect.job, effect.check)
-        return {
-            "key": self.storage.key_of({"durable": effect.place}, self.holder.host_id),
-            "markers": rows,
-            "lacks": lacks,
-        }
+        key = self.storage.key_of(effect.place, self.holder.host_id)
+        return effects.MarkersFound(key, records, "", lacks)
 
     def _lacks(self, job: str, step: StepId) -> str:
         """Say which part of a step is not there, "" if all are."""

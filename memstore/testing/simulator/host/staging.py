@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
-from memstore.core.holder import partial_read
+from memstore.core.arena.replica_index import StagedKey
+from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.holder import reads
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import shard_from_wire
-from memstore.errors import DigestMismatch, IntegrityError
+from memstore.errors import IntegrityError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
-from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.world.virtual_time import Thread
 
 Body = dict[str, Any]
+READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
 
 
 class Stager:
@@ -23,55 +26,32 @@ class Stager:
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
 
-    def order(self, body: Body) -> None:
+    def order(self, order: BringOrder) -> None:
         """Stage one shard; the end is reported."""
-        procedure.begin(self.state, body)
-        self.driver.start(procedure.run(self.state, body))
+        procedure.begin(self.state, order)
+        self.driver.start(procedure.run(self.state, order))
 
-    def has_staged(self, body: Body) -> bool:
-        """Say whether this round's shard of this rank is here."""
-        return (str(body["job"]), int(body["round"]), int(body["rank"])) in self.holder.replicas.index.staged
-
-    def read(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
-        """Copy out what an answer names, checked as client/checkpoint.py does (R7); with the error, if there is one."""
-        replicas, checker = self.holder.replicas, self.holder.checker
-        pinned = replicas.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
-        if pinned is None:
-            return body, ("RecoveryError", "the staged shard was dropped before it could be read: call get() again")
-        shelved, error = pinned[0], None
+    def read(self, link: RankLink, call_id: int, body: Body) -> Thread:
+        """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
+        holder, rank = self.holder, link.process
         try:
-            body = {**body, "slots": list(shelved.slots), "manifest": replicas.manifest(shelved)}
-        except DigestMismatch as exc:
-            replicas.unpin(*pinned)
-            return body, ("DigestMismatch", str(exc))
-        body["read"] = rank.read(body["slots"])
-        if [chunk_digest(data) for data in body["read"]] != list(shelved.digests):
-            error = ("DigestMismatch", "a staged chunk was damaged before it was read: call get() again")
-            if "round" in body:  # else no barrier has said that it is good (R27)
-                staged_s = self.driver.verified_s.get((rank.job, int(body["round"]), rank.rank), self.holder.world.now)
-                checker.restores.read_damaged(rank, [n for n in shelved.slots if n is not None], staged_s)
-        replicas.unpin(*pinned)
-        return body, error
-
-    def read_part(self, rank: Rank, body: Body) -> tuple[Body, tuple[str, str] | None]:
-        """Copy out the chunks that an answer names, digest them again, and let them go, as a reader of ranges does."""
-        number = int(body["excerpt"])
-        try:
-            excerpt = partial_read.take(self.state, number)
+            lent = yield from self.driver.run(reads.lend(self.state, link, body))
         except IntegrityError as exc:
-            return body, ("RecoveryError", str(exc))
-        wanted, manifest = list(excerpt.draft.wanted), decode_manifest(excerpt.manifest)
-        read = rank.read([excerpt.draft.slots[index] for index in wanted])
-        partial_read.release(self.state, number)
-        if [chunk_digest(data) for data in read] != [manifest.chunks[index].digest for index in wanted]:
-            return body, ("DigestMismatch", "a staged chunk was damaged before it was read: read again")
-        return {**body, "read": dict(zip(wanted, read, strict=True))}, None
-
-    def expire_parts(self) -> None:
-        """Let go of chunks that no reader took (R7)."""
-        partial_read.expire(self.state)
-
-    def manifest_of(self, body: Body) -> Manifest:
-        """What this round staged for this rank."""
-        shelved, _ = self.holder.replicas.index.staged[str(body["job"]), int(body["round"]), int(body["rank"])]
-        return decode_manifest(self.holder.replicas.manifest(shelved))
+            rank.answered(call_id, body, ("RecoveryError", str(exc)))
+            return
+        yield holder.world.network.rng.uniform(*READ_S)
+        wanted = [index for index, slot in enumerate(lent.slots) if slot is not None]
+        read = rank.read([lent.slots[index] for index in wanted])
+        if holder.is_up:
+            reads.give_back(link, lent.pin)
+        chunks = decode_manifest(lent.manifest).chunks
+        if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
+            if "round" in body:  # else no barrier has said that it is good (R27)
+                key = StagedKey(rank.job, rank.rank, "round", int(body["round"]))
+                staged_s = self.driver.verified_s.get(key, holder.world.now)
+                holder.checker.restores.read_damaged(rank, [n for n in lent.slots if n is not None], staged_s)
+            rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
+            return
+        is_part = "excerpt" in body
+        found = dict(zip(wanted, read, strict=True)) if is_part else read
+        rank.answered(call_id, {**body, "slots": list(lent.slots), "manifest": lent.manifest, "read": found}, None)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.holder.shared_shards import TWIN_WAIT_S, Twins
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder
@@ -42,7 +43,7 @@ class SimTwins(Twins):
 
     def await_own_of(self, shard: ShardId, sender: TwinHolder) -> Generator[Wait, None, bool]:
         """As await_own, for an offer of `sender`; True if time passed."""
-        own = self.own_of(shard) if self.world.scenario.has_twins else None
+        own = self.own_of(shard)
         if own is None or self.is_over(shard, own):
             return False
         began_s = self.world.now
@@ -101,7 +102,7 @@ class SimTwins(Twins):
 
     def put(self, shelved: StoredReplica, shared_count: int | None) -> int | None:
         """A local rank's put is sealed; return the step before if this one repeats its chunks: never here."""
-        if not self.world.scenario.has_twins:
+        if not self.world.scenario.shards:
             return None
         before = self.put_sealed(shelved, shared_count)
         self.in_vain.pop((shelved.shard.job, shelved.shard.rank), None)
@@ -111,8 +112,7 @@ class SimTwins(Twins):
 
     def sealed(self, shard: ShardId) -> None:
         """A local put or a peer's copy is sealed: compare those of its step."""
-        if self.world.scenario.has_twins:
-            self.compare(shard)
+        self.compare(shard)
 
-    def _say(self, shard: ShardId, event: dict[str, Any]) -> None:
-        self.shared_shards.reported(shard, event["twin"], event["chunks"])
+    def _say(self, shard: ShardId, event: ReplicasDiffer) -> None:
+        self.shared_shards.reported(shard, event.twin, list(event.chunks))

@@ -23,7 +23,11 @@ from memstore.core.restore import rounds
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Tell, shard_to_wire, spec_to_wire
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.messages import Tell
+from memstore.core.wire.orders import Run, StageShard
+from memstore.core.wire.replies import Skipped
+from memstore.core.wire.reports import SliceWritten
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
 from memstore.testing.simulator.world.scenario import Fault
 from placement.groups import place
@@ -199,7 +203,7 @@ def everything_freed() -> Any:
 def skip_not_reported() -> Any:
     """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
     stack = ExitStack()
-    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, {"resume": 0})))
+    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
     stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
     stack.enter_context(patch.object(Steps, "_give_up_if_passed", lambda *a: None))
     return stack
@@ -276,12 +280,14 @@ def steps_mixed() -> Any:
         chosen = active.plan.step
         older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
         for number, action in enumerate(self.out.actions[first:], first):
-            if older and isinstance(action, Tell) and action.kind == "stage" and action.body["rank"] == 0:
+            if older and isinstance(action, Tell) and isinstance(order := action.order, StageShard) and order.rank == 0:
                 copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
                 hosts = sorted(job.copies[older[-1]][0])
-                body = {**action.body, "shard": shard_to_wire(copy.shard), "spec": spec_to_wire(copy.spec)}
-                body.update(holders=hosts, runs=[["peer", copy.host, 0, copy.spec.chunks_count]])
-                self.out.actions[number] = Tell(action.host_id, "stage", body)
+                order = structs.replace(
+                    order, shard=WireShard.of(copy.shard), spec=WireSpec.of(copy.spec), holders=tuple(hosts),
+                    runs=(Run("peer", copy.host, 0, copy.spec.chunks_count),),
+                )  # fmt: skip
+                self.out.actions[number] = Tell(action.host_id, order)
 
     return patch.object(Staging, "start", mixed)
 
@@ -302,23 +308,25 @@ def marker_before_parts() -> Any:
 @planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
 def keys_not_compared() -> Any:
     """Each host writes its slices under its own key, and the key in a report is not checked."""
-    order, persisted = DurableOrders._order_slices, DurableOrders.persisted
+    order, written = DurableOrders._order_slices, DurableOrders.slice_written
 
-    def ordered(self: DurableOrders, job: Job, attempt: Any, write: Any, pieces: Any) -> None:
+    def ordered(self: DurableOrders, job: Job, write: Any, pieces: Any) -> None:
         before = len(self.out.actions)
-        order(self, job, attempt, write, pieces)
-        for action in self.out.actions[before:]:
+        order(self, job, write, pieces)
+        for number, action in enumerate(self.out.actions[before:], before):
             if isinstance(action, Tell):
-                action.body["key"] = self.keys.of(job.name).names.get(action.host_id, "")
+                key = self.keys.of(job.name).names.get(action.host_id, "")
+                own: Any = structs.replace(action.order, key=key)
+                self.out.actions[number] = Tell(action.host_id, own)
 
-    def reported(self: DurableOrders, now: float, host_id: str, body: Any) -> None:
-        write = self.states.of(str(body["job"])).active
-        persisted(self, now, host_id, {**body, "key": write.key} if write and body["what"] == "parts" else body)
+    def reported(self: DurableOrders, host_id: str, report: SliceWritten) -> None:
+        write = self.states.of(report.job).active
+        written(self, host_id, structs.replace(report, key=write.key) if write else report)
 
     stack = ExitStack()
     stack.enter_context(patch.object(DurableOrders, "_order_slices", ordered))
     stack.enter_context(patch.object(DurableOrders, "_has_key", lambda self, job, write, host: True))
-    stack.enter_context(patch.object(DurableOrders, "persisted", reported))
+    stack.enter_context(patch.object(DurableOrders, "slice_written", reported))
     return stack
 
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import seal
-from memstore.core.holder.effects import TellFenced
+from memstore.core.holder import ranks, seal
+from memstore.core.holder.effects import Steps
+from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.testing.simulator.controller.controller import SimController
+from memstore.core.wire.rank_messages import StepLevel
+from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
@@ -21,85 +23,77 @@ SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an h
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a hand-over in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
+UNTOLD = patch.object(ranks, "tell_fenced", lambda *_: iter(()))  # no process learns that it is fenced
 
 
 @planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
 def lease_freed_by_timeout() -> Any:
     """Leases of a rank that has been silent for a while are given to others."""
-    reap = SimHolder.reap
+    reap = ranks.reap
 
-    def hasty(self: SimHolder) -> None:
-        for rank in self.ranks.values():
-            if rank.is_frozen:
-                self.replicas.table.reclaim(rank.owner)
-        self.replicas.flush()
-        reap(self)
+    def hasty(state: HolderState) -> Steps[None]:
+        for link in list(state.ranks.links.values()):
+            process: Any = link
+            if process.process.is_frozen:
+                state.store.reclaim(link.owner)
+        yield from reap(state)
 
-    return patch.object(SimHolder, "reap", hasty)
+    return patch.object(ranks, "reap", hasty)
 
 
 @planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)))
 def lease_freed_by_a_broken_link() -> Any:
     """Leases end with the link, and a rank that comes back still uses its slots."""
-    welcome = SimHolder.welcome
 
-    def forget(self: SimHolder, rank: Any) -> list[int]:
-        self.replicas.table.reclaim(rank.owner)
-        welcome(self, rank)
+    def forget(self: ReplicaStore, owner: Any, held: Any) -> list[int]:
+        self.reclaim(owner)
         return []
 
-    return patch.object(SimHolder, "welcome", forget)
+    return patch.object(ReplicaStore, "confirm", forget)
 
 
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
-def fence_not_kept() -> Any:
+@contextmanager
+def fence_not_kept() -> Iterator[None]:
     """A holder answers a fence and goes on as before."""
-    return patch.multiple(seal, open_fence=lambda state, job, attempt: None, TellFenced=_told_to_none)
-
-
-def _told_to_none(job: str, attempt: int, members: tuple[str, ...]) -> TellFenced:
-    return TellFenced(job, 0, members)
+    with patch.object(seal, "open_fence", lambda state, job, attempt: None), UNTOLD:
+        yield
 
 
 @planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
-def seal_ignores_fence() -> Any:
+@contextmanager
+def seal_ignores_fence() -> Iterator[None]:
     """A holder seals what a rank of a fenced attempt hands over."""
     add = seal.add
 
-    def unfenced(state: HolderState, link: Any, body: Any) -> HandOver | None:
-        put = add(state, link, body)
+    def unfenced(state: HolderState, link: Any, ready: Any) -> HandOver | None:
+        put = add(state, link, ready)
         return replace(put, fence=0) if put is not None else None
 
-    return patch.multiple(seal, add=unfenced, TellFenced=_told_to_none)
+    with patch.object(seal, "add", unfenced), UNTOLD:
+        yield
 
 
 @planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
 def lower_term_obeyed() -> Any:
     """A holder obeys the controller that dialed it last, of any term."""
 
-    def accept(self: SimHolder, session: Any) -> bool:
+    def newest(self: Sessions[Any], session: Any, term: int) -> tuple[bool, Any]:
         self.term = 0
-        old: Any = self.session
-        self.session = session
-        if old is not None:
-            old.controller.lose(self.host_id, "another controller came")
-        return True
+        return begin(self, session, term)
 
-    return patch.object(SimHolder, "accept", accept)
+    begin = Sessions.begin
+    return patch.object(Sessions, "begin", newest)
 
 
 @planted("level-before-the-fact", "R15", "R16 I4 R18")
 def level_before_the_fact() -> Any:
     """A ticket is set to committed as soon as its own copies are there."""
-    sealed = SimHolder.sealed
 
-    def told(self: SimHolder, shelved: Any, put: Any = None) -> None:
-        sealed(self, shelved, put)
-        for rank in list(self.ranks.values()):
-            if rank.rank == shelved.shard.rank and rank.attempt == shelved.shard.attempt:
-                self.checker.commits.told_committed(rank, shelved.shard.step, is_degraded=False)
+    def committed(**fields: Any) -> StepLevel:
+        return StepLevel(**{**fields, "level": "committed" if fields["level"] == "sealed" else fields["level"]})
 
-    return patch.object(SimHolder, "sealed", told)
+    return patch.object(seal, "StepLevel", committed)
 
 
 @planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
@@ -116,13 +110,8 @@ def incarnation_by_the_clock() -> Iterator[None]:
     def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
         return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
 
-    arrive = SimController._arrive
-
-    def unheard(self: SimController, session: Any, action: Any) -> None:
-        if getattr(action, "kind", "") != "outdated":
-            arrive(self, session, action)
-
-    with patch.object(Cluster, "take_incarnation", by_the_clock), patch.object(SimController, "_arrive", unheard):
+    unheard = patch.object(SimHolder, "begin_again", lambda self, above: None)
+    with patch.object(Cluster, "take_incarnation", by_the_clock), unheard:
         yield
 
 
@@ -130,12 +119,12 @@ def incarnation_by_the_clock() -> Iterator[None]:
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
     """Only a connect counts as use of an arena, so a holder drops its replicas after days of training without one."""
-    start, welcome = Cluster._start_holder, SimHolder.welcome
+    start, join = Cluster._start_holder, SimHolder.join
 
-    def welcomed(self: SimHolder, rank: Any) -> list[int]:
+    def joined(self: SimHolder, rank: Any) -> None:
         cluster: Any = self.world
         self.memory.seen_s = cluster.now + cluster.idle_days_s
-        return welcome(self, rank)
+        join(self, rank)
 
     def started(self: Cluster, info: Any) -> None:
         memory = self.memories[info.host_id]
@@ -144,5 +133,5 @@ def use_is_a_connect() -> Iterator[None]:
         start(self, info)
 
     unseen = patch.object(Cluster, "see", lambda self, holder: None)
-    with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "welcome", welcomed):
+    with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "join", joined):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,13 +12,10 @@ from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
 from memstore.core.repair import repair
-from memstore.core.wire.messages import shard_from_wire, shard_to_wire
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.fork import make
-from memstore.testing.simulator.host import fork
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
-from recovery.inventory import StepId
+from recovery.inventory import ShardId, StepId
 
 PINNED = Fault(4.0, "pin-step")
 FORKED = Fault(4.0, "fork-step")
@@ -46,42 +43,39 @@ def pins_not_repaired() -> Any:
 def fork_takes_the_references() -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
 
-    def moved(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
-        for item in shards:
-            is_new = replicas.index.find(shard_from_wire(item[2])) is None
-            for made in make(replicas, [item]):
-                for number in made.slots if is_new else ():
-                    if number is not None:
-                        replicas.table.unhold(number)
-                yield made
+    def moved(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        is_new = self.index.find(new) is None
+        made = fork(self, shard, digest, new)
+        for number in made.slots if made is not None and is_new else ():
+            if number is not None:
+                self.table.unhold(number)
+        return made
 
-    return patch.object(fork, "make", moved)
+    fork = ReplicaStore.fork
+    return patch.object(ReplicaStore, "fork", moved)
 
 
 @planted("fork-frees-its-origin", "R32", "R19", FORKED)
 def fork_frees_its_origin() -> Any:
     """A fork drops the origin's replica once the new job's is there."""
 
-    def moved(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
-        for item in shards:
-            for made in make(replicas, [item]):
-                replicas.drop(shard_from_wire(item[0]))
-                yield made
+    def moved(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        made = fork(self, shard, digest, new)
+        self.drop(shard)
+        return made
 
-    return patch.object(fork, "make", moved)
+    fork = ReplicaStore.fork
+    return patch.object(ReplicaStore, "fork", moved)
 
 
 @planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3)
 def fork_of_another_step() -> Any:
     """A fork is made of another step of its origin than the one that was named."""
 
-    def other(replicas: ReplicaStore, shards: Collection[Any]) -> Iterator[StoredReplica]:
-        for item in shards:
-            wanted = shard_from_wire(item[0])
-            held = sorted(s for s, _ in replicas.index.shards if (s.job, s.rank) == (wanted.job, wanted.rank))
-            others = [shard for shard in held if shard != wanted]
-            found = replicas.index.find(others[0]) if others else None
-            if found is not None:
-                yield from make(replicas, [[shard_to_wire(found.shard), found.spec.digest, item[2]]])
+    def other(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
+        held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
+        found = self.index.find(held[0]) if held else None
+        return fork(self, found.shard, found.spec.digest, new) if found is not None else None
 
-    return patch.object(fork, "make", other)
+    fork = ReplicaStore.fork
+    return patch.object(ReplicaStore, "fork", other)

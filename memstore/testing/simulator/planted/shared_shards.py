@@ -13,18 +13,19 @@ from memstore.core.attempts.join import Attempts
 from memstore.core.holder import seal
 from memstore.core.holder.effects import DigestAndStore, WaitFor
 from memstore.core.holder.state import HolderState
-from memstore.core.restore.single_read import SingleReads
+from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_twins
 from memstore.core.targets.shared_shards import Twins
+from memstore.core.wire.replies import SharedShardPlace
 from memstore.shell.holder.shared_shards import Twins as HolderTwins
 from memstore.testing.simulator.host import twins
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
-DDP: dict[str, Any] = {"has_twins": True, "shards": 1}
-HYBRID: dict[str, Any] = {"has_twins": True, "shards": 2, "world_size": 6}
+DDP: dict[str, Any] = {"shards": 1}
+HYBRID: dict[str, Any] = {"shards": 2, "world_size": 6}
 RESTART = Fault(5.0, "kill-rank")
 
 
@@ -56,12 +57,13 @@ def copiers_chosen_again() -> Any:
 def copiers_not_written() -> Any:
     """Copiers are chosen each time a rank asks, among the hosts that live then, and recorded in no fact."""
 
-    def joined(self: Twins, attempt: Any, rank: int) -> dict[str, Any]:
+    def joined(self: Twins, attempt: Any, rank: int) -> SharedShardPlace:
         count = len(self.state.hosts.live_ids())
         ranks = range(attempt.world_size)
         table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
         mine = attempt.shard_of[rank]
-        return {"natural": [mine, len(table), table[mine], [table[s] for s in sorted(table)] if rank == 0 else []]}
+        roster = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+        return SharedShardPlace(mine, len(table), tuple(table[mine]), roster)
 
     return patch.object(Twins, "joined", joined)
 
@@ -77,15 +79,14 @@ def copies_of_copiers_go_anywhere() -> Any:
 @planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP)
 def shared_part_of_another_step() -> Any:
     """A read brings the oldest step instead of the one that was named."""
-    read = SingleReads.ask
+    read = SingleReads.read
 
-    def oldest(self: SingleReads, call: Any) -> None:
-        job = self.state.jobs[str(call.body["job"])]
+    def oldest(self: SingleReads, call: Any, wanted: Wanted) -> None:
+        job = self.state.jobs[call.request.job]
         step = min(s for s in job.commits if job.copies.get(s))
-        call.body.update(step=step.step, of_attempt=step.attempt)
-        read(self, call)
+        read(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.listener))
 
-    return patch.object(SingleReads, "ask", oldest)
+    return patch.object(SingleReads, "read", oldest)
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
@@ -96,7 +97,7 @@ def another_shard_restored() -> Any:
     return patch.object(
         Staging,
         "checked",
-        lambda self, now, active, body: checked(self, now, active, {**body, "ok": True, "error": None}),
+        lambda self, now, active, report: checked(self, now, active, replace(report, error=None)),
     )
 
 
@@ -150,7 +151,7 @@ def wait_without_end() -> Any:
 @planted("own-state-compared", "R34", "R34", **DDP)
 def own_state_compared() -> Any:
     """Copiers are reported to differ in the chunks that are each one's own."""
-    return patch.object(seal, "shared_count", lambda body, chunks_count: chunks_count)
+    return patch.object(seal, "shared_count", lambda ready: len(ready.slots))
 
 
 @planted("differing-copiers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)

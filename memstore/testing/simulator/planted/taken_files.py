@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.testing.simulator.host import mapped_arena
+from memstore.core.holder import seal
+from memstore.core.holder.effects import Steps
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run import taken_files
@@ -25,8 +26,13 @@ def _first_only(self: SimRank, memory: Memory) -> None:
 @contextmanager
 def old_arena_written() -> Iterator[None]:
     """A rank goes on writing into the arena that it mapped first, and its holder seals the zeros of the new one."""
-    with patch.object(SimRank, "map_arena", _first_only), patch.object(mapped_arena, "are_seen", lambda *args: True):
+    with patch.object(SimRank, "map_arena", _first_only), patch.object(seal, "_not_seen", _seen):
         yield
+
+
+def _seen(*_: Any) -> Steps[str]:
+    yield from ()
+    return ""
 
 
 @planted("old-arena-kept", "R8", "I16", REPLACED)

@@ -11,9 +11,14 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import msgspec
+
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest
+from memstore.core.wire.calls import RankCall, SkipStep
+from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased, StepLevel
 from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.processes import Holder
@@ -44,11 +49,12 @@ class SimRank:
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
         self.holder: Holder | None = None
+        self.link: object = None  # to which it listens
         self.mapping: list[bytearray] = []  # the arena's file: another list if that is another file
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
-        self.handovers: dict[tuple[int, int], tuple[list[int], Body]] = {}  # (attempt, step) -> slots, message
-        self.calls: dict[int, tuple[str, Body]] = {}
+        self.handovers: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
+        self.calls: dict[int, RankCall] = {}
         self.call_ids = itertools.count(1)
         self.replies: dict[int, Body] = {}
         self.tickets: dict[int, str] = {}
@@ -66,27 +72,32 @@ class SimRank:
 
     def held(self) -> list[int]:
         """Return every slot that it believes to be its own."""
-        waiting = [n for slots, _ in self.handovers.values() for n in slots]
+        waiting = [n for ready in self.handovers.values() for n in ready.slots]
         return sorted({*self.pool, *self.in_copy, *waiting})
 
     def connect(self, holder: Holder) -> None:
-        """Open a link to the host's holder: confirm the slots, send again what was not sealed or answered (R8)."""
+        """Open a link to the host's holder, and say which slots it holds (R8)."""
+        holder.join(self)
+
+    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+        """Give up slots that are not its own; a put in such slots is sent again for its level only."""
         self.holder = holder
-        stale = set(holder.welcome(self))
         self.map_arena(holder.memory)
-        self.in_copy -= stale
+        self.in_copy.difference_update(stale)
         anew: set[int] = set()
-        for key, (slots, body) in self.handovers.items():
-            if stale.intersection(slots):
-                anew.update(slots)
-                self.handovers[key] = ([], {**body, "lost": True})
-        taken = {n for slots, _ in self.handovers.values() for n in slots}
-        self.pool = sorted({*self.pool, *anew} - stale - self.in_copy - taken)
-        for (_, step), (slots, body) in sorted(self.handovers.items()):
-            holder.take_over(self, step, slots, body)
-        for call_id, (verb, body) in sorted(self.calls.items()):
-            holder.call(self, call_id, verb, body)
-        holder.grant(self)
+        for key, ready in self.handovers.items():
+            if not set(ready.slots).isdisjoint(stale):
+                anew.update(ready.slots)
+                self.handovers[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
+        taken = {n for ready in self.handovers.values() for n in ready.slots}
+        self.pool = sorted({*self.pool, *anew}.difference(stale) - self.in_copy - taken)
+
+    def connected(self, holder: Holder) -> None:
+        """Send again what was not sealed or answered."""
+        for _, ready in sorted(self.handovers.items()):
+            holder.take_over(self, ready)
+        for call_id, request in sorted(self.calls.items()):
+            holder.call(self, call_id, request)
 
     def map_arena(self, memory: Memory) -> None:
         """Map the arena that the holder maps (R8)."""
@@ -96,16 +107,26 @@ class SimRank:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
         return [b"" if number is None else bytes(self.mapping[number]) for number in slots]
 
-    def granted(self, slots: list[int]) -> None:
-        """Add slots that the holder leased to it."""
-        self.pool.extend(slots)
+    def hear(self, message: HolderEvent) -> None:
+        """Take what the holder says."""
+        match message:
+            case SlotsLeased(slots=slots):
+                self.pool.extend(slots)
+            case AttemptFenced():
+                self.is_fenced = True
+            case StepLevel(step=step, level=level) if message.attempt == self.attempt:
+                self.rise(step, level)
+                self.resume_step = max(self.resume_step, message.resume)
+                for old in [s for s, at in self.tickets.items() if s < step and at in LEVELS[:3]]:
+                    self.tickets[old] = "superseded" if level == "committed" else self.tickets[old]
 
     def ask(self, verb: str, **body: Any) -> int:
         """Send a question to the controller; return its id in `replies`."""
         call_id = next(self.call_ids)
-        full = {"job": self.job, "attempt": self.attempt, "rank": self.rank, **body}
-        self.calls[call_id] = (verb, full)
-        self._send(lambda holder: holder.call(self, call_id, verb, full))
+        who = {"job": self.job, "attempt": self.attempt, "rank": self.rank}
+        who = {name: value for name, value in who.items() if name not in body}
+        request = self.calls[call_id] = request_of(verb, who, **body)
+        self._send(lambda holder: holder.call(self, call_id, request))
         return call_id
 
     def _send(self, work: Callable[[Holder], None], holder: Holder | None = None) -> None:
@@ -120,10 +141,10 @@ class SimRank:
 
     def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
         """Take an answer if it is still waited for; that to a skip names the step to go on from (R12)."""
-        verb, _ = self.calls.pop(call_id, ("", {}))
-        if verb == "skip":
+        request = self.calls.pop(call_id, None)
+        if isinstance(request, SkipStep):
             self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
-        elif verb:
+        elif request is not None:
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
     def rise(self, step: int, level: str) -> None:
@@ -144,13 +165,13 @@ class SimRank:
         is_fresh, step = self.checker.observed.starts_over, 0
         answer = yield from self._call(
             "join", JOIN_S, world_size=self.world_size, nonce=self.nonce, key=self.key, pid=self.pid,
-            launcher="launcher", fresh=is_fresh, takeover=False, config=world.config, **self.named(),
+            launcher="launcher", fresh=is_fresh, config=world.config, **self.named(),
         )  # fmt: skip
         if answer is None:
             return
         self.joined(answer)
         if scenario.is_ordered:
-            answer = yield from self._call("mesh_order", JOIN_S, nonce=self.nonce, together=1)
+            answer = yield from self._call("assign_ranks", JOIN_S, nonce=self.nonce, together=1)
             if answer is None:
                 return
             self.rank = int(answer["rank"])
@@ -181,7 +202,7 @@ class SimRank:
         """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""
         other, last = (self.rank + 1) % self.world_size, self.chunks_count - 1
         answer = yield from self._answer(
-            "read", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
+            "read_ranges", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
         )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)
@@ -195,7 +216,7 @@ class SimRank:
         self.attempt = int(answer["attempt"])
         self.resume_step = max(self.resume_step, int(answer["resume_step"]))
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or "" (R26)."""
         return ""
 
@@ -250,11 +271,15 @@ class SimRank:
             self._skip(step, "skipped")
             return
         self.in_copy.difference_update(slots)
-        body: Body = {"attempt": self.attempt, "world_size": self.world_size, "layout": self.layout, **self.shares()}
-        body["seen"] = [bytes(self.mapping[slot]) for slot in slots]
-        self.handovers[self.attempt, step] = (slots, body)
+        ready = PutReady(
+            attempt=self.attempt, step=step, slots=tuple(slots), arena="",
+            sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
+            layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, world_size=self.world_size,
+            shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0,
+        )  # fmt: skip
+        self.handovers[self.attempt, step] = ready
         self.checker.puts.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
-        self._send(lambda holder: holder.take_over(self, step, slots, body))
+        self._send(lambda holder: holder.take_over(self, ready))
 
     def content(self, step: int) -> list[bytes]:
         """Return its state at a step: one chunk that never changes, one equal on all ranks, one of its own.
@@ -264,9 +289,9 @@ class SimRank:
         texts = ("frozen layer", f"replicated {self.key} {step}", f"own {self.key} {self.rank} {step}")
         return [chunk_of(text) for text in texts]
 
-    def shares(self) -> Body:
-        """Return what a hand-over says of the chunks that other ranks have too (R34)."""
-        return {}
+    def shared_chunks(self) -> int | None:
+        """Return how many of its first chunks other ranks put as well; None: it names no shard (R34)."""
+        return None
 
     def _skip(self, step: int, level: str) -> None:
         self.tickets[step] = level

@@ -8,12 +8,11 @@ the shared part alone.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part
-from memstore.errors import DigestMismatch
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
@@ -55,7 +54,7 @@ class SharedShardRank(SimRank):
     def joined(self, answer: Body) -> None:
         """Take its place, and learn which ranks copy."""
         super().joined(answer)
-        shard, shards, copiers, roster = answer["natural"]
+        shard, shards, copiers, roster = answer["shared_shard"]
         self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
         self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
         self.checker.shared_shards.told(self, answer)
@@ -85,18 +84,14 @@ class SharedShardRank(SimRank):
         self.checker.shared_shards.shared_put(self, step, shared)
         return [*shared, chunk_of(f"own {self.key} {self.rank} {step}")]
 
-    def shares(self) -> Body:
-        """Return how many of its first chunks other ranks have too."""
-        return {"shared_chunks": SHARED_CHUNKS * self.is_copier}
+    def shared_chunks(self) -> int | None:
+        """Return how many of its first chunks other ranks put as well."""
+        return SHARED_CHUNKS * self.is_copier
 
     # -- getting --------------------------------------------------------------------------------
 
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take what was staged: its number must have held the same shard in that step."""
-        try:
-            manifest = staged()
-        except DigestMismatch as exc:
-            return str(exc)
         layout = NaturalLayout.decode(manifest)
         if layout is None or (layout.shard, layout.shards) != (self.shard, self.world.scenario.shards):
             return f"{manifest.shard} is not of shard {self.shard}"
@@ -148,7 +143,7 @@ class SharedShardRank(SimRank):
         return step.step
 
     def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, Body | None]:
-        return (yield from self._call("read", GET_S, rank=rank, step=step, of_attempt=attempt))
+        return (yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt))
 
     def _near(self, ranks: Sequence[int]) -> int:
         """Return the copier that all ranks of this host read from."""

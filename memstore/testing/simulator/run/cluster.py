@@ -219,6 +219,9 @@ class Cluster:
 
     def _life(self, rank: SimRank) -> Thread:
         yield from rank.life()
+        holder = self.holders[rank.host_id]
+        if holder.is_serving:
+            holder.leave(rank)
         self.kill_rank(rank, "it ended")
 
     def kill_rank(self, rank: SimRank, why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.core.wire.orders import DurablePlace
 from recovery.inventory import ShardId, ShardSpec
 
 Body = dict[str, Any]
@@ -35,11 +36,6 @@ class DurableStorage:
         chunks = [chunk for each in found if each is not None for chunk in each[2]]
         return (manifest, chunks) if None not in found else None
 
-    def key_of(self, body: Body, host: str) -> str:
-        """Return the name of the key that a host has for the job of an order."""
-        return self.keys.get(host, "0" * 16) if body["durable"]["key_file"] else ""
-
-    def part_for(self, body: Body, shard: ShardId, digest: str) -> tuple[bytes, list[bytes]] | None:
-        """Return a shard's manifest and chunks for an order to stage it; every host has been given the key."""
-        place = body.get("durable") or {}
-        return self.part(shard, digest, str(place["key"])) if "key" in place else None
+    def key_of(self, place: DurablePlace, host: str) -> str:
+        """Return the name of the key that a host has for a job's storage."""
+        return self.keys.get(host, "0" * 16) if place.key_file else ""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.core.journal.records import journal_after
-from memstore.core.wire.messages import Body
 from memstore.errors import CapacityError, MemstoreError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.manifests import ManifestFolder
@@ -94,10 +92,29 @@ class Memory:
         self.version += 1
         return True
 
-    def write_facts(self, body: Body) -> None:
-        """Write what an order says of the journal, in one operation."""
-        if self.write():
-            self.journal = journal_after(self.journal, body)
+
+class MemoryJournal:
+    """The journal of a simulated machine; each write is one operation."""
+
+    dropped_nbytes = 0
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def records(self) -> list[bytes]:
+        """Return every record."""
+        return self._memory.journal
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Write records behind those that are there; CapacityError if the file system is full."""
+        self.rewrite([*self._memory.journal, *records])
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        """Write records in place of all that are there; CapacityError if the file system is full."""
+        if self._memory.is_full:
+            raise CapacityError(f"the simulated file system has no room for {len(records)} facts")
+        if self._memory.write():
+            self._memory.journal = list(records)
 
 
 class MachineClock:

@@ -6,14 +6,19 @@ file of theirs imports another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
+from memstore.core.holder.sessions import Sessions
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.orders import Order
+from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.virtual_time import Process
@@ -61,8 +66,16 @@ class Holder(Process, Protocol):
     memory: Memory
     replicas: ReplicaStore
     peer_server: PeerServer
-    term: int  # the highest term of a controller that it has obeyed
-    session: Session | None
+    sessions: Sessions[Session]
+    calls: Calls  # that no controller has answered
+
+    @property
+    def term(self) -> int:
+        """Return the highest term of a controller that it has obeyed."""
+
+    @property
+    def session(self) -> Session | None:
+        """Return the session that it obeys."""
 
     @property
     def is_serving(self) -> bool:
@@ -73,17 +86,14 @@ class Holder(Process, Protocol):
 
     # -- for a rank on its host ---------------------------------------------------------------
 
-    def welcome(self, rank: Rank) -> list[int]:
-        """Open a link; return the slots that the rank holds and that are not its own."""
+    def join(self, rank: Rank) -> None:
+        """Open a link."""
 
-    def call(self, rank: Rank, call_id: int, verb: str, body: Body) -> None:
+    def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
 
-    def take_over(self, rank: Rank, step: int, slots: list[int], body: Body) -> None:
+    def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal what a rank has written into its slots."""
-
-    def grant(self, rank: Rank) -> None:
-        """Lease a rank the slots that its share allows."""
 
     # -- for a controller ---------------------------------------------------------------------
 
@@ -93,13 +103,10 @@ class Holder(Process, Protocol):
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory, journal, processes."""
 
-    def open_calls(self) -> list[tuple[int, str, Body]]:
-        """Return the questions of ranks that no controller has answered: id, verb, body."""
-
-    def obey(self, kind: str, body: Body) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out an order."""
 
-    def answer(self, number: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the answer to a question on to its rank."""
 
 
@@ -116,6 +123,7 @@ class Rank(Process, Protocol):
     is_dead: bool
     is_fenced: bool
     holder: Holder | None
+    link: object  # to which it listens
     mapping: list[bytearray]  # the slots of the arena that it has mapped
     pool: list[int]  # slots leased to it
     in_copy: set[int]  # slots that it writes into
@@ -129,14 +137,17 @@ class Rank(Process, Protocol):
     def read(self, slots: Sequence[int | None]) -> list[bytes]:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
 
-    def granted(self, slots: list[int]) -> None:
-        """Add slots that were leased to it."""
+    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+        """Take note that a holder has taken its link, and which slots are not its own."""
+
+    def connected(self, holder: Holder) -> None:
+        """Send again what was not sealed or answered."""
+
+    def hear(self, message: HolderEvent) -> None:
+        """Take what the holder says."""
 
     def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
         """Take the answer to one of its questions."""
 
-    def rise(self, step: int, level: str) -> None:
-        """Set the level of a ticket, unless the ticket is further already."""
-
-    def check(self, staged: Callable[[], Manifest]) -> str:
+    def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or ""."""

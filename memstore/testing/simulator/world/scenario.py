@@ -51,8 +51,7 @@ class Scenario:
     is_strict: bool = True
     is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
-    has_twins: bool = False  # ranks with equal state, declared or learned by their chunks; offers wait for them (R34)
-    shards: int = 0  # each rank names one of so many shards; 0: none does
+    shards: int = 0  # each rank names one of so many shards (R34); 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn
     sizes: tuple[int, ...] = ()  # world sizes, drawn for each launch; empty: always world_size
     duration_s: float = DURATION_S
@@ -78,7 +77,7 @@ class Scenario:
     def _twins_text(self) -> str:
         sizes = f", world sizes {list(self.sizes)}" if self.sizes else ""
         if not self.shards:
-            return f"{', equal states unsaid' if self.has_twins else ''}{sizes}"
+            return sizes
         return f", {self.shards} shards {'in blocks' if self.is_blocked else 'in turn'}{sizes}"
 
 
@@ -126,16 +125,16 @@ def draw(seed: int) -> Scenario:
 
 
 def _with_twins(drawn: Scenario) -> Scenario:
-    """Return a scenario with ranks of equal state: most name shards, the others are learned by their chunks."""
+    """Return a scenario whose ranks name shards; in one of four they name none."""
     rng = random.Random(f"twins {drawn.seed}")
     size = rng.choice([drawn.hosts, drawn.hosts, drawn.hosts + 1, 2 * drawn.hosts])
     if rng.random() < 0.25:
-        return replace(drawn, has_twins=True, world_size=size)
+        return replace(drawn, world_size=size)
     sizes = tuple(max(2, size + n) for n in (0, 1, rng.choice([-1, 2]))) if rng.random() < 0.6 else ()
     faults = [replace(_fault(rng), kind="differ") for _ in range(rng.choice([0, 0, 1, 2]))]
     people = [replace(_fault(rng), kind=rng.choice(["pin-step", "fork-step"]), for_s=0.0)] if rng.random() < 0.2 else []
     return replace(
-        drawn, has_twins=True, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
+        drawn, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
         is_blocked=rng.random() < 0.4, is_ordered=rng.random() < 0.2,
         faults=tuple(sorted([*drawn.faults, *faults, *people])),
     )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memstore.core.arena.replica_index import ReplicaIndex, StoredReplica
+from memstore.core.arena.replica_index import ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
@@ -81,14 +83,15 @@ class Shelves(RuleBasedStateMachine):
         self.pins.append((shelved, self.index.pin(shelved, deadline_s)))
 
     @precondition(lambda self: self.pins)
-    @rule(number=st.integers(-1, 1), rank=st.integers(0, 1))
-    def keep_staged(self, number: int, rank: int) -> None:
+    @rule(kind=st.sampled_from(["round", "read"]), number=st.integers(1, 2), rank=st.integers(0, 1))
+    def keep_staged(self, kind: Literal["round", "read"], number: int, rank: int) -> None:
         """A restore keeps what it pinned, until a later round or a drop; what was dropped meanwhile is let go."""
         shelved, pin = self.pins.pop()
         is_doomed = shelved.is_doomed
-        for gone in self.index.keep_staged(("job", number, rank), shelved, pin):
+        key = StagedKey("job", rank, kind, number)
+        for gone in self.index.keep_staged(key, shelved, pin):
             self.index.free(gone)
-        assert (("job", number, rank) in self.index.staged) is not is_doomed
+        assert (key in self.index.staged) is not is_doomed
         assert is_doomed is False or pin not in shelved.pins
 
     @precondition(lambda self: self.pins)

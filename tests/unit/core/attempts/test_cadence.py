@@ -29,6 +29,7 @@ from memstore.core.schedule.put_interval import (
     optimal_interval_s,
     parse_put_every,
 )
+from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ConfigError, GatherTimeout
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.controller.catalog_holder import FakeRank
@@ -163,7 +164,7 @@ class Questions:
         self.measured.append(measured)
         self.answers.append(Future())
         if self.steps is not None:
-            self.answers[-1].set_result({"steps": self.steps})
+            self.answers[-1].set_result(PutInterval(steps=self.steps))
         return self.answers[-1]
 
     def forget_cadence(self, answer: Future[dict[str, Any]]) -> None:
@@ -172,7 +173,12 @@ class Questions:
 
 def cadence_of(questions: Questions, put_every: str = "10min") -> Cadence:
     cadence = Cadence(cast(Puts, questions), 0.01)
-    cadence.begin_attempt({"put_every": put_every, "restored_step": None})
+    cadence.begin_attempt(
+        Joined(
+            attempt=1, world_size=1, rank=0, order=(), restored_step=None, resume_step=0, put_every=put_every,
+            shared_shard=None,
+        )
+    )  # fmt: skip
     return cadence
 
 
@@ -207,7 +213,7 @@ def test_a_refused_question_is_asked_again_and_a_void_one_forgotten() -> None:
     for step in range(8, 13):
         cadence.due(step)
     assert questions.asked == [7, 7]
-    questions.answers[1].set_result({"steps": 3})
+    questions.answers[1].set_result(PutInterval(steps=3))
     assert [step for step in range(13, 20) if cadence.due(step)] == [13, 16, 19]
     questions = Questions(None)
     cadence = cadence_of(questions)
@@ -221,11 +227,11 @@ def test_a_round_that_is_given_up_refuses_who_waits_for_it() -> None:
     """A rank whose question lapsed hears of it, and can ask again (R33)."""
     world = CatalogWorld(2, put_every="10%")
     ranks = world.launch(2)
-    world.call(ranks[0], "cadence", step=7, step_s=0.1, stall_s=0.1, commit_s=0.0)
+    world.call(ranks[0], "ask_put_interval", step=7, step_s=0.1, stall_s=0.1, commit_s=0.0)
     world.run(1.0)
-    world.call(ranks[1], "cadence", step=43, step_s=0.1, stall_s=0.1, commit_s=0.0)
-    assert world.run_until(lambda: bool(ranks[0].errors.get("cadence")), 10.0)
-    assert "step 43" in ranks[0].error("cadence")
+    world.call(ranks[1], "ask_put_interval", step=43, step_s=0.1, stall_s=0.1, commit_s=0.0)
+    assert world.run_until(lambda: bool(ranks[0].errors.get("ask_put_interval")), 10.0)
+    assert "step 43" in ranks[0].error("ask_put_interval")
 
 
 def test_what_was_not_measured_changes_no_distance() -> None:
@@ -238,11 +244,11 @@ def test_what_was_not_measured_changes_no_distance() -> None:
     ranks = world.launch(2)
     for step, stall_s in ((7, 0.04), (43, 0.0)):
         for rank in ranks:
-            world.call(rank, "cadence", step=step, step_s=0.1, stall_s=stall_s, commit_s=0.0)
+            world.call(rank, "ask_put_interval", step=step, step_s=0.1, stall_s=stall_s, commit_s=0.0)
         assert world.run_until(
-            lambda step=step: all(len(r.answers.get("cadence", ())) == 1 + step // 43 for r in ranks), 10.0
+            lambda step=step: all(len(r.answers.get("ask_put_interval", ())) == 1 + step // 43 for r in ranks), 10.0
         )
-    assert [rank.answers["cadence"] for rank in ranks] == [[{"steps": 4}] * 2] * 2
+    assert [rank.answers["ask_put_interval"] for rank in ranks] == [[{"steps": 4}] * 2] * 2
 
 
 @pytest.mark.parametrize("ended", ["none", "died", "closed"])
@@ -255,12 +261,12 @@ def test_auto_puts_more_often_where_attempts_die(ended: str) -> None:
         world.run(1.0)
     ranks = world.launch(2)
     for rank in ranks:
-        world.call(rank, "cadence", step=7, step_s=1.0, stall_s=2.0, commit_s=0.0)
-    assert world.run_until(lambda: all(rank.answers.get("cadence") for rank in ranks), 10.0)
+        world.call(rank, "ask_put_interval", step=7, step_s=1.0, stall_s=2.0, commit_s=0.0)
+    assert world.run_until(lambda: all(rank.answers.get("ask_put_interval") for rank in ranks), 10.0)
     mtbf_s = 86_400.0 / (1 + (ends if ended == "died" else 0))
     steps = round(optimal_interval_s(2.0, mtbf_s))
     for rank in ranks:
-        assert rank.answers["cadence"][-1]["steps"] == pytest.approx(steps, rel=0.01)
+        assert rank.answers["ask_put_interval"][-1]["steps"] == pytest.approx(steps, rel=0.01)
 
 
 def test_a_fixed_distance_counts_from_the_step_that_was_restored() -> None:
@@ -276,18 +282,18 @@ def test_all_ranks_are_told_the_same_by_whatever_controller(crash_at: int | None
     world = CatalogWorld(3, seed=crash_at or 0, put_every="10%")
     ranks = world.launch(3)
     for rank in ranks:
-        world.call(rank, "cadence", step=7, step_s=0.1, stall_s=0.03 + 0.01 * rank.rank, commit_s=0.0)
+        world.call(rank, "ask_put_interval", step=7, step_s=0.1, stall_s=0.03 + 0.01 * rank.rank, commit_s=0.0)
         if crash_at == rank.rank:
             world.crash_controller()
         world.run(0.005)
     if crash_at == 3:
-        world.run_until(lambda: any(rank.answers.get("cadence") for rank in ranks), 5.0)
+        world.run_until(lambda: any(rank.answers.get("ask_put_interval") for rank in ranks), 5.0)
         world.crash_controller()
-    assert world.run_until(lambda: all(rank.answers.get("cadence") for rank in ranks), 30.0)
-    assert [rank.answers["cadence"][-1] for rank in ranks] == [{"steps": 5}] * 3
-    world.call(ranks[0], "cadence", step=7, step_s=9.0, stall_s=9.0, commit_s=9.0)
-    assert world.run_until(lambda: len(ranks[0].answers["cadence"]) == 2, 10.0)
-    assert ranks[0].answers["cadence"][-1] == {"steps": 5}, "who asks later hears what the others heard"
+    assert world.run_until(lambda: all(rank.answers.get("ask_put_interval") for rank in ranks), 30.0)
+    assert [rank.answers["ask_put_interval"][-1] for rank in ranks] == [{"steps": 5}] * 3
+    world.call(ranks[0], "ask_put_interval", step=7, step_s=9.0, stall_s=9.0, commit_s=9.0)
+    assert world.run_until(lambda: len(ranks[0].answers["ask_put_interval"]) == 2, 10.0)
+    assert ranks[0].answers["ask_put_interval"][-1] == {"steps": 5}, "who asks later hears what the others heard"
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -297,10 +303,10 @@ def test_a_rank_is_replaced_and_answers_as_the_others(rounds: int) -> None:
     ranks, moments = world.launch(3, key="launch"), (7, 43)
 
     def ask(rank: FakeRank, at: int, cost: float) -> None:
-        world.call(rank, "cadence", step=moments[at], step_s=0.1, stall_s=cost * (at + 1), commit_s=0.0)
+        world.call(rank, "ask_put_interval", step=moments[at], step_s=0.1, stall_s=cost * (at + 1), commit_s=0.0)
 
     def all_heard(count: int) -> bool:
-        return world.run_until(lambda: all(len(r.answers.get("cadence", ())) >= count for r in ranks), 30.0)
+        return world.run_until(lambda: all(len(r.answers.get("ask_put_interval", ())) >= count for r in ranks), 30.0)
 
     for at in range(rounds):
         for rank in ranks:
@@ -316,7 +322,7 @@ def test_a_rank_is_replaced_and_answers_as_the_others(rounds: int) -> None:
     for at in range(max(1, rounds)):
         ask(ranks[2], at, 0.001)
     assert all_heard(max(1, rounds))
-    told = [[answer["steps"] for answer in rank.answers["cadence"]] for rank in ranks]
+    told = [[answer["steps"] for answer in rank.answers["ask_put_interval"]] for rank in ranks]
     assert told == [[5, 10][: max(1, rounds)]] * 3
     due = []
     for rank, answers in zip(ranks, told, strict=True):

@@ -9,8 +9,10 @@ import pytest
 
 from memstore.core.report.problems import problems
 from memstore.core.wire.messages import HostUp, RankCall, Report
+from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 
 
 def test_ranks_gather_and_get_one_ordinal() -> None:
@@ -133,10 +135,11 @@ def test_a_newer_launch_dismisses_an_incomplete_one() -> None:
 
 def join_again(world: CatalogWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
     """The process connects once more, without having closed."""
-    world.holders[rank.host_id].call(rank, "join", {
+    body = {
         "job": JOB, "rank": rank.rank, "world_size": world_size, "nonce": rank.nonce, "key": key, "pid": 1,
-        "launcher": "launcher", "fresh": False, "takeover": False, "config": world.config,
-    })  # fmt: skip
+        "launcher": "launcher", "config": world.config,
+    }  # fmt: skip
+    world.holders[rank.host_id].call(rank, request_of("join", body))
 
 
 def test_another_key_from_the_same_processes_begins_another_launch() -> None:
@@ -182,7 +185,7 @@ def test_two_launches_at_once_get_two_ordinals() -> None:
             "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
             "fresh": False, "takeover": False, "config": world.config,
         }  # fmt: skip
-        catalog.handle(world.now, RankCall("h0", 100 + number, "join", body))
+        catalog.handle(world.now, RankCall("h0", 100 + number, request_of("join", body)))
     assert [fact.attempt for fact in catalog.parts.journal.log.unapplied()] == [1, 2]  # type: ignore[union-attr]
 
 
@@ -261,7 +264,7 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
             world.return_host(host)
     world.run(8.0)
     assert ranks_alive(world) == 1
-    world.served.handle(0.0, Report("h1", "rank_here", {"nonce": ranks[1].nonce}))
+    world.served.handle(0.0, Report("h1", RankArrived(nonce=ranks[1].nonce)))
     assert ranks_alive(world) == 2
 
 
@@ -288,7 +291,7 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     world.run(6.0)
     world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)
-    answer = ranks[0].answers["roll_call"][-1]["found"]
+    answer = ranks[0].answers["roll_call"][-1]
     assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
     [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"

@@ -10,6 +10,7 @@ from memstore.core.attempts.launches import launches
 from memstore.core.wire.messages import Body
 from memstore.testing.controller.catalog_holder import CHUNKS, FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 HOLDERS = ({"h0", "h2"}, {"h1", "h3"}, {"h1", "h2"}, {"h0", "h3"})  # of the four shards of `trained`
@@ -20,17 +21,17 @@ SHARD_BYTES = CHUNKS * 64
 
 def ask(world: CatalogWorld, rank: FakeRank, launched: int, together: int = 1) -> None:
     body = {"job": rank.job, "attempt": rank.attempt, "rank": launched, "nonce": rank.nonce, "together": together}
-    world.holders[rank.host_id].call(rank, "mesh_order", body)
+    world.holders[rank.host_id].call(rank, request_of("assign_ranks", body))
 
 
 def order(world: CatalogWorld, ranks: Sequence[FakeRank], together: int = 1) -> list[Body]:
     """All ranks, by their launcher's number, ask; return the answers."""
-    before = [len(r.answers.get("mesh_order", ())) for r in ranks]
+    before = [len(r.answers.get("assign_ranks", ())) for r in ranks]
     for launched, rank in enumerate(ranks):
         ask(world, rank, launched, together)
-    heard = [lambda r=r, n=n: len(r.answers.get("mesh_order", ())) > n for r, n in zip(ranks, before, strict=True)]
+    heard = [lambda r=r, n=n: len(r.answers.get("assign_ranks", ())) > n for r, n in zip(ranks, before, strict=True)]
     assert world.run_until(lambda: all(is_there() for is_there in heard), 30.0), [r.errors for r in ranks]
-    return [r.answers["mesh_order"][-1] for r in ranks]
+    return [r.answers["assign_ranks"][-1] for r in ranks]
 
 
 def trained() -> CatalogWorld:
@@ -45,7 +46,7 @@ def trained() -> CatalogWorld:
 
 def check_renumbered(world: CatalogWorld, ranks: Sequence[FakeRank]) -> None:
     """All were told one order by which every process sits where its shard lies, and restore by it."""
-    [found] = {tuple(rank.answers["mesh_order"][-1]["order"]) for rank in ranks}
+    [found] = {tuple(rank.answers["assign_ranks"][-1]["order"]) for rank in ranks}
     assert [ranks[launched].rank for launched in found] == [0, 1, 2, 3]
     got = world.get(ranks)
     world.check_restored(got)
@@ -104,14 +105,14 @@ def test_missing_ranks_and_contradictions_are_named() -> None:
     world.run(0.5)
     ask(world, ranks[2], 2, together=3)
     world.run(30.0)
-    assert "together=3" in ranks[2].error("mesh_order")
-    assert ranks[0].error("mesh_order").startswith("GatherTimeout: assign_ranks() of job")
-    assert "1 of 3 ranks have called it, missing: ranks 1, 2." in ranks[0].error("mesh_order")
+    assert "together=3" in ranks[2].error("assign_ranks")
+    assert ranks[0].error("assign_ranks").startswith("GatherTimeout: assign_ranks() of job")
+    assert "1 of 3 ranks have called it, missing: ranks 1, 2." in ranks[0].error("assign_ranks")
     for launched, rank in enumerate(ranks):
         ask(world, rank, launched, together=2)
     world.run(1.0)
-    assert all("together=2: host h" in rank.error("mesh_order") for rank in ranks)
-    assert all(rank.error("mesh_order").startswith("ConfigError") for rank in ranks)
+    assert all("together=2: host h" in rank.error("assign_ranks") for rank in ranks)
+    assert all(rank.error("assign_ranks").startswith("ConfigError") for rank in ranks)
 
 
 @pytest.mark.parametrize("moment_s", MOMENTS_S)
@@ -123,7 +124,7 @@ def test_a_crash_while_ranks_are_renumbered(moment_s: float) -> None:
         ask(world, rank, launched)
     world.run(moment_s)
     world.crash_controller()
-    assert world.run_until(lambda: all(r.answers.get("mesh_order") for r in ranks), 20.0), [r.errors for r in ranks]
+    assert world.run_until(lambda: all(r.answers.get("assign_ranks") for r in ranks), 20.0), [r.errors for r in ranks]
     check_renumbered(world, ranks)
 
 
@@ -139,7 +140,7 @@ def test_a_process_that_takes_a_renumbered_place(moment_s: float) -> None:
     ranks[1] = world.join(1, 4, "again", host=f"h{ELSEWHERE[1]}")
     assert world.run_until(lambda: bool(ranks[1].answers.get("join")), 15.0), ranks[1].errors
     ask(world, ranks[1], 1)
-    assert world.run_until(lambda: all(r.answers.get("mesh_order") for r in ranks), 30.0), [r.errors for r in ranks]
+    assert world.run_until(lambda: all(r.answers.get("assign_ranks") for r in ranks), 30.0), [r.errors for r in ranks]
     check_renumbered(world, ranks)
 
 
@@ -175,9 +176,9 @@ def test_hosts_that_may_know_better_are_waited_for() -> None:
     for launched, rank in enumerate(ranks):
         ask(world, rank, launched)
     world.run(2.0)
-    assert not any(rank.answers.get("mesh_order") for rank in ranks)  # rank 1's copies are on h1 and h3
+    assert not any(rank.answers.get("assign_ranks") for rank in ranks)  # rank 1's copies are on h1 and h3
     world.return_host("h3")
-    assert world.run_until(lambda: all(r.answers.get("mesh_order") for r in ranks), 3.0)
+    assert world.run_until(lambda: all(r.answers.get("assign_ranks") for r in ranks), 3.0)
     assert any("assign_ranks() moves 256 bytes instead of 256" in note for note in world.notes)  # it is on h3 alone
     world.check_restored(world.get(ranks))
 
@@ -195,6 +196,6 @@ def test_ranks_that_wait_for_their_new_order_are_in_status() -> None:
             (row["phase"], row["ranks"], row["world_size"])
             for row in launches(world.served.state, world.served.parts.attempts)
         }
-        if all(rank.answers.get("mesh_order") for rank in ranks):
+        if all(rank.answers.get("assign_ranks") for rank in ranks):
             break
     assert ("opening", 4, 4) in seen

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from memstore.core.wire.orders import Grow, Reserve
 from memstore.testing.controller.catalog_holder import CHUNKS, FakeHolder, FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
 
 
-def watch_orders(world: CatalogWorld) -> dict[str, list[dict[str, Any]]]:
+def watch_orders(world: CatalogWorld) -> dict[str, list[Reserve]]:
     """Return what every host is ordered to reserve from now on."""
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in world.holders}
+    seen: dict[str, list[Reserve]] = {name: [] for name in world.holders}
     for name, holder in world.holders.items():
-        obey = holder.obey
 
-        def note(kind: str, body: dict[str, Any], name: str = name, obey: Any = obey) -> None:
-            if kind == "reserve":
-                seen[name].append(body)
-            obey(kind, body)
+        def note(order: Reserve, name: str = name, holder: FakeHolder = holder) -> None:
+            seen[name].append(order)
+            holder.carry_out(order)
 
-        holder.obey = note  # type: ignore[method-assign]
+        holder.instead[Reserve] = note
     return seen
+
+
+def slots_of(order: Reserve | Grow) -> dict[int, int]:
+    return {row.rank: row.slots for row in order.ranks}
 
 
 def limit_room(world: CatalogWorld, limit: int) -> None:
     """Every host refuses orders for more slots."""
     for holder in world.holders.values():
-        obey = holder.obey
 
-        def limited(kind: str, body: dict[str, Any], holder: FakeHolder = holder, obey: Any = obey) -> None:
-            if kind == "reserve":
-                wanted = sum(slots for _, slots in body["ranks"]) + body["guest_slots"]
-                holder.refuses_room = "full" if wanted > limit else ""
-            obey(kind, body)
+        def limited(order: Reserve, holder: FakeHolder = holder) -> None:
+            wanted = sum(slots_of(order).values()) + order.guest_slots
+            holder.refuses_room = "full" if wanted > limit else ""
+            holder.carry_out(order)
 
-        holder.obey = limited  # type: ignore[method-assign]
+        holder.instead[Reserve] = limited
 
 
 def answered(ranks: list[FakeRank], count: int) -> bool:
@@ -55,7 +54,7 @@ def test_a_larger_put_after_a_preparation_gets_its_room_on_every_rank() -> None:
         world.run(0.001)  # the first call is ordered before the last has come
     assert world.run_until(lambda: answered(ranks, 2), 10.0)
     for rank in ranks:
-        wanted = [dict(body["ranks"]).get(rank.rank) for body in orders[rank.host_id]]
+        wanted = [slots_of(order).get(rank.rank) for order in orders[rank.host_id]]
         assert wanted[-1] == 2 * 3 * CHUNKS, f"rank {rank.rank} was answered, its host reserved {wanted}"
     assert world.put_all(ranks, 1)
 
@@ -68,7 +67,7 @@ def test_a_rank_gets_room_for_every_version_that_its_config_keeps(durable: str |
     orders = watch_orders(world)
     world.reserve(ranks)
     for rank in ranks:
-        assert dict(orders[rank.host_id][-1]["ranks"])[rank.rank] == versions * CHUNKS
+        assert slots_of(orders[rank.host_id][-1])[rank.rank] == versions * CHUNKS
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -114,7 +113,7 @@ def test_hosts_that_had_room_for_what_was_refused_elsewhere_give_it_back() -> No
     world.run(1.0)
     for host in ("h0", "h2"):
         room = world.holders[host].rooms["train"]
-        assert (sum(slots for _, slots in room["ranks"]), room["guest_slots"]) == (0, 0), host
+        assert (sum(slots_of(room).values()), room.guest_slots) == (0, 0), host
     world.holders["h1"].refuses_room = ""
     for rank in ranks:
         world.call(rank, "reserve", slots=CHUNKS)
@@ -175,7 +174,7 @@ def test_a_smaller_preparation_while_training_leaves_the_share_as_it_is() -> Non
             world.call(rank, "reserve", slots=slots)
         assert world.run_until(lambda count=count: answered(ranks, count), 10.0)
     for rank in ranks:
-        assert dict(orders[rank.host_id][-1]["ranks"])[rank.rank] == 2 * 10 * CHUNKS
+        assert slots_of(orders[rank.host_id][-1])[rank.rank] == 2 * 10 * CHUNKS
 
 
 def test_a_preparation_of_some_ranks_and_the_first_put_of_the_others_are_one_round() -> None:
@@ -207,6 +206,6 @@ def test_the_ranks_keep_their_numbers_once_they_have_prepared() -> None:
     ranks = world.launch(2)
     world.reserve(ranks)
     for rank in ranks:
-        world.call(rank, "mesh_order", nonce=rank.nonce, together=1)
-    assert world.run_until(lambda: all(rank.answers.get("mesh_order") for rank in ranks), 10.0)
-    assert [rank.answers["mesh_order"][-1]["order"] for rank in ranks] == [[], []]
+        world.call(rank, "assign_ranks", nonce=rank.nonce, together=1)
+    assert world.run_until(lambda: all(rank.answers.get("assign_ranks") for rank in ranks), 10.0)
+    assert [rank.answers["assign_ranks"][-1]["order"] for rank in ranks] == [[], []]

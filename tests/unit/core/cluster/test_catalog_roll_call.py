@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memstore.core.wire.orders import ListMarkers
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
 
@@ -14,13 +15,13 @@ def found(world: CatalogWorld, rank: FakeRank, verb: str) -> dict[str, Any] | No
     """Ask who has come to a call."""
     world.call(rank, "roll_call", of=verb)
     world.run(0.5)
-    answer: dict[str, Any] | None = rank.answers["roll_call"][-1]["found"]
+    answer: dict[str, Any] | None = rank.answers["roll_call"][-1] or None
     return answer
 
 
 @pytest.mark.parametrize(
     ("verb", "body"),
-    [("get", {"step": None}), ("reserve", {"slots": 4, "nonce": "n"}), ("mesh_order", {"together": 1})],
+    [("get", {"step": None}), ("reserve", {"slots": 4}), ("assign_ranks", {"together": 1, "nonce": "n"})],
 )
 def test_ranks_that_have_not_called_are_named_with_their_hosts(verb: str, body: dict[str, Any]) -> None:
     """One of three ranks calls: the other two are awaited; once all have called, nobody is."""
@@ -47,7 +48,7 @@ def test_a_get_whose_ranks_are_all_there_names_the_hosts_that_work() -> None:
     world = CatalogWorld(2, durable="/durable")
     ranks = world.launch(2)
     for holder in world.holders.values():
-        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+        holder.instead[ListMarkers] = lambda order: None
     for rank in ranks:
         world.call(rank, "get", step=None)
     world.run(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.wire.messages import FactAck, Tell
+from memstore.core.wire.orders import RaiseLevel
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
 from recovery.inventory import StepId
@@ -56,7 +57,9 @@ def test_no_ticket_rises_before_the_fact_has_spread() -> None:
     assert world.job().attempts[1].steps[1] == "committing"
     assert {r.tickets[1] for r in ranks} == {"sealed"}
     actions = handle(world.now, acks[0])
-    assert any(isinstance(a, Tell) and a.kind == "level" and a.body["level"] == "committed" for a in actions)
+    assert any(
+        isinstance(a, Tell) and isinstance(a.order, RaiseLevel) and a.order.level == "committed" for a in actions
+    )
 
 
 def test_a_shard_without_its_copy_holds_the_commit_back() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memstore.core.targets import targets
 from memstore.core.wire.messages import Heard, HostLost, HostUp, Tell, Tick
+from memstore.core.wire.orders import Order, PushTargets, Reserve
+from memstore.core.wire.reports import Reserved
 from memstore.testing.controller.catalog_fleet import JOB, CatalogFleet
 
 HOSTS = 12
@@ -37,7 +40,7 @@ def lose(fleet: CatalogFleet, host: str) -> None:
 
 def come_back(fleet: CatalogFleet, host: str) -> None:
     info = fleet.catalog.hosts.states[host].info
-    fleet.handle(HostUp(replace(info, incarnation=info.incarnation + 1)))
+    fleet.handle(HostUp(dataclasses.replace(info, incarnation=info.incarnation + 1)))
 
 
 def tick(fleet: CatalogFleet) -> None:
@@ -46,9 +49,9 @@ def tick(fleet: CatalogFleet) -> None:
     fleet.handle(Tick(tuple(Heard(host) for host in fleet.catalog.hosts.live_ids())))
 
 
-def told_whole(fleet: CatalogFleet) -> dict[str, dict[str, Any]]:
+def told_whole(fleet: CatalogFleet) -> list[tuple[str, Order]]:
     """What every host would be told if all were told now: targets and room."""
-    catalog, found = fleet.catalog, dict[str, dict[str, Any]]()
+    catalog, found = fleet.catalog, list[tuple[str, Order]]()
     job = catalog.jobs[JOB]
     assert job.newest is not None
     catalog.out.actions = []
@@ -56,7 +59,7 @@ def told_whole(fleet: CatalogFleet) -> dict[str, dict[str, Any]]:
     catalog.parts.view.send_targets(job)
     for action in catalog.actions:
         assert isinstance(action, Tell)
-        found.setdefault(action.host_id, {})[action.kind] = action.body
+        found.append((action.host_id, action.order))
     return found
 
 
@@ -94,7 +97,9 @@ def test_a_host_that_refused_its_room_is_told_again_with_the_next_change() -> No
     fleet.put(1)
     tick(fleet)
     refused = fleet.rooms[fleet.hosts[7]]
-    fleet.catalog.parts.room.reserved(fleet.hosts[7], {**refused, "ok": False, "why": "full"})
+    fleet.catalog.parts.room.reserved(
+        fleet.hosts[7], Reserved(job=JOB, attempt=refused.attempt, call=None, problem="full")
+    )
     fleet.rooms.clear()
     lose(fleet, fleet.hosts[0])
     tick(fleet)
@@ -118,10 +123,11 @@ def test_what_is_told_piecewise_is_what_all_would_be_told(story: list[tuple[str,
             come_back(fleet, host)
     tick(fleet)
     tick(fleet)
-    for host, orders in told_whole(fleet).items():
-        assert fleet.targets[host] == orders["targets"]["targets"]
-        if "reserve" in orders:
-            assert {**fleet.rooms[host], "call": 0} == orders["reserve"]
+    for host, order in told_whole(fleet):
+        if isinstance(order, PushTargets):
+            assert fleet.targets[host] == list(order.targets)
+        if isinstance(order, Reserve):
+            assert replace(fleet.rooms[host], call=None) == order
 
 
 def test_nothing_commits_before_it_is_known_who_is_to_have_copies() -> None:

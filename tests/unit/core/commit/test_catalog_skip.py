@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memstore.core.wire.orders import AbandonStep
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
 from recovery.inventory import StepId
@@ -26,8 +27,8 @@ def test_a_step_one_rank_skips_is_abandoned_everywhere() -> None:
     world.skip(ranks[1], 1)
     world.run(1.0)
     assert [r.tickets[1] for r in ranks] == ["skipped", "skipped"]
-    told = [body for kind, body in world.holders["h0"].orders if kind == "abandon"]
-    assert told[-1]["reason"] == "rank 1 gave up step 1: no room"
+    told = world.holders["h0"].told(AbandonStep)
+    assert told[-1].reason == "rank 1 gave up step 1: no room"
     assert world.holders_of(StepId(1, 1), 0) == []
     assert ranks[0].resume_step == ranks[1].resume_step == 2
     assert world.put_all(ranks, 2)

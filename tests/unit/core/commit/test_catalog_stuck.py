@@ -15,7 +15,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.cluster.facts import StepAbandoned
 from memstore.core.journal.records import Entry
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.messages import copy_to_wire
+from memstore.core.wire.orders import PushCopy, Reserve
 from memstore.core.wire.peer_messages import Admitted, Offer
 from memstore.errors import CapacityError
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -30,7 +30,7 @@ from recovery.inventory import ShardId, StepId
 def lose_chunk(holder: FakeHolder, shard: ShardId) -> None:
     """A scrub finds a chunk of a copy damaged."""
     holder.copies[shard] = replace(holder.copies[shard], missing=frozenset({1}))
-    holder.report("sealed", {"copies": [copy_to_wire(holder.copies[shard])]})
+    holder.keep(holder.copies[shard])
 
 
 def test_an_open_step_whose_owner_lost_a_chunk_is_mended_from_a_peer() -> None:
@@ -142,8 +142,8 @@ def test_a_step_that_retention_dropped_is_not_rebuilt() -> None:
     world.holders["h0"].copies[old.shard] = old  # as if the order had died with a session
     world.crash_controller()
     world.run(12.0)
-    orders = [(k, b) for h in world.holders.values() for k, b in h.orders if k == "push"]
-    assert not any(b["shard"] == [JOB, 1, 1, 0] for _, b in orders)
+    pushed = [order.shard.id for holder in world.holders.values() for order in holder.told(PushCopy)]
+    assert old.shard not in pushed
     ranks = world.launch(3)
     world.get(ranks)
     assert world.put_all(ranks, 3)
@@ -182,15 +182,15 @@ def test_a_host_that_had_no_room_when_it_joined_is_asked_again() -> None:
     holder.refuses_room = "the file system is full"
     world.return_host("h1")
     world.run(2.0)
-    asked = sum(kind == "reserve" for kind, _ in holder.orders)
+    asked = len(holder.told(Reserve))
     assert asked
     world.run(6.0)
-    assert sum(kind == "reserve" for kind, _ in holder.orders) > asked
+    assert len(holder.told(Reserve)) > asked
     holder.refuses_room = ""
     world.run(12.0)
-    asked = sum(kind == "reserve" for kind, _ in holder.orders)
+    asked = len(holder.told(Reserve))
     world.run(12.0)
-    assert sum(kind == "reserve" for kind, _ in holder.orders) == asked, "it has its room and is left alone"
+    assert len(holder.told(Reserve)) == asked, "it has its room and is left alone"
 
 
 def test_an_open_step_does_not_wait_for_ever_for_a_host_that_died_often() -> None:
@@ -321,7 +321,7 @@ def test_a_job_removed_while_its_room_grows_leaves_no_share(
 
     monkeypatch.setattr(replicas.room, "grow_to", slow)
     claiming = threading.Thread(target=replicas.claim, args=(JOB, PeerShare(1, {0: 4}, 0)))
-    removing = threading.Thread(target=replicas.drop_all, args=([], [JOB, 1]))
+    removing = threading.Thread(target=replicas.drop_all, args=([], (JOB, 1)))
     claiming.start()
     assert inside.wait(10.0)
     removing.start()

@@ -17,8 +17,10 @@ from memstore.core.journal.fact_log import FactLog
 from memstore.core.repair.repair import LOOKS_MAX, Repair
 from memstore.core.repair.stand_ins import StandIns
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import RollCall
 from memstore.core.wire.messages import Heard, RankCall, Tick
 from memstore.testing.controller.catalog_fleet import JOB, CatalogFleet
+from memstore.testing.requests import request_of
 from recovery.inventory import ShardId
 
 
@@ -147,21 +149,21 @@ def test_ranks_that_wait_for_their_launch_ask_all_at_once_and_are_looked_at_once
     """Each asks after the same seconds: to look at all of them for each of them is the square of the ranks."""
     fleet = CatalogFleet(4)
     join = {
-        "job": "next", "world_size": 17, "key": "k", "launcher": "l", "fresh": False, "takeover": False,
+        "job": "next", "world_size": 17, "key": "k", "launcher": "l", "pid": 1, "fresh": False, "takeover": False,
         "config": fleet.config,
     }  # fmt: skip
     asked: list[Any] = []
     looks = counted(monkeypatch, launches, "_gathering")
     for rank in range(16):
-        fleet.handle(RankCall(fleet.hosts[0], 1000 + rank, "join", {**join, "rank": rank, "nonce": f"m{rank}"}))
-    for rank in range(16):
-        asked += fleet.catalog.handle(
-            fleet.now, RankCall(fleet.hosts[0], 2000 + rank, "roll_call", {"job": "next", "of": "join"})
+        fleet.handle(
+            RankCall(fleet.hosts[0], 1000 + rank, request_of("join", {**join, "rank": rank, "nonce": f"m{rank}"}))
         )
-    assert {answer.body["found"]["awaited"] for answer in asked} == {"rank 16"}
+    for rank in range(16):
+        asked += fleet.catalog.handle(fleet.now, RankCall(fleet.hosts[0], 2000 + rank, RollCall(job="next", of="join")))
+    assert {answer.reply.awaited for answer in asked} == {"rank 16"}
     assert looks == [1]
     fleet.handle(Tick())
-    fleet.handle(RankCall(fleet.hosts[0], 3000, "roll_call", {"job": "next", "of": "join"}))
+    fleet.handle(RankCall(fleet.hosts[0], 3000, RollCall(job="next", of="join")))
     assert looks == [2]
 
 

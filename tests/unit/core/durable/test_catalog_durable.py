@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 
 from memstore.core.durable.writes import FAILED_AGAIN_S
 from memstore.core.schedule.put_interval import optimal_interval_s
+from memstore.core.wire.orders import ListMarkers
 from memstore.testing.controller.catalog_durable import list_markers
 from memstore.testing.controller.catalog_holder import FakeHolder, FakeRank
 from memstore.testing.controller.catalog_trained import written
 from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
@@ -329,12 +330,12 @@ def test_what_is_needed_again_while_the_storage_is_looked_at_stays(news: str) ->
     close_all(world, ranks)
     looks = []
 
-    def look_slowly(holder: FakeHolder, body: Any) -> None:
+    def look_slowly(holder: FakeHolder, order: ListMarkers) -> None:
         looks.append(holder.host_id)
-        world.at(10.0, lambda: list_markers(holder, body))
+        world.at(10.0, lambda: list_markers(holder, order))
 
     for holder in world.holders.values():
-        holder._on_markers = partial(look_slowly, holder)  # type: ignore[method-assign]
+        holder.instead[ListMarkers] = partial(look_slowly, holder)
     assert world.run_until(lambda: bool(looks), 150.0)
     if news == "a pin":
         world.call(ranks[0], "pin", step=2, name="best")
@@ -394,7 +395,7 @@ def test_a_get_that_ran_out_of_time_says_that_it_waited_for_the_storage() -> Non
     world, _ = written(last=2)
     ranks = world.launch(2)
     for holder in world.holders.values():
-        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+        holder.instead[ListMarkers] = lambda order: None
     for rank in ranks:
         world.call(rank, "get", step=None, timeout_s=5.0)
     world.run(5.0)
@@ -413,10 +414,10 @@ def test_a_job_that_is_read_does_not_expire_until_the_read_has_ended() -> None:
     world.run(90.0)
     world.work_s = (60.0, 60.0)  # the staging
     holder = world.holders["h0"]
-    holder.call(ranks[0], "read", {"job": "train", "step": 2, "rank": 1})
+    holder.call(ranks[0], request_of("read_step", {"job": "train", "step": 2, "rank": 1}))
     world.run(50.0)
     assert len(world.holders_of(StepId(1, 2), 0)) == 2
     world.run(20.0)
-    assert ranks[0].answers["read"][-1]["step"] == 2
+    assert ranks[0].answers["read_step"][-1]["step"] == 2
     world.run(110.0)
     assert "train" not in world.served.jobs

@@ -8,6 +8,8 @@ import pytest
 
 from memstore.core.durable.keys import chosen
 from memstore.core.schedule.durable_interval import retire
+from memstore.core.wire.ids import WireStep
+from memstore.core.wire.reports import SliceWritten
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import CatalogWorld
 from recovery.inventory import ShardId, StepId
@@ -160,7 +162,8 @@ def test_late_slices_of_a_write_are_no_mixture() -> None:
     write = world.served.parts.durable_states.of("train").active
     assert write is not None
     (piece, host), *_ = write.waits.items()
-    report = {"job": "train", "what": "parts", "step": [1, 1], "rank": piece[0], "slice": piece[1], "ok": True}
-    world.served.parts.durable.persisted(world.now, host, {**report, "why": "", "key": B})
+    rank, number = piece
+    report = SliceWritten(job="train", step=WireStep(1, 1), rank=rank, number=number, key=B, problem=None)
+    world.served.parts.durable.slice_written(host, report)
     assert host in write.failed[piece]
     assert ShardId("train", 1, 1, 0) not in world.durable.keys

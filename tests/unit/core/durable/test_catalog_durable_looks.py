@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from memstore.core.durable.checks import CHECK_DEADLINE_S, PATIENCE_S
 from memstore.core.durable.looks import AGAIN_S, LOOK_EVERY_S
 from memstore.core.report.problems import DEGRADED, problems
+from memstore.core.wire.orders import DurableOrder, ListMarkers
+from memstore.core.wire.reports import MarkersListed, Report
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import written
 from memstore.testing.controller.catalog_world import CatalogWorld
@@ -84,7 +86,7 @@ def test_a_job_that_goes_while_somebody_asks_is_not_waited_for() -> None:
     """The look ends with the job."""
     world, ranks = written()
     for holder in world.holders.values():
-        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+        holder.instead[ListMarkers] = lambda order: None
     world.call(ranks[0], "last_copies", job=None)
     world.run(1.0)
     assert not ranks[0].answers.get("last_copies")
@@ -133,11 +135,11 @@ def test_a_marker_that_is_written_during_a_look_stays_known() -> None:
     for holder in world.holders.values():
         tell = holder.report
 
-        def report(kind: str, body: Any, tell: Any = tell) -> None:
-            if kind == "markers":
-                late.append(lambda: tell(kind, body))
+        def report(report: Report, tell: Any = tell) -> None:
+            if isinstance(report, MarkersListed):
+                late.append(lambda: tell(report))
             else:
-                tell(kind, body)
+                tell(report)
 
         holder.report = report  # type: ignore[method-assign]
     world.run(LOOK_EVERY_S)
@@ -190,7 +192,7 @@ def test_one_host_with_a_bad_mount_says_nothing_of_the_storage(fault: str) -> No
     if fault == "cannot read":
         bad.durable_problem = "not mounted"
     else:
-        bad._on_markers = lambda body: None  # type: ignore[method-assign]
+        bad.instead[ListMarkers] = lambda order: None
     world.call(ranks[1], "last_copies", job="train")
     world.run(1.0)
     if fault == "dies":
@@ -213,7 +215,7 @@ def test_as_many_hosts_as_there_are_do_not_make_a_look_longer() -> None:
     assert world.put_all(ranks, 1, until="durable")
     asked: list[str] = []
     for name, holder in world.holders.items():
-        holder._on_markers = lambda body, name=name: asked.append(name)  # type: ignore[method-assign, misc]
+        holder.instead[ListMarkers] = lambda order, name=name: asked.append(name)  # type: ignore[misc]
     world.call(ranks[0], "last_copies", job="train")
     assert world.run_until(lambda: bool(ranks[0].answers.get("last_copies")), CHECK_DEADLINE_S + 2.0)
     assert sorted(asked[:5]) == ["h0", "h1", "h2", "h3", "h4"]  # the last one for the next look
@@ -277,7 +279,8 @@ def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
         world.call(rank, "close")
     under(world, "a", h0="b", h1="b")
     for holder in world.holders.values():
-        holder._on_persist = lambda body: None  # type: ignore[method-assign]
+        holder.instead.update(dict.fromkeys(get_args(DurableOrder), lambda order: None))
+        del holder.instead[ListMarkers]
     world.run(150.0)
     assert len(world.holders_of(StepId(1, 1), 0)) == 2
     page = world.served.parts.observer.chronicle.page(0, "train")["events"]
@@ -289,15 +292,15 @@ def test_a_host_may_not_go_for_a_step_that_nobody_can_read() -> None:
     """Both hosts have notice, the durable step needs another key: it counts as there once it is written anew."""
     world, ranks = written(durable_key_file="/key")
     under(world, "a", h0="b", h1="b")
-    order = {name: holder._on_persist for name, holder in world.holders.items()}
     for holder in world.holders.values():
-        holder._on_persist = lambda body: None  # type: ignore[method-assign]
+        holder.instead.update(dict.fromkeys(get_args(DurableOrder), lambda order: None))
+        del holder.instead[ListMarkers]
     for host in ("h0", "h1"):
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
     [row] = world.served.parts.departures.remains("h1").short
     assert row["step"] == 1
-    for name, holder in world.holders.items():
-        holder._on_persist = order[name]  # type: ignore[method-assign]
+    for holder in world.holders.values():
+        holder.instead.clear()
     assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)
     assert world.durable.marker_keys["train", 1, 1] == "b" * 16

@@ -10,6 +10,7 @@ from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.departures import LOOK_AGAIN_S
 from memstore.core.report.problems import NOTE, problems
 from memstore.core.wire.messages import DrainsSeen
+from memstore.core.wire.orders import DurableOrder, ListMarkers, NameKey, WriteSlices
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import written
 from memstore.testing.controller.catalog_world import CatalogWorld
@@ -70,36 +71,35 @@ def test_a_host_that_never_says_what_the_storage_has_is_not_waited_for(fate: str
     """It dies while it looks, or its way to the storage hangs: another look follows. A silent one is not asked."""
     world, ranks = hourly(last=2)
     assert persist(world, ranks[1])["is_durable"]
-    answer_markers = world.holders["h0"]._on_markers
-    world.holders["h0"]._on_markers = lambda body: None  # type: ignore[method-assign]
+    world.holders["h0"].instead[ListMarkers] = lambda order: None
     if fate == "is silent already":
         world.silence("h0")
         assert world.run_until(lambda: not world.served.hosts.is_answering("h0"), 10.0)
     elif fate == "dies":
         world.at(1.0, lambda: world.kill_host("h0"))
     else:
-        world.at(1.0, lambda: setattr(world.holders["h0"], "_on_markers", answer_markers))
+        world.at(1.0, world.holders["h0"].instead.clear)
     assert persist(world, ranks[1], within_s=within_s)["is_durable"]
 
 
 @pytest.mark.parametrize(
     ("hangs", "says"),
     [
-        ("key", "waiting for the name of the key of h1"),
-        ("markers", "waiting for h0, asked whether durable storage has all of it"),
-        ("parts", "h0, h1 still write"),
+        (NameKey, "waiting for the name of the key of h1"),
+        (ListMarkers, "waiting for h0, asked whether durable storage has all of it"),
+        (WriteSlices, "h0, h1 still write"),
     ],
 )
-def test_who_waits_in_vain_is_told_for_which_host(hangs: str, says: str) -> None:
+def test_who_waits_in_vain_is_told_for_which_host(hangs: type[DurableOrder], says: str) -> None:
     """A host says neither its key nor what the storage has, or all write for too long."""
     world, ranks = hourly(last=2, durable_key_file="/key")
-    if hangs == "markers":
+    if hangs is ListMarkers:
         assert persist(world, ranks[0])["is_durable"]
-        world.holders["h0"]._on_markers = lambda body: None  # type: ignore[method-assign]
+        world.holders["h0"].instead[ListMarkers] = lambda order: None
     for holder in world.holders.values():
         answer = holder._persist
-        holder._persist = lambda body, answer=answer, holder=holder: (  # type: ignore[method-assign]
-            None if body["what"] == hangs and (hangs == "parts" or holder.host_id == "h1") else answer(body)
+        holder._persist = lambda order, answer=answer, holder=holder: (  # type: ignore[method-assign]
+            None if type(order) is hangs and (hangs is WriteSlices or holder.host_id == "h1") else answer(order)
         )
     assert persist(world, ranks[0], within_s=3.0)["problem"] == says
 
@@ -109,7 +109,7 @@ def test_a_scheduled_write_makes_way_and_a_requested_one_does_not() -> None:
     world, ranks = hourly(last=2, durable_every=1, keep_steps=2)
     for holder in world.holders.values():
         write = holder._persist
-        holder._persist = lambda body, write=write: world.at(4.0, lambda: write(body))  # type: ignore[method-assign]
+        holder._persist = lambda order, write=write: world.at(4.0, lambda: write(order))  # type: ignore[method-assign]
     assert world.put_all(ranks, 3)
     world.run(0.5)
     assert world.put_all(ranks, 4)

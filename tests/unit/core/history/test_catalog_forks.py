@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memstore.testing.controller.catalog_holder import CHUNKS, FakeRank
+from memstore.core.wire.orders import GiveUpFork, LookAtCopies, Reserve
+from memstore.testing.controller.catalog_holder import CHUNKS, FakeRank, digest_of
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
 from recovery.inventory import ShardId, StepId
@@ -33,7 +34,7 @@ def know_the_fork(world: CatalogWorld, step: int, size: int, new: str = NEW, att
     """What a restore of the fork must give: the origin's bytes under the new name."""
     for rank in range(size):
         origin = world.put_digests[ShardId("train", 1, step, rank)]
-        world.put_digests[ShardId(new, attempt, step, rank)] = f"{origin} as {new}"
+        world.put_digests[ShardId(new, attempt, step, rank)] = digest_of(origin, new)
 
 
 def restore(world: CatalogWorld, job: str, size: int = 3) -> list[dict[str, object]]:
@@ -151,10 +152,10 @@ def test_a_fork_claims_room_for_the_one_step_it_begins_with() -> None:
     world, ranks = trained(3, last=3, keep_steps=2)
     assert fork(world, ranks[0], 3) == ""
     for holder in world.holders.values():
-        claims = [body for kind, body in holder.orders if kind == "reserve" and body["job"] == NEW]
+        claims = [order for order in holder.told(Reserve) if order.job == NEW]
         assert claims
-        assert all(body["versions"] == 1 for body in claims)
-        assert all(slots == CHUNKS for body in claims for _, slots in body["ranks"])
+        assert all(order.versions == 1 for order in claims)
+        assert all(row.slots == CHUNKS for order in claims for row in order.ranks)
 
 
 def test_a_fork_without_room_is_refused_and_leaves_no_claim() -> None:
@@ -166,9 +167,7 @@ def test_a_fork_without_room_is_refused_and_leaves_no_claim() -> None:
     world.run(1.0)
     assert NEW not in world.served.jobs
     for holder in world.holders.values():
-        kinds = [(kind, body.get("removed")) for kind, body in holder.orders if kind in ("reserve", "drop")]
-        assert kinds[-1] == ("drop", [NEW, 1])
-        assert holder.orders[-1][1]["is_refused_fork"]  # no process of the next job of this name is fenced
+        assert holder.orders[-1] == GiveUpFork(job=NEW, attempt=1)  # so the next job of this name is not fenced
     world.holders["h2"].refuses_room = ""
     assert fork(world, ranks[0], 2) == ""
 
@@ -227,7 +226,7 @@ def test_the_origin_is_kept_until_the_fork_is_whole() -> None:
     """A holder that cannot make its part at once, and the origin trains on: the step waits for the fork."""
     world, ranks = trained(2, last=1, replicas=1)
     slow = world.holders["h1"]
-    made, slow._fork = slow._fork, lambda body: made(body) if body["what"] == "look" else None  # type: ignore[method-assign]
+    made, slow._fork = slow._fork, lambda order: made(order) if isinstance(order, LookAtCopies) else None  # type: ignore[method-assign]
     world.call(ranks[0], "fork", step=1, new_job=NEW, nonce="n")
     assert world.run_until(lambda: NEW in world.served.jobs, 20.0)
     for step in range(2, 5):
@@ -250,7 +249,7 @@ def test_a_chunk_that_rotted_in_both_keeps_no_step_of_the_origin(rots: str) -> N
     assert fork(world, ranks[0], 1) == ""
     world.kill_host("h1")
     holder = world.holders["h0"]
-    holder._fork = lambda body: None  # type: ignore[method-assign]
+    holder._fork = lambda order: None  # type: ignore[method-assign]
     for job in ("train", NEW) if rots == "both" else (NEW,):
         holder.keep(replace(holder.copies[ShardId(job, 1, 1, 0)], missing=frozenset({1})))
     world.run(1.0)

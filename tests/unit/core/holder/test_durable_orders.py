@@ -12,12 +12,28 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects, persist
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.messages import Body, shard_to_wire, spec_to_wire
+from memstore.core.wire.ids import WireShard, WireSpec, WireStep
+from memstore.core.wire.orders import (
+    DurablePlace,
+    Lineage,
+    ListMarkers,
+    RankSpec,
+    RemoveStep,
+    RemoveTornStep,
+    SlicesOfShard,
+    StopWriting,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, TornStepRemoved
 from memstore.errors import MemstoreError, TransportError
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
-SPEC = ShardSpec("d", 16, 8, 2, 1)
+DIGEST = "d" * 32
+SPEC = ShardSpec(DIGEST, 16, 8, 2, 1)
+PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
+STEP = WireStep(1, 2)
 SHELVED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 
 
@@ -39,7 +55,7 @@ class Host:
     errors: dict[type[Effect], MemstoreError] = field(default_factory=dict)
     meanwhile: Callable[[], None] = lambda: None  # happens while a slice waits for its turn
     done: list[Effect] = field(default_factory=list)
-    reports: list[tuple[str, Body]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
     reported_copies: list[StoredReplica] = field(default_factory=list)
     pins: int = 0
     pins_at_write: list[int] = field(default_factory=list)
@@ -48,8 +64,9 @@ class Host:
         store: Any = self
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-            report=lambda kind, body: self.reports.append((kind, body)),
+            report=self.reports.append,
             sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
+            is_alive=lambda owner: True,
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
@@ -90,30 +107,27 @@ class Host:
             return ([b"0", b"1"], None) if self.bad is None else ([], self.bad)
         values: dict[type[Effect], Any] = {
             effects.OpenDurable: Storage(self.key), effects.SliceTurn: self.turn_s, effects.LoadManifest: b"manifest",
-            effects.ListMarkers: {"markers": ["m"], "key": "k", "lacks": ""},
+            effects.ReadMarkers: effects.MarkersFound("k", [], "", ""),
         }  # fmt: skip
         return values.get(type(effect))
 
     @property
     def told(self) -> list[tuple[Any, ...]]:
-        """What the controller was told of orders: rank, slice, and why not."""
-        return [(body["rank"], body["slice"], body["ok"], body["why"]) for kind, body in self.reports]
+        """What the controller was told of slices: rank, slice, and why not."""
+        return [(report.rank, report.number, report.problem) for report in self.reports]
 
 
-def order(what: str = "parts", **changes: Any) -> Body:
-    """Make an order of two slices, or of another kind."""
-    return {
-        "job": "job", "what": what, "step": [1, 2], "key": "k", "durable": {"url": "/d", "bytes_per_s": None},
-        "parts": [[shard_to_wire(SHARD), "d", [0, 1]]], "specs": [[0, spec_to_wire(SPEC)]], "lineage": {},
-        "only_unmarked": False, **changes,
-    }  # fmt: skip
+def order(step: WireStep = STEP) -> WriteSlices:
+    """Make an order of two slices."""
+    part = SlicesOfShard(WireShard.of(SHARD), DIGEST, (0, 1))
+    return WriteSlices(job="job", durable=PLACE, step=step, parts=(part,), key="k")
 
 
 def test_slices_are_copied_under_a_pin_and_written_without_one() -> None:
     """Storage may hang: then the slots of a step that was dropped meanwhile are free all the same."""
     host = Host()
     host.play(*persist.slices(host.state, order()))
-    assert host.told == [(0, 0, True, ""), (0, 1, True, "")]
+    assert host.told == [(0, 0, None), (0, 1, None)]
     assert host.pins_at_write == [0, 0]
 
 
@@ -121,8 +135,8 @@ def test_a_host_with_another_key_writes_nothing_and_names_its_key() -> None:
     """Slices of one step are all under the key that the controller has chosen."""
     host = Host(key="other")
     host.play(persist.slices(host.state, order())[0])
-    assert host.reports[0][1]["key"] == "other"
-    assert "has key other here, ordered was k" in host.told[0][3]
+    assert host.reports[0].key == "other"
+    assert "has key other here, ordered was k" in host.told[0][2]
     assert not [effect for effect in host.done if isinstance(effect, effects.WriteSlice)]
 
 
@@ -131,14 +145,14 @@ def test_a_chunk_that_went_bad_is_condemned_and_not_written() -> None:
     host = Host(bad=1)
     host.play(persist.slices(host.state, order())[0])
     assert host.reported_copies == [SHELVED]
-    assert host.told[0][2:] == (False, f"chunk 1 of {SHARD} went bad before it was written")
+    assert host.told[0][2] == f"chunk 1 of {SHARD} went bad before it was written"
 
 
 def test_a_slice_of_what_was_dropped_says_so() -> None:
     """The controller plans anew."""
     host = Host(is_here=False)
     host.play(persist.slices(host.state, order())[0])
-    assert host.told[0][2:] == (False, f"{SHARD} is not here any more")
+    assert host.told[0][2] == f"{SHARD} is not here any more"
 
 
 @pytest.mark.parametrize("is_stopped_early", [True, False])
@@ -147,21 +161,21 @@ def test_nothing_is_said_of_slices_that_are_not_wanted_any_more(is_stopped_early
     host = Host(turn_s=5.0)
     slices = persist.slices(host.state, order())
     if is_stopped_early:
-        persist.stop(host.state, order())
-    host.meanwhile = lambda: persist.stop(host.state, order())
+        persist.stop(host.state, StopWriting(job="job", step=STEP))
+    host.meanwhile = lambda: persist.stop(host.state, StopWriting(job="job", step=STEP))
     host.play(*slices)
     assert host.reports == []
 
 
 def test_one_step_of_a_job_is_written_at_a_time_and_may_begin_anew() -> None:
     """An order of another step ends the older one's slices; one after a stop is obeyed."""
-    host = Host()
+    host, later = Host(), WireStep(1, 3)
     older = persist.slices(host.state, order())
-    newer = persist.slices(host.state, order(step=[1, 3]))
+    newer = persist.slices(host.state, order(later))
     host.play(*older, *newer)
-    assert [body["step"] for _, body in host.reports] == [[1, 3], [1, 3]]
-    persist.stop(host.state, order(step=[1, 3]))
-    host.play(*persist.slices(host.state, order(step=[1, 3])))
+    assert [report.step for report in host.reports] == [later, later]
+    persist.stop(host.state, StopWriting(job="job", step=later))
+    host.play(*persist.slices(host.state, order(later)))
     assert len(host.reports) == 4
 
 
@@ -169,31 +183,37 @@ def test_a_failed_write_is_reported_with_its_reason() -> None:
     """Nothing is known of the bytes; the controller tries again."""
     host = Host(errors={effects.WriteSlice: TransportError("storage hangs")})
     host.play(persist.slices(host.state, order())[0])
-    assert host.told == [(0, 0, False, "storage hangs")]
+    assert host.told == [(0, 0, "storage hangs")]
 
 
 def test_a_marker_is_reported_before_what_lies_around_is_swept() -> None:
     """A sweep may take long, and its failure is no failure of the step."""
     host = Host(errors={effects.SweepDurable: TransportError("storage hangs")})
-    host.play(persist.marker(host.state, order("marker")))
-    assert host.told == [(-1, 0, True, "")]
-    assert [type(effect) for effect in host.done] == [effects.WriteMarker, effects.SweepDurable, effects.Warn]
+    lineage = Lineage(attempt=1, parent_attempt=None, parent_step=None)
+    specs = (RankSpec(0, WireSpec.of(SPEC)),)
+    host.play(persist.marker(host.state, WriteMarker(
+        job="job", durable=PLACE, step=STEP, specs=specs, key="k", lineage=lineage,
+    )))  # fmt: skip
+    assert host.reports == [MarkerWritten(job="job", step=STEP, key="k", problem=None)]
+    assert [type(effect) for effect in host.done] == [effects.StoreMarker, effects.SweepDurable, effects.Warn]
 
 
-@pytest.mark.parametrize("is_torn", [True, False])
-def test_only_the_removal_of_a_torn_step_is_reported(is_torn: bool) -> None:
+def test_only_the_removal_of_a_torn_step_is_reported() -> None:
     """The controller waits for that one alone."""
     host = Host()
-    host.play(persist.remove(host.state, order("remove", is_torn=is_torn)))
-    assert len(host.reports) == is_torn
+    host.play(persist.remove(RemoveStep(job="job", durable=PLACE, step=STEP, only_unmarked=False)))
+    assert host.reports == []
+    host.play(persist.remove_torn(host.state, RemoveTornStep(job="job", durable=PLACE, step=STEP)))
+    assert host.reports == [TornStepRemoved(job="job", step=STEP, problem=None)]
 
 
 def test_markers_are_listed_with_the_key_of_this_host() -> None:
     """A list that fails is reported as failed, with its reason and without a marker."""
-    host = Host()
-    body = {"job": "job", "call": 9, "durable": {"url": "/d"}}
-    host.play(persist.markers(host.state, body))
-    host.errors = {effects.ListMarkers: TransportError("storage hangs")}
-    host.play(persist.markers(host.state, body))
-    found = [(body["ok"], body["markers"], body["key"], body["why"]) for _, body in host.reports]
-    assert found == [(True, ["m"], "k", ""), (False, [], "", "storage hangs")]
+    host, order = Host(), ListMarkers(job="job", durable=PLACE, call=9)
+    host.play(persist.markers(host.state, order))
+    host.errors = {effects.ReadMarkers: TransportError("storage hangs")}
+    host.play(persist.markers(host.state, order))
+    assert host.reports == [
+        MarkersListed(job="job", call=9, markers=(), key="k", damaged="", lacks=""),
+        MarkersUnread(job="job", call=9, why="storage hangs"),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
-from memstore.core.wire.messages import Body
 from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
+from memstore.core.wire.reports import PushFailed, Report
 from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
@@ -60,16 +61,20 @@ class Host:
     now: float = 0.0
     asked: list[str] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
-    told: list[ShardId] = field(default_factory=list)
-    reports: list[tuple[str, Body]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.state = HolderState(
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=lambda kind, body: self.reports.append((kind, body)), sealed=lambda shelved, put: None,
-            is_stopping=lambda: False,
+            report=self.reports.append, sealed=lambda shelved, put: None,
+            is_stopping=lambda: False, is_alive=lambda owner: True,
         )  # fmt: skip
+        link: Any = SimpleNamespace(
+            nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt, parent=""
+        )
+        self.state.ranks.links["n"] = link
 
     def outgoing(self, shard: ShardId, digest: str) -> Replica | None:
         if not self.is_here:
@@ -104,8 +109,8 @@ class Host:
             return found
         elif isinstance(effect, effects.SendChunks):
             self.sent.append(list(effect.chunks))
-        elif isinstance(effect, effects.TellReplicated):
-            self.told.append(effect.shard)
+        elif isinstance(effect, effects.Tell):
+            self.told.append(str(getattr(effect.message, "level", "")))
         elif isinstance(effect, effects.AwaitDigest):
             return "d"
         elif isinstance(effect, effects.Reach) and effect.host == "gone":
@@ -121,9 +126,9 @@ class Host:
     @property
     def failure(self) -> tuple[str, bool]:
         """Why the only push was given up, and whether that is final."""
-        [(kind, body)] = self.reports
-        assert (kind, body["target"]) == ("push_failed", body["target"])
-        return body["why"], body["is_final"]
+        [report] = self.reports
+        assert isinstance(report, PushFailed)
+        return report.why, report.is_final
 
 
 def test_a_copy_is_offered_sent_and_sealed() -> None:
@@ -149,7 +154,7 @@ def test_the_rank_is_told_when_the_last_of_its_copies_is_sealed() -> None:
     host.play(run(host.state, first[1]))
     assert host.told == []
     host.play(run(host.state, first[0]))
-    assert host.told == [SHARD, SHARD]
+    assert host.told == ["replicated", "replicated"]
 
 
 def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
@@ -203,7 +208,7 @@ def test_what_breaks_while_a_put_is_digested_is_tried_again_once_it_is_stored() 
     [push] = replicate(host.state, SHARD, "", ["b"], fresh)
     assert fresh.readers == 1
     host.play(run(host.state, push))
-    assert (fresh.readers, len(host.pinned), host.told) == (0, 1, [SHARD])
+    assert (fresh.readers, len(host.pinned), host.told) == (0, 1, ["replicated"])
 
 
 def test_a_replica_that_was_dropped_meanwhile_needs_no_copy() -> None:

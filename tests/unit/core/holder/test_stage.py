@@ -7,19 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.holder import effects, fetch
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
 from memstore.core.holder.state import HolderState, Limits, Reading
-from memstore.core.wire.messages import Body, spec_to_wire
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import DurablePlace, Run, StageShard
 from memstore.core.wire.peer_messages import Verified
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
-SPEC = ShardSpec("d", 16, 8, 2, 1)
+SPEC = ShardSpec("d" * 32, 16, 8, 2, 1)
+ORDER = StageShard(
+    job="job", round=7, rank=0, shard=WireShard.of(SHARD), spec=WireSpec.of(SPEC), attempt=1,
+    holders=("a", "me", "b", "c"), runs=(Run("peer", "a", 0, 2),),
+    durable=DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None),
+)  # fmt: skip
 Answer = Callable[[str, list[int]], list[int] | MemstoreError]
 
 
@@ -44,7 +51,8 @@ class Host:
         self.draft = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda kind, body: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+            report=lambda report: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+            is_alive=lambda owner: True,
         )  # fmt: skip
 
     def play(self, steps: Steps[Any]) -> Any:
@@ -88,14 +96,11 @@ class Host:
             self.meanwhile()
         return None
 
-    def fetch(self, **changes: Any) -> tuple[dict[str, list[int]], list[str]]:
+    def fetch(self, *runs: Run) -> tuple[dict[str, list[int]], list[str]]:
         """Fetch both chunks, planned from peer a; b and c have the shard as well."""
-        body: Body = {
-            "job": "job", "round": 7, "rank": 0, "runs": [["peer", "a", 0, 2]], "holders": ["a", "me", "b", "c"],
-            "spec": spec_to_wire(SPEC), "durable": {"url": "/d"}, **changes,
-        }  # fmt: skip
-        begin(self.state, body)
-        lost, problems = self.play(fetch.chunks(self.state, body, self.draft, [8, 8], fetch.deadline_s(self.state)))
+        order = structs.replace(ORDER, runs=runs or ORDER.runs)
+        begin(self.state, order)
+        lost, problems = self.play(fetch.chunks(self.state, order, self.draft, [8, 8], fetch.deadline_s(self.state)))
         return lost, problems
 
 
@@ -103,7 +108,7 @@ def test_all_that_is_planned_is_asked_of_its_source_at_once() -> None:
     """One question for each source, of the chunks that are not here yet."""
     host = Host()
     host.draft.slots[0] = 5
-    assert host.fetch(runs=[["peer", "a", 0, 1], ["peer", "b", 1, 1], ["local", "me", 0, 1]]) == ({}, [])
+    assert host.fetch(Run("peer", "a", 0, 1), Run("peer", "b", 1, 1), Run("local", "me", 0, 1)) == ({}, [])
     assert host.asked == [("b", [1])]
 
 
@@ -132,7 +137,7 @@ def test_what_another_holder_lacks_is_no_evidence() -> None:
 def test_durable_storage_is_asked_alone_and_its_failure_is_no_evidence() -> None:
     """No peer stands in for it: the plan chose it because no peer has the chunks."""
     host = Host(lambda source, chunks: PeerUnreachable("storage hangs"))
-    lost, problems = host.fetch(runs=[["durable", None, 0, 2]])
+    lost, problems = host.fetch(Run("durable", None, 0, 2))
     assert ({source for source, _ in host.asked}, lost) == ({fetch.DURABLE}, {})
     assert problems == ["durable: storage hangs"]
     assert host.now >= fetch.RETRY_LIMIT_S
@@ -149,7 +154,7 @@ def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
 def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
     """Nobody waits for its result any more, and its threads and slots are needed."""
     host = Host(lambda source, chunks: PeerUnreachable("reset"))
-    host.meanwhile = lambda: begin(host.state, {"job": "job", "rank": 0, "round": 8})
+    host.meanwhile = lambda: begin(host.state, structs.replace(ORDER, round=8))
     _, problems = host.fetch()
     assert (len(problems), len(host.asked)) == (1, 2)
 

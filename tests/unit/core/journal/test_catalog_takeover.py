@@ -10,6 +10,7 @@ from memstore.core.cluster import facts as f
 from memstore.core.journal.compaction import is_needed
 from memstore.core.journal.fact_log import FactLog
 from memstore.core.journal.records import Entry
+from memstore.core.wire.orders import Grow, RankSlots, Reserve, VerifyCopies
 from memstore.testing.controller.catalog_holder import CHUNKS
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
@@ -232,7 +233,7 @@ def test_a_holder_that_is_replaced_before_its_end_is_heard_of_has_died() -> None
     """The word of the next one comes first; whoever waits for the first one's answer waits no longer (R3, R28)."""
     world = CatalogWorld(3)
     ranks = world.launch(3)
-    world.holders["h1"]._on_ask = lambda body: None  # type: ignore[method-assign]
+    world.holders["h1"].instead[VerifyCopies] = lambda order: None
     world.call(ranks[0], "verify")
     world.run(1.0)
     assert "verify" not in ranks[0].answers
@@ -284,8 +285,8 @@ def test_without_a_lease_nothing_is_decided() -> None:
     assert world.served.parts.journal.log.waiting == []
 
 
-@pytest.mark.parametrize("verb", ["plan", "read"])
-def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
+@pytest.mark.parametrize(("verb", "said"), [("plan", {}), ("read_step", {"step": None})])
+def test_copies_that_no_fact_explains_are_answered_for(verb: str, said: dict[str, Any]) -> None:
     """With every journal lost the copies remain and no attempt is known: a question gets that answer, not none."""
     world = CatalogWorld(2)
     ranks = world.launch(2)
@@ -295,7 +296,7 @@ def test_copies_that_no_fact_explains_are_answered_for(verb: str) -> None:
     for holder in world.holders.values():
         holder.journal.clear()
     world.run(15.0)
-    world.call(ranks[0], verb, lose=[])
+    world.call(ranks[0], verb, **said)
     assert world.run_until(lambda: bool(ranks[0].errors.get(verb)))
     assert "has copies and no attempt" in str(ranks[0].errors[verb])
 
@@ -307,6 +308,10 @@ def closed(hosts: int, last: int, **config: object) -> CatalogWorld:
         world.call(rank, "close")
     assert world.run_until(lambda: world.job().attempts[1].phase == "closed", 5.0)
     return world
+
+
+def slots_of(room: Reserve | Grow) -> int:
+    return sum(row.slots for row in room.ranks) + room.guest_slots
 
 
 def replace_host_and_controller(world: CatalogWorld, host: str) -> None:
@@ -329,8 +334,8 @@ def test_a_closed_job_has_room_for_what_it_holds_on_a_host_that_came_back_empty(
         return all(len(world.holders_of(StepId(1, step), rank)) == 2 for step in held for rank in range(3))
 
     assert world.run_until(is_mended, 30.0), world.notes[-20:]
-    assert world.holders["h2"].rooms["train"]["versions"] == len(held)
-    assert dict(world.holders["h2"].rooms["train"]["ranks"]) == {2: len(held) * CHUNKS}
+    room = world.holders["h2"].rooms["train"]
+    assert (room.versions, room.ranks) == (len(held), (RankSlots(2, len(held) * CHUNKS),))
 
 
 def test_a_closed_job_that_holds_nothing_has_no_room() -> None:
@@ -342,8 +347,7 @@ def test_a_closed_job_that_holds_nothing_has_no_room() -> None:
     world.run(1.0)
     replace_host_and_controller(world, "h2")
     world.run(5.0)
-    body = world.holders["h2"].rooms["train"]
-    assert sum(slots for _, slots in body["ranks"]) + body["guest_slots"] == 0
+    assert slots_of(world.holders["h2"].rooms["train"]) == 0
 
 
 def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -> None:
@@ -353,16 +357,14 @@ def test_a_job_that_trains_claims_the_room_of_a_new_host_before_a_closed_one() -
     world.get(ranks)
     assert world.put_all(ranks, 1)
     holder = world.holders["h2"]
-    obey, limit = holder.obey, [6 * CHUNKS]
+    limit = [6 * CHUNKS]
 
-    def limited(kind: str, body: dict[str, Any]) -> None:
-        if kind == "reserve":
-            rooms = {**holder.rooms, body["job"]: body}
-            used = sum(sum(slots for _, slots in room["ranks"]) + room["guest_slots"] for room in rooms.values())
-            holder.refuses_room = f"needs {used} slots, may take {limit[0]}" if used > limit[0] else ""
-        obey(kind, body)
+    def limited(order: Reserve) -> None:
+        used = sum(map(slots_of, {**holder.rooms, order.job: order}.values()))
+        holder.refuses_room = f"needs {used} slots, may take {limit[0]}" if used > limit[0] else ""
+        holder.carry_out(order)
 
-    holder.obey = limited  # type: ignore[method-assign]
+    holder.instead[Reserve] = limited
     replace_host_and_controller(world, "h2")
     assert world.run_until(lambda: len(world.holders_of(StepId(1, 1), 2, "busy")) == 2, 30.0)
     world.run(20.0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from memstore.core.cluster import facts as f
 from memstore.core.journal import records as r
+from memstore.core.wire.orders import JournalAppend, JournalKeep, JournalReplace, RecordPlace
 from memstore.errors import ProtocolError
 from memstore.testing.fuzz.message_samples import sample
 
@@ -132,8 +133,9 @@ def test_a_record_that_unpacks_to_more_than_a_fact_may_have_is_refused(monkeypat
 
 
 def test_an_order_rewrites_a_journal_appends_to_it_or_keeps_a_part() -> None:
-    """The three kinds of journal orders (events.py)."""
+    """The three kinds of journal orders."""
     a, b, c = (r.Entry(1, seq, f.JobRemoved(f"job{seq}")).record for seq in (1, 2, 3))
-    assert r.journal_after([a], {"reset": False, "records": [b, c]}) == [a, b, c]
-    assert r.journal_after([a], {"reset": True, "records": [b]}) == [b]
-    assert r.journal_after([a, b, c], {"keep": [[1, 3], [1, 1], [2, 2]], "short": [], "records": []}) == [a, c]
+    assert r.journal_after([a], JournalAppend(records=(b, c), seq=3)) == [a, b, c]
+    assert r.journal_after([a], JournalReplace(records=(b,), seq=2)) == [b]
+    places = (RecordPlace(1, 3), RecordPlace(1, 1), RecordPlace(2, 2))
+    assert r.journal_after([a, b, c], JournalKeep(places=places, short=(), seq=3)) == [a, c]

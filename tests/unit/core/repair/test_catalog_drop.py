@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from memstore.core.cluster.job import Job
-from memstore.core.wire.messages import HostLost, copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostLost
+from memstore.core.wire.orders import DropJob, FreeCopies
+from memstore.core.wire.reports import Fenced, Sealed
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 STEP = StepId(1, 1)
@@ -20,7 +24,7 @@ def drop(world: CatalogWorld, asking: FakeRank, host: str, **changed: Any) -> An
     """Ask for the drop of rank 0's copy; return the answer, or the refusal's text."""
     refused_count = len(asking.errors.get("drop", ()))
     body = {"job": asking.job, "attempt": 1, "step": 1, "rank": 0, "host": host, **changed}
-    world.holders[asking.host_id].call(asking, "drop", body)
+    world.holders[asking.host_id].call(asking, request_of("drop", body))
     world.run(0.3)
     if len(asking.errors.get("drop", ())) > refused_count:
         return asking.error("drop")
@@ -46,15 +50,17 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
     """The host said that it has the copy before it obeyed: counted, the copy would be there for nobody (R7, R19)."""
     world, ranks = trained(2)
     holder = world.holders["h0"]
-    obey = holder.obey
 
-    def cross(order: str, body: dict[str, Any]) -> None:
-        if order == "drop":
-            copies = [copy_to_wire(copy) for copy in holder.copies.values()]
-            holder.report(kind, {"job": JOB, "attempt": 1, "copies": copies})
-        obey(order, body)
+    def cross(order: FreeCopies) -> None:
+        copies = tuple(map(WireCopy.of, holder.copies.values()))
+        if kind == "fenced":
+            holder.report(Fenced(job=JOB, attempt=1, copies=copies))
+        else:
+            for copy in copies:
+                holder.report(Sealed(copy=copy, put=None))
+        holder.carry_out(order)
 
-    holder.obey = cross  # type: ignore[method-assign]
+    holder.instead[FreeCopies] = cross
     drop(world, ranks[0], "h0")
     world.run(2.0)
     assert not any(shard.rank == 0 for shard in holder.copies)
@@ -70,16 +76,8 @@ def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_agai
     """The host joins anew with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
     world, ranks = trained(2)
     holder = world.holders["h0"]
-    copies = [copy_to_wire(copy) for copy in holder.copies.values()]
-    obey, late = holder.obey, list[tuple[str, dict[str, Any]]]()
-
-    def put_off(kind: str, body: dict[str, Any]) -> None:
-        if kind == "drop":
-            late.append((kind, body))
-        else:
-            obey(kind, body)
-
-    holder.obey = put_off  # type: ignore[method-assign]
+    copies, late = list(map(WireCopy.of, holder.copies.values())), list[FreeCopies]()
+    holder.instead[FreeCopies] = late.append
     drop(world, ranks[0], "h0")
     del world._sessions["h0"]  # it is dialled again with the next beat
     world._handle(HostLost("h0", "connection reset"))
@@ -87,9 +85,10 @@ def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_agai
     assert world.holders_of(STEP, 0) == ["h0", "h1"], "the inventory names the copy"
     if is_ordered_again:
         drop(world, ranks[0], "h0")
-    obey(*late[0])
+    holder.carry_out(late[0])
     if is_ordered_again:  # the first order is not the second: what is reported until that is obeyed goes with it
-        holder.report("sealed", {"copies": copies})
+        for copy in copies:
+            holder.report(Sealed(copy=copy, put=None))
     world.run(0.5)
     assert world.holders_of(STEP, 0) == ["h1"]
     assert "the last whole one" in drop(world, ranks[0], "h1")
@@ -116,9 +115,9 @@ def test_what_is_not_there_is_not_dropped() -> None:
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
 
 
-def rooms_freed(world: CatalogWorld, host: str) -> list[list[Any]]:
+def rooms_freed(world: CatalogWorld, host: str) -> list[tuple[str, int]]:
     """The jobs, with their last attempt, whose room a host was told to give up."""
-    return [body["removed"] for kind, body in world.holders[host].orders if kind == "drop" and "removed" in body]
+    return [(order.job, order.attempt) for order in world.holders[host].told(DropJob)]
 
 
 def test_a_removed_job_frees_its_room_on_every_host() -> None:
@@ -128,11 +127,11 @@ def test_a_removed_job_frees_its_room_on_every_host() -> None:
     world.run(10.0)
     world.call(ranks[0], "rm", force=True)
     world.run(1.0)
-    assert rooms_freed(world, "h0") == [["train", 1]]
+    assert rooms_freed(world, "h0") == [("train", 1)]
     assert rooms_freed(world, "h1") == []
     world.thaw("h1")
     world.run(5.0)
-    assert ["train", 1] in rooms_freed(world, "h1")
+    assert ("train", 1) in rooms_freed(world, "h1")
     assert not world.holders["h1"].copies
 
 
@@ -146,8 +145,7 @@ def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> No
     assert JOB not in world.served.jobs
     world.return_host("h2")
     world.run(1.0)
-    orders = [body for kind, body in world.holders["h2"].orders if kind == "drop"]
-    assert {"shards": [], "removed": [JOB, 1]} in orders
+    assert DropJob(job=JOB, attempt=1, shards=()) in world.holders["h2"].orders
 
 
 def test_a_removal_is_answered_once_the_job_is_gone() -> None:

@@ -6,7 +6,9 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
+from msgspec import structs
 
+from memstore.core.wire.orders import PushCopy
 from memstore.testing.controller.catalog_holder import CHUNKS
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
@@ -46,7 +48,7 @@ def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
     world.run(2.0)
     world.return_host("h1")
     world.run(10.0)
-    assert not any(kind == "push" for h in world.holders.values() for kind, _ in h.orders)
+    assert not any(holder.told(PushCopy) for holder in world.holders.values())
     assert world.holders["h3"].copies == {}
 
 
@@ -186,7 +188,7 @@ def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
     if is_ended:
         world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
-    full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
+    full.rooms[JOB] = structs.replace(full.rooms[JOB], guest_slots=CHUNKS)
     full.lose(kept)
     world.run(20.0)
     assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
@@ -205,7 +207,7 @@ def test_a_commit_that_is_being_written_down_gives_no_copy_up() -> None:
     assert world.job().newest.steps[2] == "committing"
     world.kill_rank(ranks[1])
     full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
-    full.rooms[JOB] = {**full.rooms[JOB], "guest_slots": CHUNKS}
+    full.rooms[JOB] = structs.replace(full.rooms[JOB], guest_slots=CHUNKS)
     full.lose(kept)
     world.run(3.0)
     assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]

@@ -8,7 +8,10 @@ import pytest
 
 from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
 from memstore.core.report.recorder import EventRecorder
-from memstore.core.wire.messages import Heard, Report, copy_to_wire
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import Heard, Report
+from memstore.core.wire.reports import PutTimes, Sealed
+from memstore.testing.controller.catalog_holder import host_stats
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
 from recovery.inventory import StepId
@@ -206,8 +209,8 @@ def test_a_seal_that_is_told_again_after_its_commit_is_no_step_of_its_own() -> N
     """A link that broke sends a hand-over again: its step was committed, and is not superseded by the next (R12)."""
     world, ranks = trained(2, last=2)
     shard = next(s for s in world.holders["h0"].copies if s.rank == 0 and s.step == 2)
-    body = {"copies": [copy_to_wire(world.holders["h0"].copies[shard])], "put": {"stall_s": 0.1, "age_s": 0.2}}
-    world._handle(Report("h0", "sealed", body))
+    copy = WireCopy.of(world.holders["h0"].copies[shard])
+    world._handle(Report("h0", Sealed(copy=copy, put=PutTimes(stall_s=0.1, age_s=0.2))))
     assert world.put_all(ranks, 3)
     assert not told(world, "superseded")
     assert [row["step"] for row in told(world, "put")] == [1, 2, 3]
@@ -217,16 +220,16 @@ def test_scrub_findings_of_a_heartbeat_are_told_once() -> None:
     """The count in a heartbeat is since the holder's start: only what is new is news (R30)."""
     world, _ = trained(2)
     for count in (0, 2, 2, 3):
-        world._handle(Heard("h0", {"scrub": count}))
+        world._handle(Heard("h0", host_stats(scrub=count)))
     assert [(row["host"], row["found"]) for row in told(world, "scrub")] == [("h0", 2), ("h0", 1)]
 
 
-@pytest.mark.parametrize("put", [None, 7, {"stall_s": "x", "age_s": float("nan")}, {"stall_s": -1, "age_s": 1e300}])
-def test_nonsense_from_a_rank_is_counted_as_nothing(put: Any) -> None:
+@pytest.mark.parametrize(("stall_s", "age_s"), [(float("nan"), float("nan")), (-1.0, 1e300), (0.0, float("-inf"))])
+def test_nonsense_from_a_rank_is_counted_as_nothing(stall_s: float, age_s: float) -> None:
     """What a rank measured decides nothing and breaks nothing."""
     world, ranks = trained(2)
     [copy] = [c for s, c in world.holders["h0"].copies.items() if s.rank == 0 and c.host == "h0"]
-    world._handle(Report("h0", "sealed", {"copies": [copy_to_wire(copy)], "put": put}))
+    world._handle(Report("h0", Sealed(copy=WireCopy.of(copy), put=PutTimes(stall_s=stall_s, age_s=age_s))))
     putting = world.served.parts.observer.puts.get((JOB, StepId(1, 1)))
     assert putting is None or putting.stalls_s == {0: 0.0}
     assert world.put_all(ranks, 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from memstore.core.wire.messages import shard_from_wire
+from memstore.core.wire.orders import Grow, PushCopy, ReadShard
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
@@ -14,16 +16,16 @@ def test_what_a_former_controller_ordered_answers_no_read_of_its_successor() -> 
     reader = ranks[0]
     holder = world.holders[reader.host_id]
     world.work_s = (6.0, 6.0)
-    holder.call(reader, "read", {"job": JOB, "step": 1, "rank": 1})
+    holder.call(reader, request_of("read_step", {"job": JOB, "step": 1, "rank": 1}))
     world.run(0.5)
-    assert holder.orders[-1][0] == "stage"
+    assert isinstance(holder.orders[-1], ReadShard)
     holder.calls.clear()  # the reader of rank 1 is gone
     world.crash_controller(restart_after_s=0.1)
     assert world.run_until(lambda: world.catalog is not None and world.catalog.is_settled, 5.0)
     world.work_s = (20.0, 20.0)
-    holder.call(reader, "read", {"job": JOB, "step": 1, "rank": 2})
-    assert world.run_until(lambda: bool(reader.answers.get("read")), 60.0)
-    assert shard_from_wire(reader.answers["read"][-1]["shard"]).rank == 2
+    holder.call(reader, request_of("read_step", {"job": JOB, "step": 1, "rank": 2}))
+    assert world.run_until(lambda: bool(reader.answers.get("read_step")), 60.0)
+    assert shard_from_wire(reader.answers["read_step"][-1]["shard"]).rank == 2
 
 
 def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
@@ -31,7 +33,7 @@ def test_a_read_whose_host_was_replaced_is_forgotten() -> None:
     world, ranks = trained(3, last=1)
     holder = world.holders[ranks[0].host_id]
     world.work_s = (5.0, 5.0)
-    holder.call(ranks[0], "read", {"job": JOB, "step": 1, "rank": 1})
+    holder.call(ranks[0], request_of("read_step", {"job": JOB, "step": 1, "rank": 1}))
     assert world.run_until(lambda: bool(world.served.state.reads), 5.0)
     world.kill_host(holder.host_id, keep_memory=True)
     world.return_host(holder.host_id)
@@ -45,27 +47,27 @@ def test_a_shard_of_another_world_size_comes_without_its_step_being_named() -> N
     world, _ = trained(4, 3)
     ranks = [world.join(r, 2, "k", host=f"h{r}", launcher="launcher") for r in range(2)]
     world.run(2.0)
-    orders = world.holders["h3"].orders
     for step in (None, 1):
-        orders.clear()
-        world.holders["h3"].call(ranks[0], "read", {"job": JOB, "step": step, "rank": 2})
+        world.holders["h3"].orders.clear()
+        world.holders["h3"].call(ranks[0], request_of("read_step", {"job": JOB, "step": step, "rank": 2}))
         world.run(2.0)
-        [order] = [body for kind, body in orders if kind == "stage"]
-        assert shard_from_wire(order["shard"]).step == 1
-        assert sum(count for tier, _, _, count in order["runs"] if tier == "peer") == order["spec"][3]
+        [order] = world.holders["h3"].told(ReadShard)
+        assert order.shard.step == 1
+        assert sum(run.count for run in order.runs if run.tier == "peer") == order.spec.chunks_count
 
 
 def test_what_is_read_is_surplus_nowhere_until_the_read_has_ended() -> None:
     """A host that placement has left keeps the copy that a read was planned to come from (R7)."""
     world, _ = trained(6, 3)
+    room = Grow(job=JOB, attempt=1, ranks=(), guest_slots=1000, world_size=3, versions=1)
     for host in ("h3", "h4", "h5"):
-        world.holders[host].rooms["train"] = {}  # memory of another job that is gone
+        world.holders[host].rooms["train"] = room  # memory of another job that is gone
     world.work_s = (3.0, 3.0)  # of the pushes to where the ranks are now
     ranks = [world.join(r, 3, "k", host=f"h{3 + r}", launcher="launcher") for r in range(3)]
-    orders = [world.holders[source].orders for source in ("h0", "h1", "h2")]
-    assert world.run_until(lambda: all("push" in dict(found) for found in orders), 2.0)
+    sources = [world.holders[source] for source in ("h0", "h1", "h2")]
+    assert world.run_until(lambda: all(source.told(PushCopy) for source in sources), 2.0)
     world.work_s = (30.0, 30.0)  # of the read
-    world.holders["h5"].call(ranks[2], "read", {"job": JOB, "step": 1, "rank": 1})
+    world.holders["h5"].call(ranks[2], request_of("read_step", {"job": JOB, "step": 1, "rank": 1}))
     world.run(15.0)
     assert world.holders_of(StepId(1, 1), 0) == ["h3", "h4"]
     assert world.holders_of(StepId(1, 1), 1) == ["h1", "h2", "h3", "h4"]
@@ -89,12 +91,12 @@ def test_a_reader_whose_step_was_dropped_on_the_way_is_told_so() -> None:
     """Puts wait for no reader: the chunks that did not come any more are gone for newer steps, not damaged (R27)."""
     world, ranks = trained(3, 3)
     world.work_s = (3.0, 3.0)  # of the read
-    world.holders["h2"].call(ranks[2], "read", {"job": JOB, "step": 1, "rank": 0})
+    world.holders["h2"].call(ranks[2], request_of("read_step", {"job": JOB, "step": 1, "rank": 0}))
     world.run(0.5)
     world.work_s = (0.01, 0.02)
     assert world.put_all(ranks, 2)
     assert world.run_until(lambda: not world.holders_of(StepId(1, 1), 0), 2.0)
-    assert world.run_until(lambda: "read" in ranks[2].errors, 20.0)
-    [(name, why)] = ranks[2].errors["read"]
+    assert world.run_until(lambda: "read_step" in ranks[2].errors, 20.0)
+    [(name, why)] = ranks[2].errors["read_step"]
     assert name == "StepDropped"
     assert "step 1 of job 'train' was dropped while it was read" in why

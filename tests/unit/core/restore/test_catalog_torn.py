@@ -6,9 +6,11 @@ import pytest
 
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.journal.records import entry_from_record
+from memstore.core.wire.orders import RemoveTornStep
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 TORN = "state['w'] was changed before the fence"
@@ -264,7 +266,9 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     assert world.run_until(lambda: JOB in active and active[JOB].phase == "staging", 5.0)
     world.run(moment_s)
     assert active[JOB].phase in ("staging", "checking")
-    alive.call(last, "retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
+    alive.call(
+        last, request_of("retire", {"job": JOB, "attempt": 1, "rank": 0, "step": 3, "reason": TORN, "is_torn": True})
+    )
     assert world.run_until(lambda: all(rank.answers.get("get") for rank in new), 30.0)
     assert {rank.answers["get"][-1]["step"] for rank in new} == {2}
 
@@ -314,8 +318,8 @@ def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) ->
     last = marked(world)[-1]
     world.work_s = (1.0, 1.5)
     retire(world, ranks[0], last)
-    assert world.run_until(lambda: any(b.get("is_torn") for h in world.holders.values() for _, b in h.orders), 10.0)
-    (told,) = (name for name, h in world.holders.items() if any(b.get("is_torn") for _, b in h.orders))
+    assert world.run_until(lambda: any(h.told(RemoveTornStep) for h in world.holders.values()), 10.0)
+    (told,) = (name for name, h in world.holders.items() if h.told(RemoveTornStep))
     if cause == "host":
         world.kill_host(told)
     else:
@@ -325,5 +329,5 @@ def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) ->
     assert last in marked(world)
     world.run(90.0)
     assert last not in marked(world)
-    orders = sum(bool(b.get("is_torn")) for h in world.holders.values() for _, b in h.orders)
+    orders = sum(len(holder.told(RemoveTornStep)) for holder in world.holders.values())
     assert 2 <= orders <= 3

@@ -10,6 +10,7 @@ import pytest
 from memstore.core.durable.departures import Remains
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.messages import DrainsSeen
+from memstore.core.wire.orders import ListMarkers
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_trained import trained
 from memstore.testing.controller.catalog_world import CatalogWorld
@@ -129,16 +130,15 @@ def test_hosts_of_one_machine_that_stay_are_too_few() -> None:
 def test_a_job_that_was_removed_during_a_look_is_looked_for_once_it_is_back() -> None:
     """No host had answered whether storage has its step; restored from there, it must not keep the host for ever."""
     world, ranks = trained(2, 2, last=1, **DURABLE)
-    answers = {holder: holder._on_markers for holder in world.holders.values()}
-    for holder in answers:
-        holder._on_markers = lambda body: None  # type: ignore[method-assign]
+    for holder in world.holders.values():
+        holder.instead[ListMarkers] = lambda order: None
     drain(world, ranks[0], "h1")
     for rank in ranks:
         world.kill_rank(rank)
     world.call(ranks[0], "rm", job="train", force=True)
     assert world.run_until(lambda: "train" not in world.served.jobs, 5.0)
-    for holder, answer in answers.items():
-        holder._on_markers = answer  # type: ignore[method-assign]
+    for holder in world.holders.values():
+        holder.instead.clear()
     assert world.get(world.launch(2))[0]["step"] == 1
     world.run(1.0)
     assert not remains(world, "h1").short

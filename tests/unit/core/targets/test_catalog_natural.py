@@ -8,6 +8,7 @@ import pytest
 
 from memstore.testing.controller.catalog_holder import FakeRank
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.requests import request_of
 from recovery.inventory import StepId
 
 
@@ -25,7 +26,7 @@ def launch(world: CatalogWorld, shards_of: list[int], key: str = "k", **more: An
 
 def copiers(rank: FakeRank) -> list[int]:
     """The ranks that copy this rank's shard, as it was told last."""
-    found: list[int] = rank.answers["join"][-1]["natural"][2]
+    found: list[int] = rank.answers["join"][-1]["shared_shard"][2]
     return found
 
 
@@ -35,7 +36,7 @@ def test_copiers_keep_one_anothers_copies_and_the_rest_go_where_placement_says()
     world = CatalogWorld(4, labels=labels)
     ranks = launch(world, [0, 0, 0, 0])
     assert [copiers(rank) for rank in ranks] == [[0, 2]] * 4
-    assert ranks[0].answers["join"][-1]["natural"][3] == [[0, 2]]
+    assert ranks[0].answers["join"][-1]["shared_shard"][3] == [[0, 2]]
     world.get(ranks)
     assert world.put_all(ranks, 1)
     step = StepId(1, 1)
@@ -73,9 +74,9 @@ def test_a_shared_part_is_read_from_a_copier_without_a_barrier() -> None:
         world.kill_rank(rank)
     ranks = launch(world, [0, 0, 0, 0], "again")
     world.get(ranks)
-    world.holders["h3"].call(ranks[3], "read", {"job": JOB, "rank": 0, "step": 1, "of_attempt": 1})
-    assert world.run_until(lambda: bool(ranks[3].answers.get("read")), 10.0), ranks[3].errors
-    assert ranks[3].answers["read"][-1]["shard"] == [JOB, 1, 1, 0]
+    world.holders["h3"].call(ranks[3], request_of("read_step", {"job": JOB, "rank": 0, "step": 1, "of_attempt": 1}))
+    assert world.run_until(lambda: bool(ranks[3].answers.get("read_step")), 10.0), ranks[3].errors
+    assert ranks[3].answers["read_step"][-1]["shard"] == [JOB, 1, 1, 0]
 
 
 def test_a_new_controller_and_a_replaced_rank_are_told_the_same_copiers() -> None:
@@ -127,7 +128,7 @@ def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
         body = {"nonce": rank.nonce, "key": rank.key, "world_size": 4, "step": 2, "of_attempt": None}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 20.0), ranks[0].errors
-    assert [rank.answers["rewind"][-1]["natural"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+    assert [rank.answers["rewind"][-1]["shared_shard"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]
     newest = world.job().newest
     assert newest is not None
     assert (newest.ordinal, newest.shard_of, newest.copiers) == (2, (0, 1, 0, 1), (0, 1, 2, 3))
@@ -140,13 +141,13 @@ def test_what_differs_is_told_once_until_it_is_equal_again() -> None:
     world.get(ranks)
     report = {"job": JOB, "attempt": 1, "ranks": [0, 1], "chunks": 3, "names": ["model.weight"]}
     for step in (5, 6):
-        world.call(ranks[0], "twins", **report, step=step)
+        world.call(ranks[0], "tell_differing", **report, step=step)
     world.run(1.0)
     happened = [h for h in world.served.parts.observer.chronicle.since(0) if h.kind.startswith("twins")]
     assert [(h.kind, h.step, h.fields["names"]) for h in happened] == [("twins_differ", 5, ["model.weight"])]
     status = world.served.parts.status.body()["jobs"][0]["twins_differ"]
     assert [(row["ranks"], row["step"], row["names"]) for row in status] == [([0, 1], 5, ["model.weight"])]
-    world.call(ranks[0], "twins", **{**report, "step": 7, "chunks": 0, "names": []})
+    world.call(ranks[0], "tell_differing", **{**report, "step": 7, "chunks": 0, "names": []})
     world.run(1.0)
     happened = [h for h in world.served.parts.observer.chronicle.since(0) if h.kind.startswith("twins")]
     assert [h.kind for h in happened] == ["twins_differ", "twins_agree"]

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.journal import compaction, records
 from memstore.core.journal.records import entry_from_record
-from memstore.core.wire.messages import Body
+from memstore.core.wire.orders import (
+    AllHosts,
+    Fence,
+    HostNews,
+    JournalAppend,
+    JournalKeep,
+    JournalOrder,
+    JournalPage,
+    JournalReplace,
+    PushTargets,
+    Reserve,
+)
 from memstore.testing.controller.catalog_world import JOB, CatalogWorld
 from recovery.inventory import StepId
 
+OneOrder = TypeVar("OneOrder")
 
-def told(world: CatalogWorld, host: str, kind: str) -> list[Body]:
+
+def told(world: CatalogWorld, host: str, kind: type[OneOrder]) -> list[OneOrder]:
     """The orders of a kind that a host was given since the last look."""
-    orders = world.holders[host].orders
-    found = [body for name, body in orders if name == kind]
-    orders.clear()
+    found = world.holders[host].told(kind)
+    world.holders[host].orders.clear()
     return found
 
 
 def known(world: CatalogWorld, host: str) -> set[str]:
     """The hosts whose addresses a host has, by all views that it was ever given."""
     peers: set[str] = set()
-    for kind, body in world.holders[host].orders:
-        if kind == "view":
-            peers = (peers if body["gone"] is not None else set()) - set(body["gone"] or ())
-            peers |= {row[0] for row in body["hosts"]}
+    for order in world.holders[host].orders:
+        if isinstance(order, AllHosts):
+            peers = {row.host for row in order.hosts}
+        elif isinstance(order, HostNews):
+            peers = peers.difference(order.gone) | {row.host for row in order.hosts}
     return peers
 
 
@@ -44,7 +57,8 @@ def test_a_host_that_is_suspected_for_a_moment_is_no_news() -> None:
     world.thaw("h1")
     assert world.run_until(lambda: world.served.hosts.is_answering("h1"), 5.0)
     world.run(1.0)
-    assert not [kind for h in world.holders.values() for kind, _ in h.orders if kind in ("view", "targets", "reserve")]
+    news = AllHosts | HostNews | PushTargets | Reserve
+    assert not [order for holder in world.holders.values() for order in holder.orders if isinstance(order, news)]
 
 
 @pytest.mark.parametrize("has_job", [False, True])
@@ -61,7 +75,7 @@ def test_views_say_who_came_and_who_went_and_a_newcomer_hears_of_all(has_job: bo
     world.return_host("h1")
     world.run(2.0)
     assert all(known(world, host) == set(world.holders) for host in ("h0", "h2", "h3", "h4"))
-    sizes = [len(body["hosts"]) for body in told(world, "h0", "view") if body["gone"] is not None]
+    sizes = [len(order.hosts) for order in told(world, "h0", HostNews)]
     assert sizes
     assert max(sizes) <= 2
 
@@ -70,16 +84,16 @@ def test_hosts_that_join_together_are_one_word_to_the_others() -> None:
     """Their facts and their addresses go out once a tick, not once a host (R16)."""
     world = CatalogWorld(2)
     world.run(2.0)
-    told(world, "h0", "view")
+    told(world, "h0", AllHosts)
     for number in range(2, 12):
         world.add_host(f"h{number}", {})
     world.run(2.0)
-    orders = world.holders["h0"].orders
-    facts = [[entry_from_record(r).fact for r in body["records"]] for kind, body in orders if kind == "journal"]
+    holder = world.holders["h0"]
+    facts = [[entry_from_record(record).fact for record in order.records] for order in holder.told(JournalAppend)]
     joined = [fact for group in facts for fact in group if isinstance(fact, HostsJoined)]
     assert sorted(host for fact in joined for host in fact.labels) == sorted(f"h{number}" for number in range(2, 12))
     assert len(facts) <= 2
-    assert sum(kind == "view" for kind, _ in orders) <= 2
+    assert len(holder.told(HostNews)) <= 2
 
 
 def world_with_a_commit() -> CatalogWorld:
@@ -99,9 +113,10 @@ def test_a_successor_sends_nobody_what_his_journal_has() -> None:
     del world.holders["h2"].journal[-2:]
     world.crash_controller()
     world.run(6.0)
-    first = {host: next(b for k, b in h.orders if k == "journal") for host, h in world.holders.items()}
-    assert {host: (body["reset"], len(body["records"])) for host, body in first.items()} == {
-        "h0": (False, 0), "h1": (False, 0), "h2": (False, 2),
+    orders = {host: [o for o in h.orders if isinstance(o, JournalOrder)] for host, h in world.holders.items()}
+    assert all(isinstance(found[0], JournalAppend) for found in orders.values())
+    assert {host: len(world.holders[host].told(JournalAppend)[0].records) for host in orders} == {
+        "h0": 0, "h1": 0, "h2": 2,
     }  # fmt: skip
     entries = [entry.record for entry in world.served.parts.journal.log.entries]
     assert all(holder.journal == entries for holder in world.holders.values())
@@ -113,7 +128,7 @@ def test_a_journal_with_other_facts_between_is_written_anew() -> None:
     del world.holders["h2"].journal[2]
     world.crash_controller()
     world.run(6.0)
-    assert any(body.get("reset") for body in told(world, "h2", "journal"))
+    assert told(world, "h2", JournalReplace)
     assert world.holders["h2"].journal == [entry.record for entry in world.served.parts.journal.log.entries]
 
 
@@ -126,10 +141,7 @@ def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatc
     for step in range(1, 40):
         assert world.put_all(ranks, step)
     world.run(1.0)
-    orders: list[tuple[str, Any]] = world.holders["h1"].orders
-    kept = [body for kind, body in orders if kind == "journal" and "keep" in body]
-    assert len(kept) >= 2
-    assert not any(body["records"] for body in kept)
+    assert len(world.holders["h1"].told(JournalKeep)) >= 2
     assert sum(map(len, world.holders["h1"].journal)) <= 3 * (4 << 10)
     newest = {entry_from_record(record).seq for record in world.holders["h1"].journal}
     assert {entry.seq for entry in world.served.parts.journal.log.entries} <= newest
@@ -143,9 +155,9 @@ def test_a_fence_names_the_processes_of_the_host_alone() -> None:
     world = CatalogWorld(3)
     ranks = world.launch(6)
     for host in world.holders:
-        body = told(world, host, "fence")[-1]
-        assert body["job"] == JOB
-        assert sorted(body["members"]) == sorted(rank.nonce for rank in ranks if rank.host_id == host)
+        order = told(world, host, Fence)[-1]
+        assert order.job == JOB
+        assert sorted(order.members) == sorted(rank.nonce for rank in ranks if rank.host_id == host)
 
 
 def test_journals_are_written_anew_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +174,8 @@ def test_journals_are_written_anew_as_a_whole_or_not_at_all(monkeypatch: pytest.
         holder.orders.clear()
     world.return_host("h2")
 
-    def pages() -> list[Body]:
-        return [body for host in ("h0", "h1") for kind, body in world.holders[host].orders if kind == "journal"]
+    def pages() -> list[JournalPage]:
+        return [page for host in ("h0", "h1") for page in world.holders[host].told(JournalPage)]
 
     assert world.run_until(lambda: len(pages()) >= 2, 5.0)
     world.crash_controller(restart_after_s=None)

@@ -7,12 +7,27 @@ they are written. Until then this host counts for no fact, and `problem` says wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from memstore.core.journal.records import kept_records, whole_order
+from memstore.core.journal.records import WholeOrder, kept_records, whole_order
+from memstore.core.wire.orders import JournalKeep, JournalOrder, JournalReplace
 from memstore.errors import CapacityError, IntegrityError
-from memstore.shell.arena.journal_file import Journal
+
+
+class Journal(Protocol):
+    """A host's journal (shell/arena/journal_file.py). Its writes need room: CapacityError, and it is as before."""
+
+    dropped_nbytes: int  # of a damaged rest that was cut off
+
+    def records(self) -> list[bytes]:
+        """Return every record; a damaged rest is cut off first."""
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Write records behind those that are there."""
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        """Write records in place of all that are there."""
 
 
 class JournalWriter:
@@ -22,19 +37,19 @@ class JournalWriter:
         self.journal = journal
         self.problem = ""  # why the oldest that waits could not be written
         self._on_written = on_written
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[WholeOrder] = deque()
         self._pages: list[bytes] = []  # of an order whose end has not come
 
-    def take(self, body: dict[str, Any]) -> None:
+    def take(self, order: JournalOrder) -> None:
         """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
 
         Raises:
             IntegrityError: Records to be kept are damaged: end the session, and show the next one the rest.
         """
-        whole = whole_order(self._pages, body)
+        whole = whole_order(self._pages, order)
         if whole is None:
             return
-        if whole.get("reset"):
+        if isinstance(whole, JournalReplace):
             self._waiting.clear()
         self._waiting.append(whole)
         self.retry()
@@ -42,9 +57,9 @@ class JournalWriter:
     def retry(self) -> None:
         """Write what waits, as far as there is room now."""
         while self._waiting:
-            body = self._waiting[0]
+            order = self._waiting[0]
             try:
-                self._write(body)
+                self._write(order)
             except (
                 CapacityError,
                 FileNotFoundError,
@@ -56,19 +71,19 @@ class JournalWriter:
                 self._waiting.clear()
                 raise
             self._waiting.popleft()
-            self._on_written(int(body["seq"]))
+            self._on_written(order.seq)
         self.problem = ""
 
-    def _write(self, body: dict[str, Any]) -> None:
-        if "keep" in body:
+    def _write(self, order: WholeOrder) -> None:
+        if isinstance(order, JournalKeep):
             dropped_nbytes, records = self.journal.dropped_nbytes, self.journal.records()
             if self.journal.dropped_nbytes > dropped_nbytes:
-                raise IntegrityError(f"journal {self.journal.path} was damaged: it lacks facts that are to be kept")
-            self.journal.rewrite(kept_records(records, body["keep"], body["short"]))
-        elif body["reset"]:
-            self.journal.rewrite(body["records"])
+                raise IntegrityError("the journal was damaged: it lacks facts that are to be kept")
+            self.journal.rewrite(kept_records(records, order))
+        elif isinstance(order, JournalReplace):
+            self.journal.rewrite(order.records)
         else:
-            self.journal.append(body["records"])
+            self.journal.append(order.records)
 
     def forget(self) -> None:
         """Forget waiting records: another session begins, which sends the missing ones with its own numbers (R16)."""

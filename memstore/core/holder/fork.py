@@ -1,0 +1,44 @@
+"""A host's part in a fork: manifests of a new job over slots that are there already, no byte copied (R7, R32)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from memstore.core.format.manifest import encode_manifest, shard_digest
+from memstore.core.holder.effects import OnStore, Steps, Warn
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.orders import LookAtCopies, MakeFork
+from memstore.core.wire.reports import CopiesLookedAt, ForkedDigest
+from memstore.errors import CapacityError, DigestMismatch
+
+
+def look(state: HolderState, order: LookAtCopies) -> Steps[None]:
+    """Verify the shards that a fork is to be made of, and report those that are here."""
+    found: list[ForkedDigest] = []
+    for item in order.shards:
+        pinned = state.store.pin(item.shard.id, item.digest)
+        if pinned is None:
+            continue
+        try:
+            manifest = yield OnStore(partial(state.store.renamed, pinned[0], item.new.id))
+            digest = shard_digest(encode_manifest(manifest))
+            found.append(ForkedDigest(item.shard.rank, digest, len(pinned[0].missing)))
+        except DigestMismatch:
+            pass  # of a copy whose manifest is damaged no fork is made
+        finally:
+            state.store.unpin(*pinned)
+    state.report(CopiesLookedAt(job=order.job, call=order.call, shards=tuple(found)))
+
+
+def make(state: HolderState, order: MakeFork) -> Steps[None]:
+    """Store the shards under their new ids and report each; one that is not here any more is left out.
+
+    What cannot be made now is ordered again.
+    """
+    try:
+        for item in order.shards:
+            made = yield OnStore(partial(state.store.fork, item.shard.id, item.digest, item.new.id))
+            if made is not None:
+                state.sealed(made, None)
+    except (CapacityError, DigestMismatch) as exc:
+        yield Warn(f"host {state.host_id}, fork: {exc}")

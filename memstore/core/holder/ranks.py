@@ -1,0 +1,183 @@
+"""Links of a host's ranks: which leases go on, which link is sent what, what a process that is gone leaves (R4, R8).
+
+    link:     hello --leases confirmed--> welcomed --> in the table --ended, or the same process comes back--> gone
+    process:  known by its first hello --sent `bye`, or proved dead--> forgotten, its leases are free
+
+A rank's life is its process, not its link: leases outlive links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from memstore.core.arena.slot_table import Owner
+from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Link, Steps, Tell, TellWelcome, WaitFor
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.orders import AbandonStep, RaiseLevel
+from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello
+from memstore.core.wire.reports import RankArrived, RankGone
+from recovery.inventory import ShardId
+
+GOODBYE_S = 10.0  # longest wait for hand-overs of a process that sends `bye`
+
+
+def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
+    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more."""
+    table = state.ranks
+    older = table.links.get(link.nonce)
+    if older is not None and older.owner == link.owner:
+        del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
+        yield from _retire(older)
+    held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
+    # A rank filled the slots that it holds of another arena there, so none of them is its own here.
+    is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
+    stale = state.store.confirm(link.owner, held if is_ours else ())
+    yield TellWelcome(link, stale if is_ours else held)
+    older, table.links[link.nonce] = table.links.get(link.nonce), link
+    if isinstance(hello, RankHello):
+        is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
+        if is_new:  # said after it is in the inventory: of two sessions, one has it
+            state.report(RankArrived(nonce=link.nonce))
+        if link.parent:
+            table.parents[link.nonce] = link.parent
+    if older is not None and older.owner == link.owner:  # both came at once
+        yield from _retire(older)
+    committed = table.committed.get(link.job)
+    if link.attempt and state.fences.is_fenced(link.job, link.attempt):
+        yield _fenced(state, link)
+    elif committed is not None and committed.attempt == link.attempt:
+        yield Tell(link, committed)
+    yield Grant(link)
+
+
+def _retire(link: Link) -> Steps[None]:
+    """End a link whose process came back on another one: what it handed over and is not begun comes again there."""
+    link.is_retired = True
+    yield CloseLink(link)
+
+
+def end(state: HolderState, link: Link) -> bool:
+    """Forget a link that has ended, and what it had pinned; False if its process is connected by another one."""
+    for release in link.pins.values():
+        release()
+    link.pins.clear()
+    is_current = state.ranks.is_current(link)
+    if is_current:
+        del state.ranks.links[link.nonce]
+    return is_current
+
+
+# -- leases -------------------------------------------------------------------------------------------
+
+
+def lease(state: HolderState, link: Link) -> list[int]:
+    """Lease a rank what its share allows; nothing on a link that has ended, or to a process that is refused."""
+    table = state.ranks
+    if not table.is_current(link) or not link.is_open or not link.job or link.parent:
+        return []
+    if state.fences.is_fenced(link.job, link.attempt):
+        return []
+    stand_ins_for = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
+    return state.store.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
+
+
+def grant_job(state: HolderState, job: str) -> Steps[None]:
+    """Lease a job's ranks what their shares allow: room may have become free."""
+    for link in state.ranks.of_job(job):
+        yield Grant(link)
+
+
+# -- notices to ranks ---------------------------------------------------------------------------------
+
+
+def tell_level(state: HolderState, link: Link, level: StepLevel) -> Steps[None]:
+    """Tell a store the level of one of its tickets, on its newest link, and the process whose child put it."""
+    for each in (state.ranks.current(link), state.ranks.links.get(link.parent)):
+        if each is not None:
+            yield Tell(each, level)
+
+
+def tell_replicated(state: HolderState, shard: ShardId) -> Steps[None]:
+    """Tell the rank that put a shard that every one of its targets has sealed it (R15)."""
+    level = StepLevel(attempt=shard.attempt, step=shard.step, level="replicated")
+    for link in state.ranks.of_job(shard.job):
+        if (link.rank, link.attempt) == (shard.rank, shard.attempt):
+            yield from tell_level(state, link, level)
+
+
+def tell_attempt(state: HolderState, job: str, level: StepLevel) -> Steps[None]:
+    """Tell a job's ranks the level of a step; the last commit is kept for links that come back."""
+    if level.level in ("committed", "durable"):
+        state.ranks.committed[job] = level
+    for link in state.ranks.of_job(job):
+        if link.attempt == level.attempt:
+            yield Tell(link, level)
+
+
+def raised(order: RaiseLevel) -> StepLevel:
+    """Return the level that a step has reached."""
+    return StepLevel(
+        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, degraded=order.degraded
+    )
+
+
+def abandoned(order: AbandonStep) -> StepLevel:
+    """Return the level with which a step ends."""
+    return StepLevel(
+        attempt=order.attempt, step=order.step, level=order.level, reason=order.reason, resume=order.resume
+    )
+
+
+def tell_fenced(state: HolderState, job: str, first: int, members: Collection[str] = ()) -> Steps[None]:
+    """Tell processes of attempts before one that they are refused.
+
+    A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
+    """
+    for link in state.ranks.of_job(job):
+        if 0 < link.attempt < first and link.nonce not in members:
+            yield _fenced(state, link)
+
+
+def _fenced(state: HolderState, link: Link) -> Tell:
+    fences = state.fences
+    return Tell(link, AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job)))
+
+
+# -- processes that are gone --------------------------------------------------------------------------
+
+
+def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]:
+    """Wait until nothing that one process handed over is unfinished; False if it took too long."""
+    pending = state.puts.pending
+    return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]
+
+
+def leave(state: HolderState, link: Link) -> Steps[None]:
+    """Free the slots that a process leased and did not hand over, at its `bye`; not if it is connected again."""
+    yield from await_owner(state, link.owner, GOODBYE_S)
+    table = state.ranks
+    if table.is_current(link):
+        del table.links[link.nonce]
+        table.owners.pop(link.nonce, None)
+        table.parents.pop(link.nonce, None)
+    state.store.reclaim(link.owner)
+    yield ForgetProcess(link.owner)
+    if link.parent:
+        yield from grant_job(state, link.job)
+
+
+def reap(state: HolderState) -> Steps[None]:
+    """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
+    table = state.ranks
+    for nonce, owner in list(table.owners.items()):
+        if not state.is_alive(owner) and table.owners.get(nonce) == owner:
+            del table.owners[nonce]
+            table.parents.pop(nonce, None)
+            state.store.reclaim(owner)
+            yield ForgetProcess(owner)
+            if (link := table.links.get(nonce)) is not None:
+                yield CloseLink(link)
+            state.report(RankGone(nonce=nonce))
+    state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
+    for job in sorted({link.job for link in table.links.values() if link.job}):
+        yield from grant_job(state, job)

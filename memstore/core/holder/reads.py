@@ -1,0 +1,55 @@
+"""Pins staged slots for a reader of this host, until it releases them or its link ends (R7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from memstore.core.holder import partial_read
+from memstore.core.holder.effects import Link, LoadManifest, Steps
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.messages import Body, shard_from_wire
+from memstore.errors import IntegrityError
+
+
+class Lent(NamedTuple):
+    """The place of the bytes: slots by chunk, None for a chunk that was not asked for; `pin` ends the loan."""
+
+    manifest: bytes
+    slots: Sequence[int | None]
+    pin: int
+
+
+def lend(state: HolderState, link: Link, body: Body) -> Steps[Lent]:
+    """Pin what the controller's answer to a read names. IntegrityError if it is gone, or its manifest damaged."""
+    if "excerpt" in body:
+        number = int(body["excerpt"])
+        excerpt = partial_read.take(state, number)
+        release = partial(partial_read.release, state, number)
+        return Lent(excerpt.manifest, excerpt.draft.slots, _hold(state, link, release))
+    pinned = state.store.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
+    if pinned is None:
+        raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
+    release = partial(state.store.unpin, *pinned)
+    try:
+        manifest = yield LoadManifest(pinned[0])
+    except BaseException:
+        release()
+        raise
+    return Lent(manifest, pinned[0].slots, _hold(state, link, release))
+
+
+def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
+    """Keep a pin for its reader; not one of a link that has just ended."""
+    pin = next(link.pin_numbers)
+    if state.ranks.is_current(link):
+        link.pins[pin] = release
+    else:
+        release()
+    return pin
+
+
+def give_back(link: Link, pin: int) -> None:
+    """End a loan; nothing if it is over."""
+    link.pins.pop(pin, lambda: None)()

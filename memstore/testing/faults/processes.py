@@ -1,0 +1,105 @@
+"""Signals to processes, and the checks that they took effect.
+
+A process is named by pid and start time, so that a signal never hits a later process with the same pid. If a signal did
+not take effect, the check raises a DrillError: recovery from nothing proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from memstore.errors import DrillError
+from memstore.shell.arena.lock import is_alive, process_start_time
+
+GONE_S = 20.0
+POLL_S = 0.01
+
+Process = tuple[int, int]  # pid and start time
+
+
+def process_of(pid: int) -> Process:
+    """Return a live process with its start time; raise DrillError if it is gone."""
+    start = process_start_time(pid)
+    if start is None:
+        raise DrillError(f"pid {pid} is gone already")
+    return pid, start
+
+
+def with_start_times(pids: Iterable[int]) -> list[Process]:
+    """Return those of the processes that live, each with its start time."""
+    return [(pid, start) for pid in pids if (start := process_start_time(pid)) is not None]
+
+
+def descendants(roots: Iterable[int]) -> list[int]:
+    """Return the given pids and every process below them, from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            children.setdefault(int(_stat(int(entry))[1]), []).append(int(entry))
+    found, todo = [], list(roots)
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo.extend(children.get(pid, ()))
+    return found
+
+
+def process_state(pid: int) -> str | None:
+    """Return the state letter of a process in /proc, such as R, S or T; None if the process is gone."""
+    try:
+        return _stat(pid)[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def kill(processes: Iterable[Process]) -> int:
+    """Send SIGKILL to the processes that still run; return how many did."""
+    return sum(send(process, signal.SIGKILL) for process in processes)
+
+
+def send(process: Process, sig: signal.Signals) -> bool:
+    """Send a signal; return False if the process is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        if is_alive(*process):
+            os.kill(process[0], sig)
+            return True
+    return False
+
+
+def wait_gone(processes: Iterable[Process], timeout_s: float = GONE_S) -> int:
+    """Wait until all processes are gone; return how many. Raise DrillError if one still runs after `timeout_s`."""
+    wanted, deadline_s = list(processes), time.monotonic() + timeout_s
+    while left := [pid for pid, start in wanted if is_alive(pid, start)]:
+        if time.monotonic() > deadline_s:
+            raise DrillError(f"pids {left[:10]} still run {timeout_s:g} s after SIGKILL: the fault did not take effect")
+        time.sleep(POLL_S)
+    return len(wanted)
+
+
+def freeze(process: Process) -> None:
+    """Stop a process with SIGSTOP; raise DrillError if it is gone."""
+    if not send(process, signal.SIGSTOP):
+        raise DrillError(f"pid {process[0]} was gone before it was frozen")
+
+
+def wait_frozen(process: Process, timeout_s: float = GONE_S) -> None:
+    """Wait until a process is stopped; raise DrillError if it runs on or is gone."""
+    deadline_s = time.monotonic() + timeout_s
+    while (state := process_state(process[0])) != "T" or not is_alive(*process):
+        if time.monotonic() > deadline_s or state is None:
+            raise DrillError(f"pid {process[0]} is in state {state} after SIGSTOP: the fault did not take effect")
+        time.sleep(POLL_S)
+
+
+def thaw(process: Process) -> bool:
+    """Let a frozen process go on (SIGCONT); return False if it is gone, because its successor has killed it (R2)."""
+    return send(process, signal.SIGCONT)

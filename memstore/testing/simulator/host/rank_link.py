@@ -1,0 +1,46 @@
+"""The link of a simulated rank to its holder: what is sent on an older link of the same process is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from memstore.core.arena.slot_table import Owner
+from memstore.core.wire.rank_messages import RankHello
+from memstore.testing.simulator.world.processes import Rank
+
+
+@dataclass(eq=False)
+class RankLink:
+    """One connection of a rank."""
+
+    process: Rank
+    owner: Owner
+    nonce: str
+    job: str
+    rank: int
+    attempt: int
+    parent: str = ""
+    pins: dict[int, Callable[[], None]] = field(default_factory=dict)
+    pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    is_retired: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether its process lives and listens to it."""
+        return not self.process.is_dead and self.process.link is self
+
+
+def open_link(rank: Rank) -> RankLink:
+    """Return a new link of a process, to which it listens from now on."""
+    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, rank.rank, rank.attempt)
+    return link
+
+
+def hello_of(rank: Rank, arena: str) -> RankHello:
+    """Return what a process says first; `arena`: the one that it has mapped."""
+    return RankHello(
+        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=rank.rank, attempt=rank.attempt,
+        held=tuple(rank.held()), arena=arena, parent=None,
+    )  # fmt: skip
