@@ -87,7 +87,7 @@ def test_slots_are_adopted_once(site: Site) -> None:
     child.do("connect")
     assert child.do("adopt")["slots"] == room.slots
     assert child.do("adopt")["error"] == "CommitError"
-    with pytest.raises(CommitError, match="lent any more"):
+    with pytest.raises(CommitError, match="on offer any more"):
         site.link.adopt(STEP, WAIT_S)
     room.abandon()
     child.close()
