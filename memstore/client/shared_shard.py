@@ -1,4 +1,4 @@
-"""Natural replicas: ranks that name one shard hold equal state, so some of them copy it and all get it back (R34).
+"""Shared shards: ranks that name one shard hold equal state, so some of them put it and all get it back (R34).
 
 put     a copier stores [shared | own], any other rank its own alone
 get     a rank's own from its own shard, the shared state from a copier's: the same step, verified by the same round

@@ -351,7 +351,7 @@ class Attempts:
             if not gathering.joins:
                 del self.gatherings[name]
         for entrant in (e for waiting in self.opening.values() for e in waiting if e.nonce == nonce):
-            entrant.is_gone = True  # its seat comes when the attempt's fact has spread
+            entrant.is_gone = True  # its place is set when the attempt's fact is replicated
         for job in self.state.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:

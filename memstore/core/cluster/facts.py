@@ -31,7 +31,7 @@ class HostDraining(FactBase, frozen=True):
 
 
 class AttemptOpened(FactBase, frozen=True):
-    """All ranks of one launch arrived; the next ordinal begins (R20)."""
+    """All ranks of one launch arrived; the next attempt begins (R20)."""
 
     job: str
     attempt: int

@@ -1,8 +1,8 @@
-"""What the catalog knows of one job: attempts, seats, steps, copies. Pure data, no decisions.
+"""The controller's state of one job: attempts, rank placement, steps, copies. Pure data, no decisions.
 
 State of a step in an attempt:
 
-    open --every shard on enough domains--> committing --fact spread--> committed
+    open --every shard on enough domains--> committing --fact replicated--> committed
       |--some rank skipped--> abandoned     (R12)
       '--a newer step committed--> superseded
 """
@@ -141,7 +141,7 @@ class Restore:
 
 @dataclass(slots=True)
 class Job:
-    """Everything the catalog knows of one job."""
+    """The controller's state of one job."""
 
     name: str
     attempts: dict[int, Attempt] = field(default_factory=dict)

@@ -111,7 +111,7 @@ class DurableOrders:
             return True
         if state.active is not None:
             # Not counted: that says nothing of the storage's speed.
-            self._abandon(job, state, f"it made way for step {wanted.step}, which somebody asked for")
+            self._abandon(job, state, f"it made way for step {wanted.step}, which was asked for")
         self._start(now, job, attempt, state, wanted)
         return True
 

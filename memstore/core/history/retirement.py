@@ -26,7 +26,7 @@ class Retirement:
         job, request = job_of(self.state, self.out, call), call.request
         if job is None:
             return
-        reason = request.reason or "somebody said so"
+        reason = request.reason or "by request, without a reason"
         fact = StepRetired(job.name, request.attempt, request.step, reason, request.is_torn)
         if not self.waiters.is_awaited(fact):
             self.journal.record(fact)

@@ -3,7 +3,7 @@
     ordered --every chunk here and digested--> ready --its reader took it--> used --unpinned, or its link ended--> gone
       '--a source failed--> gone                 '--not taken in time, or kept too long--> gone
 
-An excerpt is a draft that is never finished: it counts and serves as no copy of the shard. Content that this host
+A partial read is an incoming replica that is never finished: it counts as no copy of the shard. Content that this host
 holds anyway, of any shard, is referenced, not fetched (R13). The reader digests again what it has copied.
 """
 
@@ -24,7 +24,7 @@ from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
 
-PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
+PIN_S = 600.0  # longest a reader may keep a partial read (R7)
 TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
@@ -106,7 +106,7 @@ def take(state: HolderState, number: int) -> Excerpt:
 
 
 def release(state: HolderState, number: int) -> None:
-    """Let go of an excerpt: its reader has copied it, or is gone."""
+    """Release a partial read: its reader has copied it, or is gone."""
     excerpt = state.excerpts.known.pop(number, None)
     if excerpt is not None:
         state.store.abort_draft(excerpt.name, excerpt.draft.shard, only=excerpt.draft)

@@ -107,7 +107,7 @@ class FactLog:
         self.acked.pop(host_id, None)
 
     def spread(self, is_enough: Callable[[list[str], Fact], bool]) -> list[Fact]:
-        """Return the facts that have now spread, in order, marking them applied.
+        """Return the facts that are now replicated, in order, marking them applied.
 
         `is_enough(hosts, fact)` decides whether those hosts cover the domains the fact needs.
         """

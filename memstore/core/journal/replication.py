@@ -31,7 +31,7 @@ class Journal:
         out.before_answer = self.send_facts
 
     def record(self, fact: Fact) -> None:
-        """Record a decision; it takes effect once it has spread. Without a lease it waits for one."""
+        """Record a decision; it takes effect once it is replicated. Without a lease it waits for one."""
         if self.lease.may_record():
             self.unsent.append(self.log.append(fact))
         else:

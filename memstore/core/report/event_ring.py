@@ -1,7 +1,7 @@
 """What happened to a store, in the order it happened, for people and metrics: a bounded memory, no decisions. Pure.
 
 `memstore events` prints it, `metrics.py` counts it. These are not the events of `events.py`, which name what reaches
-the catalog. Nothing in the store depends on a happening, so one that is lost costs a line, never a decision.
+the machine. Nothing in the store depends on these, so a lost one costs a line, never a decision.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class StoreEvent:
 
 
 class RecentEvents:
-    """The newest happenings of one controller's term."""
+    """The newest store events of one controller's term."""
 
     def __init__(self, term: int) -> None:
         self.last_seq = term * TERM_SEQ
-        self.unwritten_count = 0  # happenings the shell could not log in time; it says so here
+        self.unwritten_count = 0  # events that the shell could not log in time; it sets this
         self._first_seq = self.last_seq + 1
         self._routine: deque[StoreEvent] = deque(maxlen=KEPT)
         self._rare: deque[StoreEvent] = deque(maxlen=KEPT)
@@ -66,7 +66,7 @@ class RecentEvents:
     ) -> None:  # fmt: skip
         """Note one thing that happened; ValueError if its kind has no name here."""
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not one of the kinds of happenings: {sorted(KINDS)}")
+            raise ValueError(f"{kind!r} is not one of the kinds of events: {sorted(KINDS)}")
         self.last_seq += 1
         ring = self._routine if kind in ROUTINE else self._rare
         if len(ring) == KEPT:

@@ -1,4 +1,4 @@
-"""The numbers of a store for Prometheus: what there is, and how each follows from a status or a happening. Pure.
+"""The numbers of a store for Prometheus, each derived from a status or a store event. Pure.
 
 Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watches them. The tag of a job is
 `job_name`: in Prometheus `job` is the scrape's own label. Every metric also has the tag `store`.

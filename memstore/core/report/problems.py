@@ -86,7 +86,7 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
     if short:
         yield _row(
             NOTE, name, f"the network is idle for too short between collectives to carry the copies: {short}", None,
-            "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
+            "put less often or less (bf16 states, shared shards), or accept that the rest travels beside them",
         )  # fmt: skip
     yield from _limit_problems(host)
     yield from _descriptor_problems(host)

@@ -1,6 +1,6 @@
 """Turns the controller's decisions into store events: puts with their times, their outcome and its reason. Pure.
 
-The catalog calls it beside its decisions, never for one. Times of a put count from its begin on the rank's host, which
+The controller calls it beside decisions, never for one. Times of a put count from its begin on the rank's host, which
 the seal's report carries (R11: nothing travels for this alone).
 """
 
@@ -30,7 +30,7 @@ from recovery.inventory import Copy, StepId
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
 SKIPS_MAX = 64
-NAMED_MAX = 32  # hosts named in one happening
+NAMED_MAX = 32  # hosts named in one event
 P = ParamSpec("P")
 
 
@@ -66,7 +66,7 @@ class Putting:
 
 
 class EventRecorder:
-    """Happenings of all jobs and hosts."""
+    """Records the events of all jobs and hosts."""
 
     def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
         self.state, self.out, self.term = state, out, term

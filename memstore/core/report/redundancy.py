@@ -1,6 +1,6 @@
 """Conditions with a beginning and an end, both recorded: a job short of copies, a repair under way. Pure (R18, R29).
 
-Looks at the catalog on ticks and seals, for the observer; changes nothing in it.
+Looks at the controller's state on ticks and seals, for the recorder; changes nothing in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, ShardId, StepId
 
 LOOK_S = 1.0  # how often jobs are counted through
-ROWS_MAX = 32  # steps named in one happening
+ROWS_MAX = 32  # steps named in one event
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """A get is one numbered round for all ranks alike. Pure (R23, R24, R25, R26, R27).
 
-gathering --all ranks--> listing (durable markers) --> planning --fact spread--> staging
+gathering --all ranks--> listing (durable markers) --> planning --fact replicated--> staging
     |                                                    |  ^                       |
     |                                             wait for hosts (grace)   a source failed: next plan
     '--deadline--> failed                                                           v

@@ -2,7 +2,7 @@
 
 Works on one round and returns its outcome; `rounds.py` owns the rounds and acts on that.
 
-staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact spread--> answered
+staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact replicated--> answered
    '--a source lacks chunks--> planned again under a new number (`rounds.py`)
 """
 

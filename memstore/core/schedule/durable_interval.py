@@ -69,7 +69,7 @@ def parse_every(value: str | int | None) -> Every:
 
 
 def optimal_every(write_s: float | None, mtbf_s: float) -> Every:
-    """Return the distance that wastes least (`cadence.optimal_interval_s`), never less than a write takes.
+    """Return the distance that wastes least (`put_interval.optimal_interval_s`), never less than a write takes.
 
     No put waits for a durable write, so its real cost is a share of the network and the storage for that time:
     all of its time counts, as if training stood still, and every failure, as if RAM never survived one. Both are upper

@@ -24,7 +24,7 @@ from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
 
-NAMED_MAX = 10  # tensors named in one happening
+NAMED_MAX = 10  # tensors named in one event
 NAME_CHARS_MAX = 200
 
 

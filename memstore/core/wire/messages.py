@@ -1,6 +1,6 @@
-"""Every event that can reach the controller's catalog and every action it can order. Pure.
+"""Every event that can reach the controller's machine and every action it can order. Pure.
 
-The catalog is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
+The controller is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
 from sockets and a clock; a simulator feeds it from a seeded schedule. What travels: `reports.py`, `orders.py`.
 """
 

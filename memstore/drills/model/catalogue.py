@@ -111,7 +111,7 @@ _DRILLS = (
     ),
     Drill(
         "memory-pressure", "hosts",
-        "a task of somebody else on one host takes memory until Ray's memory monitor kills it, while all ranks put",
+        "a task of another job on one host takes memory until Ray's memory monitor kills it, while all ranks put",
         "a task of the drill's own, which takes 1.5 to 4 GiB of this machine",
         meanwhile(f"the holder and its arena stay, {GOES_ON_WELL}, commits go on"),
         flow=GOES_ON, runs_on=(TIGHT,), is_standard=False,

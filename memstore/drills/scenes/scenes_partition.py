@@ -69,7 +69,7 @@ class PartitionHalf(NetworkScene):
         (there if self.is_beyond else here).append(net.controller_host)
         net.rig.partition(here, there)
         if self.is_beyond:
-            return f"{', '.join(here)} cut from everybody else, with every copy of rank {self.rank}'s shard"
+            return f"{', '.join(here)} cut from all other hosts, with every copy of rank {self.rank}'s shard"
         net.cut_membership()
         self.lease_end_s = (
             time.time() + net.cluster.config.lease_s

@@ -1,7 +1,7 @@
-"""The controller's shell: sessions to all holders, a clock, and the catalog between them (R3, R16, R17).
+"""The controller's shell: sessions to all holders, a clock, and the machine between them (R3, R16, R17).
 
 It dials every announced holder, feeds what they send to `ControllerMachine.handle`, and sends out the actions. One
-thread runs the catalog; each session has one thread that reads and one that writes, so a stuck host
+thread runs the machine; each session has one thread that reads and one that writes, so a stuck host
 blocks no other host. It never imports torch or ray.
 """
 
@@ -90,7 +90,7 @@ class NewTerm:
 
 
 class Wake(Enum):
-    """What the catalog's thread is woken for by this process itself."""
+    """Wakes the machine's thread for work of this process itself."""
 
     TICK = "tick"
     END = "end"
@@ -102,7 +102,7 @@ FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[dict[str, Any]]
 
 
 class Controller:
-    """Runs one catalog. `start` returns at once; `on_exit` is called if a newer controller takes over."""
+    """Runs one controller machine. `start` returns at once; `on_exit` is called if a newer controller takes over."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Controller:
             return sorted(self.sessions)
 
     def is_serving(self) -> bool:
-        """Return whether by now the catalog has settled."""
+        """Return whether by now the machine has settled."""
         return self.catalog.is_settled
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
@@ -231,7 +231,7 @@ class Controller:
         else:
             self.events.put((session, message))
 
-    # -- the catalog's thread -------------------------------------------------------------------
+    # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         """Handle received messages in order, and a tick every TICK_S behind what was received before it.
@@ -301,7 +301,7 @@ class Controller:
         try:
             actions = self.catalog.handle(time.monotonic(), event)
         except Exception as exc:
-            log.exception("catalog failed on %r", str(event)[:500])
+            log.exception("the controller failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
             if isinstance(event, RankCall):  # the caller must not wait for an answer that never comes
                 error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
@@ -403,7 +403,7 @@ def heard_from(host: str, beat: Heartbeat) -> Heard:
 
 
 def event_from(host: str, message: FromSession, asked_s: float) -> Event:
-    """Return the catalog event of a holder's message.
+    """Return the machine's event of a holder's message.
 
     Args:
         host: The holder's.

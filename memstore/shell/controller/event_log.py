@@ -22,13 +22,13 @@ CLOSE_S = 2.0
 
 
 class EventLog:
-    """Follows the chronicle of one controller, over all its terms."""
+    """Follows the event ring of one controller, over all its terms."""
 
     def __init__(self, path: str | None = None) -> None:
         self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
         self.dropped_count = 0  # came too fast for the writer
         self.failed_count = 0  # could not be written
-        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every happening that was not dropped
+        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every event that was not dropped
         self._seen_seq = 0
         self._problem = ""
         self._waiting: queue.Queue[StoreEvent | None] = queue.Queue(WAITING_MAX)

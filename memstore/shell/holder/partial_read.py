@@ -9,7 +9,7 @@ from memstore.shell.holder.runner import Runner
 
 
 class Excerpts:
-    """The excerpts of one holder; any thread may use it."""
+    """The partial reads of one holder; any thread may use it."""
 
     def __init__(self, context: HolderContext, runner: Runner) -> None:
         self.context, self.runner = context, runner
@@ -20,7 +20,7 @@ class Excerpts:
             return procedure.take(self.context.state, number)
 
     def release(self, number: int) -> None:
-        """Let go of an excerpt: its reader has copied it, or is gone."""
+        """Release a partial read: its reader has copied it, or is gone."""
         with self.runner.state():
             procedure.release(self.context.state, number)
 

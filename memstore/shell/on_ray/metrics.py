@@ -20,7 +20,7 @@ from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
 FEED_S = 2.0
-STATUS_S = 30.0  # for a catalog that is busy; it is asked again
+STATUS_S = 30.0  # for a busy controller; it is asked again
 
 
 class Instruments:

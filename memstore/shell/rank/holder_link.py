@@ -379,7 +379,7 @@ class HolderLink(LeasedSlots):
         self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
         layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
     ) -> bool:  # fmt: skip
-        """Queue slots that were filled through `mapping` for the holder: no wait on anyone.
+        """Queue slots that were filled through `mapping` for the holder, without a wait.
 
         False if some are no longer the tenant's (R8, R11). `began_s` and `stall_s` are for people.
         """

@@ -5,7 +5,7 @@
 
 Python runs a signal's handler in the main thread, once that is back from the C code it is in, and a rank whose
 peers are gone may hang in a collective for ever. So a thread waits for the signal: the interpreter's C handler writes
-the signal's number to a pipe at once (`signal.set_wakeup_fd`). Our Python handler writes there only where someone else
+the signal's number to a pipe at once (`signal.set_wakeup_fd`). Our Python handler writes there only where other code
 has put another descriptor in the place of ours. What was there before is passed on to afterwards: a handler of Python's
 in the main thread, by sending it the signal once more; the default action by restoring it first.
 """

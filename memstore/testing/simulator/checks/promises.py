@@ -20,7 +20,7 @@ class Promises:
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
-        self.pins: dict[str, StepId] = {}  # acknowledged pins, until somebody asks to take them back
+        self.pins: dict[str, StepId] = {}  # acknowledged pins, until a command takes them back
         self.forks: dict[str, StepId] = {}  # acknowledged forks by job, until then: the step of the origin
         self.asked: dict[str, StepId] = {}  # every fork that was ever asked for
 
