@@ -45,7 +45,7 @@ class AttemptBegun:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUnfenced:
-    """Every live host refuses ranks of older attempts, and has sent what it holds."""
+    """Every live host refuses ranks of older attempts, and has sent its inventory."""
 
     job: str
 
@@ -86,7 +86,7 @@ class RoundReleased:
     """A get() is over: every rank has the step."""
 
     round: Round
-    answer: Body  # what all ranks are told alike
+    answer: Body  # the same for all ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class SingleReads:
         self.state.reads[self._count] = Read(call, shard, answer)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
-        """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
+        """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
         return plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,

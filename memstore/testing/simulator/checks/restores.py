@@ -22,7 +22,7 @@ class Restores:
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
-        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was told to be it
+        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
     def ordered(self, rank: Rank, answer: Body) -> None:
         """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
@@ -54,7 +54,7 @@ class Restores:
         shard = shard_from_wire(answer["shard"])
         puts = self.observed.contents.get(shard, [])
         if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
-            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")
 
     def restored(self, rank: Rank, answer: Body) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
@@ -63,7 +63,7 @@ class Restores:
             return 0
         shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
         if answer["read"] not in self.observed.contents.get(shard, []):
-            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
 
     def chosen(self, rank: Rank, answer: Body) -> StepId | None:

@@ -90,7 +90,7 @@ def _kill_rank(cluster: Cluster, each: Fault) -> None:
 
 @fault("leave-rank")
 def _leave_rank(cluster: Cluster, each: Fault) -> None:
-    """Let the launcher lose sight of a rank: it starts anew while that one trains on (R20, R21)."""
+    """Let the launcher lose sight of a rank: it starts another while that one trains on (R20, R21)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.is_left = True
