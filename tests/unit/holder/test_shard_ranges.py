@@ -242,7 +242,7 @@ class Reader:
 
     def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
-            self.holder.ranks.answer(call_id, {"steps": []}, None)
+            self.holder.ranks.answer(call_id, pack_reply({"steps": []}), None)
             return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
