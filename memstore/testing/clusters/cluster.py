@@ -62,7 +62,7 @@ class Cluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> Any:
         """Ask the controller through any holder that runs."""
         return ask_through(map(self.arena, self.running()), request, timeout_s)
 
@@ -102,7 +102,7 @@ def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = A
         if (folder / "holder.sock").exists():
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(request, timeout_s))
+                    return tool.ask(request, timeout_s)
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
     raise MemstoreError(f"no holder answers: {problems}")

@@ -17,7 +17,7 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.calls import AskStatus
 from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.orders import DropJob, GiveUpFork
@@ -161,7 +161,7 @@ def answered(reply: dict[str, Any]) -> AskAnswered:
 def ask(site: Site, channel: Channel) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, Ask(id=1, call=AskSteps(job="job")))
+    send(channel, Ask(id=1, call=AskStatus()))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1]
 
