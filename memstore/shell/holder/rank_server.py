@@ -14,6 +14,7 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
+from memstore.core.holder.link import Link
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -187,7 +188,7 @@ class RankServer:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)
 
-    def _placed(self, link: effects.Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
+    def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
         """Pin what was brought here for a rank, and say where it lies."""
         lent = self.runner.run(reads.lend(self.state, link, staged))
         return ShardPlaced(

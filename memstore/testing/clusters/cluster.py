@@ -68,7 +68,8 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        return self.ask(AskStatus())
+        found: dict[str, Any] = self.ask(AskStatus())
+        return found
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""
@@ -95,7 +96,7 @@ class Cluster:
         return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
 
 
-def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> Any:
     """Ask the controller through the first holder that answers, of those that own these arena folders."""
     problems = []
     for folder in folders:
