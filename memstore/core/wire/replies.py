@@ -3,7 +3,7 @@
 The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
 ChunksStaged, reach the rank with their place there, as ShardPlaced.
 
-Those of status still travel as plain maps (`MAPPED`).
+The answers to AskStatus and AskEvents still travel as plain maps (`MAPPED`).
 """
 
 from __future__ import annotations
