@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memstore.cli.output import size_text
 from memstore.demo.checks import Kill
 from memstore.demo.records import Run, read_run
 from memstore.drills.breaking.kept_up import KeptUp
-from memstore.drills.model.report import gib
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import MemstoreError
 
@@ -95,4 +95,4 @@ def restore_seconds(run: Run) -> float:
 
 def tiers_text(nbytes_by_tier: dict[str, int]) -> str:
     """Return bytes by tier as text."""
-    return " · ".join(f"{gib(nbytes)} {tier}" for tier, nbytes in nbytes_by_tier.items())
+    return " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in nbytes_by_tier.items())

@@ -11,7 +11,7 @@ import collections
 import io
 import pathlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from memstore.core.format.layout import batches
 from memstore.errors import IntegrityError, MemstoreError
 from memstore.exchange.dcp_shares import Give
 from memstore.exchange.step_view import Entry, Item, StepView, tensor_entry
@@ -49,24 +50,13 @@ def write_dcp(view: StepView, folder: Path) -> None:
     # No look-ahead, which is for tensors on devices; `new_folder` syncs.
     writer = filesystem.FileSystemWriter(folder, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
-    files = [file for _, items in view.by_rank() for file in _cut(items)]
+    ranks = (items for _, items in view.by_rank())
+    files = [file for items in ranks for file in batches(items, lambda item: item.span[1], FILE_BYTES)]
     plans = [writer.prepare_local_plan(SavePlan([_write_item(view, item) for item in file])) for file in files]
     results = []
     for plan, file in zip(writer.prepare_global_plan(plans), files, strict=True):
         results.append(writer.write_data(plan, _OneByOne(file)).wait())
     writer.finish(Metadata(view.entries, view.paths), results)
-
-
-def _cut(items: list[Item]) -> Iterator[list[Item]]:
-    file: list[Item] = []
-    size = 0
-    for item in items:
-        if file and size + item.span[1] > FILE_BYTES:
-            yield file
-            file, size = [], 0
-        file.append(item)
-        size += item.span[1]
-    yield file
 
 
 def _write_item(view: StepView, item: Item) -> WriteItem:

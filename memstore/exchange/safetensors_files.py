@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from memstore.core.format.layout import batches
 from memstore.errors import ConfigError, IntegrityError, UnsupportedState
 from memstore.exchange.dcp_shares import Give
 from memstore.exchange.step_view import Item, StepView, tensor_entry
@@ -57,20 +58,22 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
             "another --prefix or as dcp, or put the tensor under another name",
             path=reserved,
         )
-    batches = _batches({name: tensor_entry(view.entries, name) for name in parts if name not in left_out}, file_bytes)
-    if not batches:
+    files = list(
+        batches((name for name in parts if name not in left_out), lambda name: _nbytes(view, name), file_bytes)
+    )
+    if not files:
         raise ConfigError(f"no tensor's name begins with {prefix!r}: see {sorted(parts)[:5]}", field="prefix")
     weight_map, total = {}, 0
-    for number, names in enumerate(batches, 1):
-        file = "model.safetensors" if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name.removeprefix(prefix): _assemble(view, name, parts[name]) for name in names}
         stock_safetensors().save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(batches) > 1:
+    if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True))
-    return {"tensors": len(weight_map), "files": len(batches), "left_out": left_out}
+    return {"tensors": len(weight_map), "files": len(files), "left_out": left_out}
 
 
 def _left_out(view: StepView, prefix: str) -> dict[str, str]:
@@ -99,18 +102,9 @@ def _has_type(dtype: torch.dtype) -> bool:
     return True
 
 
-def _batches(entries: dict[str, TensorStorageMetadata], file_bytes: int) -> list[list[str]]:
-    """Cut names, in order, into files."""
-    batches: list[list[str]] = []
-    size = 0
-    for name, entry in entries.items():
-        nbytes = entry.size.numel() * entry.properties.dtype.itemsize
-        if not batches or size + nbytes > file_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(name)
-        size += nbytes
-    return batches
+def _nbytes(view: StepView, name: str) -> int:
+    entry = tensor_entry(view.entries, name)
+    return entry.size.numel() * entry.properties.dtype.itemsize
 
 
 def _assemble(view: StepView, name: str, items: list[Item]) -> torch.Tensor:

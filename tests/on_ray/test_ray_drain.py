@@ -10,11 +10,11 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-import memstore  # noqa: E402
+from ray_job import ray_job  # noqa: E402
+
 from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
-from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 NOTICE_S = 120
@@ -24,12 +24,13 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
     """The preemption notice reaches the store by itself; when the host dies every shard still has two copies."""
     hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
     with EmbeddedCluster(hosts, cpus_per_host=3) as cluster:
-        ranks = on_hosts(["h1", "h2", "h3"], cluster.config)
-        assert ray.get([rank.put.remote(3) for rank in ranks], timeout=120) == ["committed"] * 3
+        job = ray_job(cluster)
+        job.start(["h1", "h2", "h3"])
+        job.train(0, 2, "before the notice")
+        job.leave()
 
         def host(name: str) -> dict[str, Any]:
-            status = memstore.status(config=cluster.config)
-            return next(row for row in status.hosts if row["host"] == name)
+            return next(row for row in cluster.status()["hosts"] if row["host"] == name)
 
         node = RayMembership(cluster.config.store).hosts()["h3"]["node"]
         notice = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address,
@@ -42,5 +43,4 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
         wait_for(lambda: host("h3")["drain_left"] == 0, "the store to do without h3")
         cluster.lose_host("h3")
         wait_for(lambda: host("h3")["status"] == "dead", "its death to be noticed")
-        [job] = memstore.status(config=cluster.config).jobs
-        assert (job["committed_step"], job["copies"]) == (2, 2)
+        assert (job.status()["committed_step"], job.status()["copies"]) == (2, 2)

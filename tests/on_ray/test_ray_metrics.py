@@ -13,17 +13,16 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from ray_job import ray_job  # noqa: E402
 
 import memstore  # noqa: E402
 from memstore.shell.on_ray.membership import RayMembership  # noqa: E402
 from memstore.testing.clusters import processes  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 3
 LIMIT_S = 90.0
-SHARD_BYTES = 50_000 * 4  # float32
 Numbers = dict[tuple[str, ...], float]
 
 
@@ -69,14 +68,16 @@ def test_the_endpoint_has_the_right_numbers() -> None:
     """
     with EmbeddedCluster({"h1": {}}, cpus_per_host=3, ray_settings={"metrics_report_interval_ms": 500}) as cluster:
         store = cluster.config.store
-        [rank] = on_hosts(["h1"], cluster.config)
-        assert ray.get(rank.put.remote(STEPS), timeout=120) == "committed"
+        job = ray_job(cluster, "job")
+        job.start(["h1"])
+        [shard_bytes] = {row.nbytes for step in range(STEPS) for row in job.put_measured(step, "committed")}
+        job.leave()
 
         now = wait_for(store, "the commits", lambda n: n.get(("commits_total", "job", "yes")) == STEPS)
         assert now["time_to_commit_seconds_count", "job"] == STEPS
         assert ("commits_total", "job", "no") not in now
         assert ("time_to_redundant_seconds_count", "job") not in now
-        assert now["put_bytes_total", "job"] == STEPS * SHARD_BYTES
+        assert now["put_bytes_total", "job"] == STEPS * shard_bytes
         now = wait_for(store, "every stall", lambda n: n.get(("put_stall_seconds_count", "job", "h1")) == STEPS)
         assert now["put_stall_seconds_sum", "job", "h1"] > 0
         now = wait_for(store, "the closed job", lambda n: n.get(("job_running", "job")) == 0)
@@ -90,9 +91,11 @@ def test_the_endpoint_has_the_right_numbers() -> None:
         os.kill(RayMembership(store).hosts()["h1"]["pid"], signal.SIGKILL)
         wait_for(store, "the death", lambda n: n.get(("host_deaths_total", "h1")) == 1)
         wait_for(store, "the successor", lambda n: n.get(("hosts", "live")) == 1 and ("arena_used_bytes", "h1") in n)
-        assert ray.get(rank.get.remote(), timeout=120) == (STEPS - 1, True, "local")
+        job.join(fresh=False)
+        [found] = job.restore()
+        assert (found.step, found.problem, found.verdict) == (STEPS - 1, "", "local")
         now = wait_for(store, "the restore", lambda n: n.get(("restores_total", "job", "local")) == 1)
-        assert now["restored_bytes_total", "job", "local"] == SHARD_BYTES
+        assert now["restored_bytes_total", "job", "local"] == shard_bytes
         assert ("restored_bytes_total", "job", "peer") not in now
         assert now["restores_total", "job", "none"] == 1
         assert now["restore_seconds_count", "job"] == 1

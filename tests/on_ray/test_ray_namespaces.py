@@ -8,13 +8,13 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-import memstore.admin.cluster as store_cluster  # noqa: E402
+from ray_job import ray_job  # noqa: E402
+
 from memstore.config import MIB, Config  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.clusters.namespaces import NamespaceRig, available  # noqa: E402
 from memstore.testing.clusters.processes import wait_for  # noqa: E402
 from memstore.testing.clusters.store_name import scratch_store_name  # noqa: E402
-from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,
@@ -38,35 +38,26 @@ def cluster() -> Iterator[EmbeddedCluster]:
             yield cluster
 
 
-def host_status(cluster: EmbeddedCluster, host: str) -> str:
-    """What the store thinks of a host."""
-    found = store_cluster.status(config=cluster.config).to_dict()
-    return next(row["status"] for row in found["hosts"] if row["host"] == host)
-
-
-def copies(cluster: EmbeddedCluster) -> int:
-    """Copies of the job's newest committed step."""
-    return int(store_cluster.status(config=cluster.config).to_dict()["jobs"][0]["copies"])
-
-
 def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: EmbeddedCluster) -> None:
     """The cable of a host is pulled: the newest step is restored without it, and with it back all copies are again."""
     rig = cluster.rig
     assert rig is not None
-    ranks = on_hosts(["h0", "h1"], cluster.config)
-    assert ray.get([rank.put.remote(4) for rank in ranks], timeout=120) == ["committed"] * 2
+    job = ray_job(cluster)
+    job.start(["h0", "h1"])
+    job.train(0, 3, "before the cut")
+    job.leave()
 
     rig.cut("h1")
     zombies = set(rig.processes("h1"))
     assert len(zombies) > 3, "raylet, agents, holder and rank are on the host"
-    wait_for(lambda: host_status(cluster, "h1") == "dead", "the cut host to be dead")
-    ranks = on_hosts(["h0", "h0"], cluster.config)
-    results = ray.get([rank.get.remote() for rank in ranks], timeout=120)
-    assert [step for step, _, _ in results] == [3, 3]
-    assert all(is_equal for _, is_equal, _ in results)
-    assert copies(cluster) == 1
+    wait_for(lambda: cluster.host_status().get("h1") == "dead", "the cut host to be dead")
+    job.stand_by(["h0", "h0"])
+    job.restart()
+    assert [(found.step, found.problem) for found in job.restore()] == [(3, "")] * 2
+    job.leave()
+    assert job.status()["copies"] == 1
 
     rig.heal("h1")
     wait_for(lambda: not zombies & set(rig.processes("h1")), "the raylet that Ray gave up to end", timeout_s=60)
     cluster.add_node("h1")
-    wait_for(lambda: copies(cluster) == 2, "the second copies")
+    wait_for(lambda: job.status()["copies"] == 2, "the second copies")

@@ -6,8 +6,9 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from ray_job import ray_job  # noqa: E402
+
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.ray_ranks import on_hosts  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 LATE_S = 20.0  # as the issue says: long after the others serve, within recovery_grace_s
@@ -19,27 +20,28 @@ def test_every_ray_process_killed_and_a_host_twenty_seconds_late() -> None:
     hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r3"}}
     first = EmbeddedCluster(hosts, cpus_per_host=3)
     first.config = first.config.with_fields({"recovery_grace_s": GRACE_S})
-    config = first.config.with_fields({"replicas": 1})  # so that nobody else can stand in for the late host
     try:
         first.start()
-        ranks = on_hosts(["h1", "h2", "h3"], config)
-        assert ray.get([rank.put.remote(4) for rank in ranks], timeout=120) == ["committed"] * 3
+        job = ray_job(first, replicas=1)  # so that nobody else can stand in for the late host
+        job.start(["h1", "h2", "h3"])
+        job.train(0, 3, "before the end")
+        job.leave()
+        job.ranks = []  # a later use of their handles would start another Ray
 
         first.kill_everything()
 
         again = EmbeddedCluster({"h1": hosts["h1"], "h2": hosts["h2"]}, cpus_per_host=3, config=first.config)
         try:
             again.start()
-            ranks = on_hosts(["h1", "h2", "h1"], config)  # rank 2 has to move: its host is not there yet
-            calls = [rank.get.remote() for rank in ranks]
+            job = ray_job(again, job.name, replicas=1)
+            job.stand_by(["h1", "h2", "h1"])  # rank 2 has to move: its host is not there yet
+            job.restart()
+            calls = job.all("restore", 120.0)
             done, _ = ray.wait(calls, timeout=LATE_S)
             assert not done, "a get ended without the host that holds the newest step"
 
             again.add_node("h3", hosts["h3"])
-            results = ray.get(calls, timeout=120)
-
-            assert [step for step, _, _ in results] == [3, 3, 3]
-            assert all(is_equal for _, is_equal, _ in results)
+            assert [(found.step, found.problem) for found in ray.get(calls, timeout=120)] == [(3, "")] * 3
         finally:
             again.stop()
     finally:

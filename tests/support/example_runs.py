@@ -10,7 +10,6 @@ from pathlib import Path
 
 from repository import ROOT
 
-import memstore
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.faults.processes import descendants, kill, wait_gone, with_start_times
@@ -49,8 +48,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 def newest_committed(cluster: EmbeddedCluster, job: str) -> int:
     """The newest committed step, -1 for none."""
-    rows = {row["job"]: row for row in memstore.status(config=cluster.config).jobs}
-    step = rows.get(job, {}).get("committed_step")
+    step = (cluster.job(job) or {}).get("committed_step")
     return -1 if step is None else int(step)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memstore.client.dcp.metadata import Place, SavedLayout, decode_metadata
-from memstore.core.format.layout import byte_span, row_major
+from memstore.core.format.layout import batches, byte_span, row_major
 from memstore.core.format.manifest import Manifest
 from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
 from memstore.shell.codec.verified_stream import CheckedStream
@@ -112,13 +112,14 @@ class DcpReader(StorageReader):
         """
         self._fence()
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
-        batches = list(_batches(parts))
-        coming = [self._ask(batch) for batch in batches[:1]]
+        by_rank = itertools.groupby(parts, key=lambda part: part.place.rank)
+        cut = [batch for _, mine in by_rank for batch in batches(mine, lambda part: part.nbytes, BATCH_BYTES)]
+        coming = [self._ask(batch) for batch in cut[:1]]
         try:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(cut):
                 with coming.pop() as read:
                     read.answer()
-                    coming += [self._ask(later) for later in batches[number + 1 : number + 2]]
+                    coming += [self._ask(later) for later in cut[number + 1 : number + 2]]
                     self._load(batch, read, planner)
         finally:
             for read in coming:
@@ -261,17 +262,3 @@ def _fill_later(target: torch.Tensor, part: Part, stream: CheckedStream) -> Call
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Cut parts, sorted by rank, into batches of one rank and at most BATCH_BYTES, or of one part."""
-    for _, mine in itertools.groupby(parts, key=lambda part: part.place.rank):
-        batch: list[Part] = []
-        size = 0
-        for part in mine:
-            if batch and size + part.nbytes > BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(part)
-            size += part.nbytes
-        yield batch

@@ -17,9 +17,9 @@ allocates or reads by it: tensors lie inside their extents, extents inside the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgpack
 import msgspec
@@ -30,6 +30,7 @@ from memstore.core.format.object_tree import INT_LIMIT, Count, decode_node
 from memstore.errors import ProtocolError
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Flag:
@@ -154,6 +155,25 @@ def pieces(offset: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, in
         size = min(chunk_bytes - start, nbytes - done)
         yield slot, start, done, size
         done += size
+
+
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Cut items, in order, into batches of at most `most_bytes`, or of one item.
+
+    >>> list(batches([3, 1, 5, 1], lambda nbytes: nbytes, 4))
+    [[3, 1], [5], [1]]
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if batch and total + nbytes > most_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
 
 
 def encode_layout(nbytes: int, extents: list[Any], tensors: list[Any], blobs: list[Any], tree: Any) -> bytes:

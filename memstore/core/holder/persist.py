@@ -8,15 +8,16 @@ The chunks of a slice are copied first: a pin that is held while storage hangs w
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.durable.marker_format import row_of
 from memstore.core.holder.effects import (
     CopySlice,
     Effect,
-    LoadManifest,
     MarkersFound,
+    OnStore,
     OpenDurable,
     ReadMarkers,
     RemoveDurable,
@@ -119,7 +120,7 @@ def _copied(
         raise IntegrityError(f"{shard} is not here any more")
     shelved, pin = pinned
     try:
-        manifest = yield LoadManifest(shelved)
+        manifest = yield OnStore(partial(state.store.manifest, shelved))
         chunks, bad = yield CopySlice(shelved, number)
         if bad is not None:
             yield Verify(shelved)
@@ -175,11 +176,12 @@ def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
         yield Unexpected("durable markers", exc)
         why = repr(exc)
     else:
-        rows = tuple(row_of(record) for record in found.records)
-        report = MarkersListed(
-            job=order.job, call=order.call, markers=rows, key=found.key, damaged=found.damaged, lacks=found.lacks
-        )
-        state.report(report)
+        state.report(
+            MarkersListed(
+                job=order.job, call=order.call, markers=found.markers, key=found.key, damaged=found.damaged,
+                lacks=found.lacks,
+            )
+        )  # fmt: skip
         return
     state.report(MarkersUnread(job=order.job, call=order.call, why=why))
 

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.cli.output import size_text
 from memstore.config import MIB, Config
 from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
-from memstore.drills.model.report import BROKEN, ERROR, EXIT_CODES, PASS, gib
+from memstore.drills.model.report import BROKEN, ERROR, EXIT_CODES, PASS
 from memstore.drills.ranks.ranks import PutRow, Restored
 from memstore.drills.sites.scratch import ScratchJob
 from memstore.drills.sites.site import Site
@@ -117,14 +118,14 @@ class Canary:
         job = ScratchJob(self.site, JOB, config, seed=self.options.seed, nbytes=report.nbytes)
         report.job = job.name
         self.print_line(
-            f"  job {job.name}, {len(report.hosts)} ranks of {gib(report.nbytes)}, {report.replicas} copies"
+            f"  job {job.name}, {len(report.hosts)} ranks of {size_text(report.nbytes)}, {report.replicas} copies"
         )
         try:
             self._play(job)
             report.outcome = BROKEN if self.broken else PASS
-            report.words = "; ".join(self.broken) or (
-                f"{gib(report.bytes_by_tier['peer'])} came back over the network, every byte equal to one made anew"
-            )
+            back = size_text(report.bytes_by_tier.get("peer"))
+            words = f"{back} came back over the network, every byte equal to one made anew"
+            report.words = "; ".join(self.broken) or words
         except MemstoreError as exc:
             report.outcome, report.words = ERROR, f"{type(exc).__name__}: {exc}"
         finally:
@@ -160,10 +161,10 @@ class Canary:
             )
         if refusals:
             raise CapacityError(
-                f"no room for {gib(report.nbytes)} per rank: {'; '.join(refusals[:10])}. Nothing was touched; "
+                f"no room for {size_text(report.nbytes)} per rank: {'; '.join(refusals[:10])}. Nothing was touched; "
                 "try a smaller --nbytes"
             )
-        self._done(Step("room", f"{gib(need)} more per host fit on {len(live)} hosts"))
+        self._done(Step("room", f"{size_text(need)} more per host fit on {len(live)} hosts"))
         return config
 
     def _status_with_memory(self) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memstore.cli.output import size_text
 from memstore.config import Config
-from memstore.drills.model.report import gib
 
 STATES = 4  # bytes of a rank's process per byte of its shard: state, restored state, fresh state, slack
 MEMORY_SHARE = 0.8  # the canary may take this share of a machine's free memory; the rest is for the cluster's users
@@ -29,7 +29,9 @@ def store_refusals(hosts: Sequence[Mapping[str, Any]], need: int) -> list[str]:
         stats = row["stats"]
         free = int(stats.get("limit_bytes", 0)) - int(stats.get("reserved_bytes", 0))
         if free < need:
-            found.append(f"{row['host']} has {gib(max(0, free))} of its arena left, the canary needs {gib(need)}")
+            found.append(
+                f"{row['host']} has {size_text(max(0, free))} of its arena left, the canary needs {size_text(need)}"
+            )
     return found
 
 
@@ -51,9 +53,12 @@ def machine_refusals(
         growth = max(0, int(stats.get("reserved_bytes", 0)) + need - int(stats.get("claimed_bytes", 0)))
         wanted[machine] = wanted.get(machine, 0) + growth + STATES * nbytes
         names.setdefault(machine, str(row["host"]))
-    return [
-        f"the machine of {names[machine]} has {gib(available[names[machine]])} of memory left, of which the canary "
-        f"would take {gib(nbytes_wanted)} and may take {gib(MEMORY_SHARE * available[names[machine]])}"
-        for machine, nbytes_wanted in wanted.items()
-        if nbytes_wanted > MEMORY_SHARE * available[names[machine]]
-    ]
+    found = []
+    for machine, nbytes_wanted in wanted.items():
+        left = available[names[machine]]
+        if nbytes_wanted > MEMORY_SHARE * left:
+            found.append(
+                f"the machine of {names[machine]} has {size_text(left)} of memory left, of which the canary would take "
+                f"{size_text(nbytes_wanted)} and may take {size_text(MEMORY_SHARE * left)}"
+            )
+    return found

@@ -134,12 +134,3 @@ class Timeline:
 def verdict_line(report: Report) -> str:
     """Return the last line: the outcome as text, and the command that plays the drill again."""
     return f"{report.outcome}  {report.words} · replay: {report.replay}"
-
-
-def gib(nbytes: float) -> str:
-    """Return a number of bytes as text, in B, KiB, MiB or GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"

@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from memstore.config import Config
@@ -43,24 +43,19 @@ def from_wire(value: Any) -> Any:
 
 
 class ProcessActor:
-    """One rank process with the calls of an actor: `actor.put.remote(1, 2)` returns a Future; calls run in order."""
+    """One rank process; its calls run in order."""
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{process.pid}")
 
-    def __getattr__(self, name: str) -> ProcessMethod:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return ProcessMethod(self, name)
-
-    def submit(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
+    def submit(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
         """Queue a call for the rank process; return its Future."""
-        return self._caller.submit(self._call, do, args, options)
+        return self._caller.submit(self._call, name, args, options)
 
-    def _call(self, do: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         try:
-            self.process.begin(do, args=to_wire(list(args)), options=options)
+            self.process.begin(name, args=to_wire(list(args)), options=options)
             return from_wire(self.process.finish(ANSWER_S)["value"])
         except RankFailed as failed:
             words = f"{failed.error}: {failed}" if failed.error not in str(failed) else str(failed)
@@ -74,20 +69,13 @@ class ProcessActor:
         self._caller.shutdown(cancel_futures=True)  # a call that is under way ends now, with the pipe
 
 
-@dataclass(frozen=True)
-class ProcessMethod:
-    """A method of a rank process."""
-
-    actor: ProcessActor
-    name: str
-
-    def remote(self, *args: Any, **options: Any) -> Future[Any]:
-        """Queue a call of the method; return its Future."""
-        return self.actor.submit(self.name, args, options)
-
-
 class ProcessRank(Rank):
     """The drill's handle of one rank process."""
+
+    def call(self, name: str, *args: Any, **options: Any) -> Future[Any]:
+        """Begin a call; return its Future."""
+        future: Future[Any] = self.actor.submit(name, args, options)
+        return future
 
     def end(self) -> None:
         """Kill the process."""

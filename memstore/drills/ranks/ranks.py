@@ -126,30 +126,21 @@ class DrillRank:
         self.store.flush(level, timeout_s)
         return int(self.store.latest_step())
 
-    def restore(self, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """Call get(), and compare every byte with a fresh state made from (seed, rank, step)."""
-        try:
-            got = self.store.get(timeout_s=timeout_s)
-        except MemstoreError as exc:
-            return Restored(self.store.rank, error=type(exc).__name__, message=str(exc))
-        if got is None:
-            return Restored(
-                self.store.rank, error="None",
-                message="get() returned None: the store says that the job has no history",
-            )  # fmt: skip
-        return self._compared(got, self.store.rank, is_altered=is_altered)
+    def restore(self, timeout_s: float, *, is_altered: bool = False, **which: int) -> Restored:
+        """Call get(), and compare every byte with a fresh state made from (seed, rank, step).
 
-    def read(self, step: int, rank: int, timeout_s: float, *, is_altered: bool = False) -> Restored:
-        """Read one rank's shard of a step while training goes on (R27), and compare every byte."""
-        try:
-            got = self.store.get(step, rank=rank, timeout_s=timeout_s)
-        except MemstoreError as exc:
-            return Restored(rank, error=type(exc).__name__, message=str(exc))
-        return self._compared(got, rank, is_altered=is_altered)
-
-    def _compared(self, got: Any, rank: int, *, is_altered: bool) -> Restored:
+        `which` is empty for the restore of an attempt, or names the step and the rank to read beside training (R27).
+        """
         from memstore.drills.ranks.training import alter, compare, make_state
 
+        rank = which.get("rank", self.store.rank)
+        try:
+            got = self.store.get(timeout_s=timeout_s, **which)
+        except MemstoreError as exc:
+            return Restored(rank, error=type(exc).__name__, message=str(exc))
+        if got is None:
+            words = "get() returned None: the store says that the job has no history"
+            return Restored(rank, error="None", message=words)
         if is_altered:
             alter(got.state)
         fresh = make_state(self.seed, rank, got.step, self.nbytes)
@@ -173,8 +164,12 @@ class Rank:
 
     actor: Any
     host: str
-    pid: int
-    start: int
+    pid: int = 0
+    start: int = 0
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Begin a call of a method of `DrillRank`; return what `collect` takes."""
+        return getattr(self.actor, name).remote(*args, **options)
 
     def end(self) -> None:
         """Kill the process."""
@@ -200,18 +195,18 @@ class RankPool:
         Raises:
             DrillError: a process did not start.
         """
-        found: list[Rank | None] = []
+        found, new = [], []
         for host in hosts:
-            idle = next((r for r in self._idle if r.host == host), None)
-            if idle is not None:
-                self._idle.remove(idle)
-            found.append(idle)
-        missing = [(i, host) for i, (host, r) in enumerate(zip(hosts, found, strict=True)) if r is None]
-        started = {i: self.start(host, nodes) for i, host in missing}
-        whos = collect([actor.who.remote() for actor in started.values()], "start")
-        for (index, actor), (pid, start) in zip(started.items(), whos, strict=True):
-            found[index] = self.kind(actor, hosts[index], pid, start)
-        return [rank for rank in found if rank is not None]
+            rank = next((r for r in self._idle if r.host == host), None)
+            if rank is not None:
+                self._idle.remove(rank)
+            else:
+                rank = self.kind(self.start(host, nodes), host)
+                new.append(rank)
+            found.append(rank)
+        for rank, who in zip(new, collect([r.call("who") for r in new], "start"), strict=True):
+            rank.pid, rank.start = who
+        return found
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
         """Keep ranks that have left their job, for the next drill."""

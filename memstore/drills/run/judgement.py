@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memstore.cli.output import size_text
 from memstore.drills.model.promises import REFUSED
-from memstore.drills.model.report import gib
 from memstore.drills.ranks.ranks import Restored
 from memstore.drills.sites.drill_context import DrillContext
 
@@ -23,7 +23,7 @@ def record_restore(context: DrillContext, results: Sequence[Restored]) -> None:
         return
     report.verdict, report.step_restored = first.verdict, first.step
     report.bytes_by_tier.update(first.bytes_by_tier)
-    tiers = " · ".join(f"{gib(n)} {tier}" for tier, n in report.bytes_by_tier.items())
+    tiers = " · ".join(f"{size_text(n)} {tier}" for tier, n in report.bytes_by_tier.items())
     moved = f" · {len(first.ranks_moved)} ranks moved" if first.ranks_moved else ""
     plan_s = first.seconds_by_phase["gather"]
     transfer_s, load_s = first.seconds_by_phase["transfer"], max(r.seconds_by_phase["load"] for r in results)
@@ -64,7 +64,7 @@ def judge_restore(context: DrillContext, results: Sequence[Restored]) -> None:
         broken.append(f"{report.rpo_steps} committed steps were lost, promised were 0: {first.reason}")
     for tier, nbytes in report.bytes_by_tier.items():
         if nbytes and tier not in promise.tiers:
-            broken.append(f"{gib(nbytes)} came from {tier}, promised were 0")
+            broken.append(f"{size_text(nbytes)} came from {tier}, promised were 0")
     if promise.needs is not None and not report.bytes_by_tier[promise.needs]:
         broken.append(f"no byte came from {promise.needs}: the fault took nothing away")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from memstore.drills.model.report import gib
+from memstore.cli.output import size_text
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #1d232b; }
@@ -49,9 +49,10 @@ def _facts(record: Mapping[str, Any]) -> str:
     words = [
         f"{sum(counts.values())} drills played: {', '.join(f'{n} {name}' for name, n in counts.items())}; "
         f"{len(record['skipped'])} not played; {record['seconds']:g} s; seed {record['seed']}; "
-        f"{gib(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
+        f"{size_text(record['nbytes_per_rank'])} per rank; ended {record['ended']}",
         f"{where['cpus']} processors, {where['system']} {where['kernel']} {where['machine']}, "
-        f"{gib(where['memory_available_bytes'])} of memory left at the end · Python {where['python']} · {versions}",
+        f"{size_text(where['memory_available_bytes'])} of memory left at the end · Python "
+        f"{where['python']} · {versions}",
         f"commit {record['commit'] or 'unknown'}",
     ]
     return "".join(f'<p class="muted">{escape(line)}</p>' for line in words)
@@ -89,7 +90,7 @@ def title_of(row: Mapping[str, Any]) -> str:
 
 def tiers_text(row: Mapping[str, Any]) -> str:
     """Return the restored bytes by tier, as text; or "refused", or "-" if there was no restore."""
-    found = [f"{gib(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
+    found = [f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items() if nbytes]
     if found:
         return " · ".join(found)
     return "refused" if row["verdict"] == "refused" else "-"

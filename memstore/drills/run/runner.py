@@ -14,12 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from memstore.cli.output import size_text
 from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import RESTART, promised
-from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline, gib
+from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline
 from memstore.drills.run.flows import FLOWS
 from memstore.drills.run.safety import check_last_copies
 from memstore.drills.scenes.scenes import SCENES
@@ -147,7 +148,7 @@ class DrillRun:
         context.timeline.line(
             "before",
             f"step {report.step_before} committed, {job.copies_text()} everywhere, "
-            f"{len(job.ranks)} ranks of {gib(options.nbytes)}",
+            f"{len(job.ranks)} ranks of {size_text(options.nbytes)}",
         )
 
     def _inject(self) -> None:

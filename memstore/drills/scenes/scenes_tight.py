@@ -11,10 +11,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from memstore.cli.output import size_text
 from memstore.config import MIB
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.drills.breaking.mounts import check_full
-from memstore.drills.model.report import gib
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_tight import TightSite, memory_in_use
 from memstore.errors import DrillError
@@ -93,7 +93,7 @@ class TmpfsFull(TightScene):
         if self.filler is None:
             raise DrillError("nothing was filled")
         beside = f"{self.room_bytes} bytes left in the journals' last pages"
-        return f"a file of {gib(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
+        return f"a file of {size_text(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
 
     def wait_for_effect(self) -> str:
         return check_full(self.tight.arenas, PAGE_BYTES)
@@ -140,8 +140,8 @@ class MemoryPressure(TightScene):
         task = ray.remote(take_memory).options(num_cpus=0, max_retries=1, scheduling_strategy=node)
         self.hog = task.remote(HOG_LIMIT_BYTES)
         return (
-            f"a task on {host} takes memory; its raylet kills at {self.tight.threshold:.1%} of {gib(total)}, "
-            f"{gib(self.tight.threshold * total - used)} from here"
+            f"a task on {host} takes memory; its raylet kills at {self.tight.threshold:.1%} of {size_text(total)}, "
+            f"{size_text(self.tight.threshold * total - used)} from here"
         )
 
     def wait_for_effect(self) -> str:
@@ -152,7 +152,7 @@ class MemoryPressure(TightScene):
             return f"Ray killed it: OutOfMemoryError: {words.strip()[:160]}"
         except ray.exceptions.RayError as exc:
             raise DrillError(f"the task ended otherwise than by Ray's memory monitor: {exc}") from exc
-        raise DrillError(f"the task was given {gib(nbytes)} and was not killed: the fault did not take effect")
+        raise DrillError(f"the task was given {size_text(nbytes)} and was not killed: the fault did not take effect")
 
     def check(self) -> None:
         super().check()

@@ -45,16 +45,14 @@ class ScratchJob:
 
     def join(self, *, fresh: bool) -> None:
         """Let all ranks open the next attempt."""
-        key = secrets.token_hex(8)
-        collect(
-            [
-                r.actor.join.remote(
-                    self.name, i, len(self.ranks), key, self.config, fresh=fresh, seed=self.seed, nbytes=self.nbytes
-                )
-                for i, r in enumerate(self.ranks)
-            ],
-            "connect",
-        )
+        key, count = secrets.token_hex(8), len(self.ranks)
+        fields = {"fresh": fresh, "seed": self.seed, "nbytes": self.nbytes}
+        ranks = enumerate(self.ranks)
+        collect([r.call("join", self.name, i, count, key, self.config, **fields) for i, r in ranks], "connect")
+
+    def all(self, name: str, *args: Any, **options: Any) -> list[Any]:
+        """Begin a call of a method on all ranks; return the calls for `collect`."""
+        return [r.call(name, *args, **options) for r in self.ranks]
 
     def restand(self, host: str) -> None:
         """Replace the next attempt's processes on a host that died and is back."""
@@ -71,7 +69,7 @@ class ScratchJob:
 
     def put(self, first: int, last: int, what: str = "put") -> list[PutRow]:
         """Let all ranks put the steps `first` to `last`; raise DrillError if one of the puts raised."""
-        calls = [r.actor.put.remote(first, last) for r in self.ranks]
+        calls = self.all("put", first, last)
         rows: list[PutRow] = [row for mine in collect(calls, what) for row in mine]
         errors = [row.error for row in rows if row.error]
         if errors:
@@ -86,13 +84,17 @@ class ScratchJob:
 
     def put_measured(self, step: int, level: str) -> list[PutRow]:
         """Let all ranks put one prepared step; return for each how long it took to reach a level."""
-        collect([r.actor.prepare.remote(step) for r in self.ranks], "making the states")
-        rows: list[PutRow] = collect([r.actor.put_and_wait.remote(step, level, CALL_S) for r in self.ranks], "put")
+        collect(self.all("prepare", step), "making the states")
+        rows: list[PutRow] = collect(self.all("put_and_wait", step, level, CALL_S), "put")
         return rows
+
+    def leave(self, timeout_s: float = CALL_S) -> None:
+        """Let all ranks leave the job; their processes can join again."""
+        collect(self.all("leave"), "leave", timeout_s)
 
     def rejoin(self) -> None:
         """Let the same processes leave and open the next attempt."""
-        collect([r.actor.leave.remote() for r in self.ranks], "leave")
+        self.leave()
         self.join(fresh=False)
 
     def drop(self, rank: int, host: str) -> CopyDropped:
@@ -110,20 +112,20 @@ class ScratchJob:
         `marks` names by rank the file in which the rank marks that a put is under way.
         """
         found = marks or {}
-        return [r.actor.put.remote(first, last, pause_s, found.get(i, "")) for i, r in enumerate(self.ranks)]
+        return [r.call("put", first, last, pause_s, found.get(i, "")) for i, r in enumerate(self.ranks)]
 
     def wait(self, level: str, what: str) -> None:
         """Wait until the newest put of every rank has reached a level."""
-        collect([r.actor.wait.remote(level, SETTLE_S) for r in self.ranks], what)
+        collect(self.all("wait", level, SETTLE_S), what)
 
     def restore(self, *, is_altered: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Restored]:
         """Let all ranks get and compare. `meanwhile` is called when all ranks but the last have called get()."""
         *first, last = self.ranks
-        calls = [r.actor.restore.remote(RESTORE_S, is_altered=is_altered) for r in first]
+        calls = [r.call("restore", RESTORE_S, is_altered=is_altered) for r in first]
         if meanwhile is not None:
             self.site.wait_for("the round of the get to open", lambda: self.status()["is_restoring"])
             meanwhile()
-        calls.append(last.actor.restore.remote(RESTORE_S, is_altered=is_altered))
+        calls.append(last.call("restore", RESTORE_S, is_altered=is_altered))
         results: list[Restored] = collect(calls, "get", RESTORE_S + CALL_S)
         return results
 
@@ -131,7 +133,7 @@ class ScratchJob:
         """Let every rank i read and compare the shard of rank i + `shift`, while training goes on (R27)."""
         count = len(self.ranks)
         calls = [
-            r.actor.read.remote(step, (i + shift) % count, RESTORE_S, is_altered=is_altered)
+            r.call("restore", RESTORE_S, is_altered=is_altered, step=step, rank=(i + shift) % count)
             for i, r in enumerate(self.ranks)
         ]
         results: list[Restored] = collect(calls, "read", RESTORE_S + CALL_S)
@@ -173,7 +175,7 @@ class ScratchJob:
         """Remove the job, and give its processes back to the pool; skip what does not answer."""
         kill_actors(self.spares)
         try:
-            collect([r.actor.leave.remote() for r in self.ranks], "leave", CALL_S / 4)
+            self.leave(CALL_S / 4)
             self.site.pool.give_back(self.ranks)
         except MemstoreError:
             kill_actors(self.ranks)

@@ -10,10 +10,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.admin.cluster import ask, join_ray
+from memstore.cli.output import size_text
 from memstore.config import Config
 from memstore.core.wire.calls import AskStatus, RankCall
 from memstore.drills.breaking import faults
-from memstore.drills.model.report import gib
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder
@@ -187,7 +187,7 @@ class Site:
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
         """Destroy a host as far as this site may, and check that it is gone; return what was done, as text."""
         nbytes = self.lose_memory(host, ranks)
-        return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({gib(nbytes)} gone)"
+        return f"SIGKILL to the holder and the drill's ranks of {host}, arena file destroyed ({size_text(nbytes)} gone)"
 
     def end_drill(self, hosts: list[str]) -> None:
         """Wait after a drill until the hosts that were live before it are live again."""
@@ -240,7 +240,8 @@ class EmbeddedSite(Site):
         wait_gone(victims)
         faults.check_destroyed(folder, before)
         faults.check_silent(record, self.config, secret)
-        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gib(done['nbytes'])} gone)"
+        gone = size_text(done["nbytes"])
+        return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 
     def wait_given_up(self, node: str) -> None:
         """Wait until Ray's head has declared a node dead; its raylet ends when it learns that."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from memstore.core.format.layout import pieces
+from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, chunk_hasher
 from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, StepDropped
 from memstore.shell.device.side_stream import (
@@ -164,7 +164,7 @@ class CheckedStream:
             jobs.append(workers.submit(self._copy_job, flight, copies))
 
         try:
-            for flight in flights_of(views):
+            for flight in batches(views, lambda item: item[1].nbytes, FLIGHT_BYTES):
                 for index in {move[0].device.index for i, _ in flight for move in copies.device[i] if move[0].is_cuda}:
                     workers.submit(self._source.pin, flight, index).result()
                 if len(under_way) == FLIGHTS_MAX:
@@ -203,20 +203,6 @@ class CheckedStream:
             f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
             f"{f': {problem}' if problem else ''}"
         ) from problem
-
-
-def flights_of(views: Views) -> Iterator[Views]:
-    """Yield the chunks in order, at most `FLIGHT_BYTES` together or one alone."""
-    flight: Views = []
-    total = 0
-    for index, view in views:
-        if flight and total + view.nbytes > FLIGHT_BYTES:
-            yield flight
-            flight, total = [], 0
-        flight.append((index, view))
-        total += view.nbytes
-    if flight:
-        yield flight
 
 
 def order_chunks(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memstore.core.format.layout import batches
 from memstore.shell.tensors.slot_stream import tensor_at
 
 # Ordered between two events; one more flight may be under way. What another stream copies, such as the number that
@@ -106,18 +107,9 @@ def has_streams(device: torch.device) -> bool:
 
 
 def flights(writes: Iterable[DeviceWrite], limit_bytes: int = FLIGHT_BYTES) -> Iterator[list[Piece]]:
-    """Yield the pieces (source, address, start, nbytes) in order, at most `limit_bytes` together or one alone."""
-    flight: list[Piece] = []
-    total = 0
-    for source, pieces in writes:
-        for address, start, nbytes in pieces:
-            if flight and total + nbytes > limit_bytes:
-                yield flight
-                flight, total = [], 0
-            flight.append((source, address, start, nbytes))
-            total += nbytes
-    if flight:
-        yield flight
+    """Return the pieces (source, address, start, nbytes) in order, at most `limit_bytes` together or one alone."""
+    found = ((source, *piece) for source, pieces in writes for piece in pieces)
+    return batches(found, lambda piece: piece[3], limit_bytes)
 
 
 def by_device(writes: Sequence[DeviceWrite]) -> Iterator[tuple[torch.device, list[DeviceWrite]]]:

@@ -14,6 +14,7 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
+from memstore.core.holder.link import Link
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -187,7 +188,7 @@ class RankServer:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)
 
-    def _placed(self, link: effects.Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
+    def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
         """Pin what was brought here for a rank, and say where it lies."""
         lent = self.runner.run(reads.lend(self.state, link, staged))
         return ShardPlaced(
@@ -199,8 +200,9 @@ class RankServer:
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead."""
+        """Reclaim what processes leased that are proved dead, and let go of what readers kept for too long."""
         self.runner.run(ranks.reap(self.state))
+        self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
         with self.runner.state():

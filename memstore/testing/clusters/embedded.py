@@ -14,17 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
-from ray.cluster_utils import Cluster
+from ray import cluster_utils
 
 import memstore.admin.cluster as store_cluster
 from memstore.config import Config
-from memstore.shell.arena.folder import arena_folder
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.faults.arena_files import arena_nbytes
@@ -42,11 +40,8 @@ FAST_HEALTH = {
 }
 
 
-class EmbeddedCluster:
-    """Raylets by host id and a started store; the first host is Ray's head and carries the driver.
-
-    It is a context manager that leaves no process, socket or arena behind.
-    """
+class EmbeddedCluster(Cluster):
+    """Raylets by host id and a started store; the first host is Ray's head and carries the driver."""
 
     def __init__(
         self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
@@ -71,23 +66,10 @@ class EmbeddedCluster:
         self.cluster: Any = None
         self._outer_address: str | None = os.environ.get("RAY_ADDRESS")
 
-    def __enter__(self) -> EmbeddedCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     def start(self) -> None:
         """Start the raylets, connect this process, start the store."""
         os.environ.pop("RAY_ADDRESS", None)
-        self.cluster = Cluster()
+        self.cluster = cluster_utils.Cluster()
         head, *others = self.labels
         self.add_node(head)
         ray.init(address=self.cluster.address, namespace="memstore", log_to_driver=False, logging_level="ERROR")
@@ -196,10 +178,6 @@ class EmbeddedCluster:
         wait_gone(victims)
         shutil.rmtree(self.arena(host))
         return {"host": host, "processes": len(victims), "nbytes": nbytes}
-
-    def arena(self, host: str) -> Path:
-        """Return the arena folder of a host."""
-        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
 
     def stop(self) -> None:
         """Stop everything and remove every arena."""

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,12 +25,10 @@ from memstore.config import Config
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.journal.records import entry_from_record
-from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
-from memstore.errors import MemstoreError
-from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.journal_file import read_records
 from memstore.shell.arena.slot_headers import SlotState
-from memstore.shell.rank.admin_link import Tool, store_root
+from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.nursery import ForkedProcess, Nursery
 from memstore.testing.clusters.store_name import scratch_store_name
@@ -63,8 +61,8 @@ def wait_for(
         time.sleep(POLL_S)
 
 
-class ProcessCluster:
-    """Holders by host id and one controller; a context manager that leaves nothing behind."""
+class ProcessCluster(Cluster):
+    """Holders by host id and one controller, each a process."""
 
     def __init__(
         self, folder: Path, hosts: Mapping[str, Mapping[str, str]], *, arena_bytes: int | Literal["auto"] = 64 << 20,
@@ -103,18 +101,14 @@ class ProcessCluster:
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> ProcessCluster:
-        try:
-            address = "127.0.0.1" if self.rig is None else self.rig.root_address
-            self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
-            self.start_controller()
-            for host in self.labels:
-                self.start_holder(host)
-            self.wait_live(*self.labels)
-        except BaseException:
-            self.stop()
-            raise
-        return self
+    def start(self) -> None:
+        """Start the controller and every holder, and wait until they serve."""
+        address = "127.0.0.1" if self.rig is None else self.rig.root_address
+        self.proxies = {host: FaultProxy(self.announced(host), address=address) for host in self.proxied}
+        self.start_controller()
+        for host in self.labels:
+            self.start_holder(host)
+        self.wait_live(*self.labels)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -249,10 +243,6 @@ class ProcessCluster:
         """Send a signal such as SIGSTOP to the holder."""
         self.holders[host].send_signal(sig)
 
-    def arena(self, host: str) -> Path:
-        """Return the arena folder of a host."""
-        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
-
     def manifests(self, host: str) -> dict[str, bytes]:
         """Return the manifests of a host by file name, without those that go while they are read."""
         found = {}
@@ -298,45 +288,9 @@ class ProcessCluster:
         inventory: dict[str, Any] = wait_for(settled, f"{manifests_count} manifests on every host")
         return inventory
 
-    def env(self, host: str) -> dict[str, str]:
-        """Return the environment of a process that runs on a host."""
-        return {**os.environ, "MEMSTORE_HOST": host}
-
-    # -- questions ----------------------------------------------------------------------------
-
-    def ask(self, request: RankCall, timeout_s: float = START_S) -> Any:
-        """Ask the controller through any holder that runs."""
-        running = [host for host, process in self.holders.items() if process.poll() is None]
-        return ask_through([self.arena(host) for host in running], request, timeout_s)
-
-    def status(self) -> dict[str, Any]:
-        """Return the controller's status."""
-        status: dict[str, Any] = self.ask(AskStatus())
-        return status
-
-    def job(self, name: str) -> dict[str, Any] | None:
-        """Return one job's status, or None."""
-        return next((job for job in self.status()["jobs"] if job["job"] == name), None)
-
-    def host_rows(self) -> list[dict[str, Any]]:
-        """Return the hosts in the controller's status; empty while no controller answers."""
-        try:
-            found: list[dict[str, Any]] = self.ask(AskStatus(), timeout_s=2.0)["hosts"]
-        except (MemstoreError, OSError):
-            return []
-        return found
-
-    def host_status(self) -> dict[str, str]:
-        """Return the status of each host; empty while no controller answers."""
-        return {row["host"]: row["status"] for row in self.host_rows()}
-
-    def host_events(self, *kinds: str) -> list[tuple[str, str]]:
-        """Return the events of hosts so far, such as (host, "host_dead"), in order.
-
-        A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
-        suspect at that moment.
-        """
-        return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
+    def running(self) -> list[str]:
+        """Return the hosts whose holder runs."""
+        return [host for host, process in self.holders.items() if process.poll() is None]
 
     def wait_live(self, *hosts: str) -> None:
         """Wait until the controller counts these hosts live, each with the holder that was started last."""
@@ -350,19 +304,6 @@ class ProcessCluster:
     def logs(self) -> str:
         """Return all logs, for a failing test."""
         return "\n".join(f"== {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.folder.glob("*.log")))
-
-
-def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = START_S) -> dict[str, Any]:
-    """Ask the controller through the first holder that answers, of those that own these arena folders."""
-    problems = []
-    for folder in folders:
-        if (folder / "holder.sock").exists():
-            try:
-                with Tool(folder) as tool:
-                    return dict(tool.ask(request, timeout_s))
-            except (MemstoreError, OSError) as exc:
-                problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
-    raise MemstoreError(f"no holder answers: {problems}")
 
 
 def _named(manifests: dict[str, bytes]) -> set[bytes]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from memstore.core.wire.calls import RankCall
 from memstore.shell.arena import lock as arena_lock
-from memstore.testing.clusters.processes import ProcessCluster, StartedProcess, ask_through
+from memstore.testing.clusters.cluster import ask_through
+from memstore.testing.clusters.processes import ProcessCluster, StartedProcess
 from memstore.testing.clusters.stepped_clock import stepped_clock
 from memstore.testing.faults.processes import Process, kill, send, wait_gone, with_start_times
 from memstore.testing.nemesis.ledger import Harm, Ledger
@@ -53,7 +54,7 @@ class Hosts:
         """Start everything and wait until all hosts are live."""
         for who in [*self, "controller"]:
             self._prepare(who)
-        self.cluster.__enter__()
+        self.cluster.start()
 
     def close(self) -> None:
         """Kill all processes and remove the arenas."""

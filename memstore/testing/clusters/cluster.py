@@ -1,0 +1,108 @@
+"""What all clusters of this machine have in common: arenas by host, and the controller's answers through any holder.
+
+The back ends are plain processes, also in network namespaces (`processes.py`), and raylets (`embedded.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from memstore.config import Config
+from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
+from memstore.errors import MemstoreError
+from memstore.shell.arena.folder import arena_folder
+from memstore.shell.rank.admin_link import Tool
+
+ANSWER_S = 30.0
+Self = TypeVar("Self", bound="Cluster")
+
+
+class Cluster:
+    """A store whose hosts are on this machine; a context manager that leaves nothing behind."""
+
+    config: Config
+    labels: dict[str, dict[str, str]]  # by host
+
+    def __enter__(self: Self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything, and wait until all hosts serve."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Kill every process and remove every arena; also after a start that failed."""
+        raise NotImplementedError
+
+    def running(self) -> list[str]:
+        """Return the hosts that may have a holder."""
+        return list(self.labels)
+
+    def arena(self, host: str) -> Path:
+        """Return the arena folder of a host."""
+        return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
+
+    def env(self, host: str) -> dict[str, str]:
+        """Return the environment of a process that runs on a host."""
+        return {**os.environ, "MEMSTORE_HOST": host}
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Ask the controller through any holder that runs."""
+        return ask_through(map(self.arena, self.running()), request, timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Return the controller's status."""
+        return self.ask(AskStatus())
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        """Return one job's status, or None."""
+        return next((job for job in self.status()["jobs"] if job["job"] == name), None)
+
+    def host_rows(self) -> list[dict[str, Any]]:
+        """Return the hosts in the controller's status; empty while no controller answers."""
+        try:
+            found: list[dict[str, Any]] = self.ask(AskStatus(), timeout_s=2.0)["hosts"]
+        except (MemstoreError, OSError):
+            return []
+        return found
+
+    def host_status(self) -> dict[str, str]:
+        """Return the status of each host; empty while no controller answers."""
+        return {row["host"]: row["status"] for row in self.host_rows()}
+
+    def host_events(self, *kinds: str) -> list[tuple[str, str]]:
+        """Return the events of hosts so far, such as (host, "host_dead"), in order.
+
+        A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
+        suspect at that moment.
+        """
+        return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
+
+
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    """Ask the controller through the first holder that answers, of those that own these arena folders."""
+    problems = []
+    for folder in folders:
+        if (folder / "holder.sock").exists():
+            try:
+                with Tool(folder) as tool:
+                    return dict(tool.ask(request, timeout_s))
+            except (MemstoreError, OSError) as exc:
+                problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
+    raise MemstoreError(f"no holder answers: {problems}")
