@@ -14,7 +14,7 @@ from memstore.client.restore import OpenShard
 from memstore.client.shared_shard import check_shard, load_natural, reader_of
 from memstore.core.cluster.text import lost_text, plural
 from memstore.core.format.shared_layout import NaturalLayout
-from memstore.core.wire.replies import ShardPlaced
+from memstore.core.wire.replies import ShardPlaced, Steps
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.shard_read import ShardRead
@@ -123,15 +123,14 @@ def checkpoint(
     )
 
 
-def step_infos(body: dict[str, Any]) -> list[StepInfo]:
+def step_infos(answer: Steps) -> list[StepInfo]:
     """Return StepInfo rows from the controller's answer."""
     return [
         StepInfo(
-            int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
-            int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
-            tuple(r["pins"]), tuple(r["forks"]),
+            r.attempt, r.step, r.committed, r.degraded, r.durable, r.copies, r.nbytes, r.in_lineage, r.retired,
+            tuple(r.pins), tuple(r.forks),
         )
-        for r in body["steps"]
+        for r in answer.steps
     ]  # fmt: skip
 
 

@@ -334,7 +334,7 @@ PassedReply = (
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
 
 Reply = ControllerReply | ShardPlaced | dict[str, Any]
-MAPPED = frozenset({"status", "steps", "events", "verify"})
+MAPPED = frozenset({"status", "events"})
 """Tags of the requests that are answered with a plain map still."""
 
 

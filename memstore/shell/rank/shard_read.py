@@ -158,8 +158,8 @@ class ShardRead:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest().shard
-        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
-        kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S).steps
+        kept = [(row.attempt, row.step) for row in rows if row.committed and row.copies]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
         raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))

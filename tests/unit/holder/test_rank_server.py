@@ -17,7 +17,7 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.wire.calls import AskSteps, RankCall, ReadStep
+from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
 from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob, GiveUpFork
@@ -54,7 +54,7 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 WAIT_S = 60.0
 ME = os.getpid()
-READ, STEPS = ReadStep(job="job", step=2, rank=0), AskSteps(job="job")
+READ, STATUS = ReadStep(job="job", step=2, rank=0), AskStatus()
 
 RANK = """
 import signal, sys
@@ -159,7 +159,7 @@ def answered(reply: dict[str, Any]) -> AskAnswered:
     return AskAnswered(id=1, reply=pack_body(reply))
 
 
-def ask(site: Site, channel: Channel, request: RankCall = STEPS) -> int:
+def ask(site: Site, channel: Channel, request: RankCall = STATUS) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
     send(channel, Ask(id=1, call=request))

@@ -17,7 +17,7 @@ from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.replies import ChunksStaged, pack_reply
+from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
@@ -241,7 +241,8 @@ class Reader:
 
     def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
-            self.holder.ranks.answer(call_id, pack_reply({"steps": []}), None)
+            none = Steps(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
+            self.holder.ranks.answer(call_id, pack_reply(none), None)
             return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
