@@ -1,6 +1,6 @@
 """Store: what a training loop calls. put copies into leased slots and returns; get restores one whole step.
 
-Read `shell/rank/holder_link.py` for the other end of every line here, `core/controller/machine.py` for who decides.
+Read `shell/rank/holder_link.py` for the other end of every call here, `core/controller/machine.py` for the decisions.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Store(PinVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no word of a level comes
+        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no level events follow
             with contextlib.suppress(MemstoreError, TimeoutError):
                 self.flush(timeout_s=self.config.stall_budget_s)
         self.close()
@@ -126,7 +126,7 @@ class Store(PinVerbs):
 
     @property
     def natural(self) -> SharedShard | None:
-        """What this rank shares with others, `natural.is_copier` among it; None if connect() named no shard."""
+        """This rank's shared shard, with `is_copier`; None if connect() named no shard."""
         return self.puts.natural
 
     # -- put ----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Store(PinVerbs):
                 returns its ticket.
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
                 this shard's ranks share: it is looked at on its copiers only (R34).
-            rank_state: What is this rank's alone, such as its data loader's position; with shard_rank= only.
+            rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
@@ -189,10 +189,10 @@ class Store(PinVerbs):
             self.puts.overlap.fence(optimizer)
 
     def should_put(self, step: int) -> bool:
-        """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
+        """Return whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
-        are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
+        are put and measured; then all ranks are sent a number of steps, and a new one now and then. It is asked for
         ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:
@@ -210,11 +210,11 @@ class Store(PinVerbs):
         waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
 
         Args:
-            state: What will be put: it is planned, not copied. An int is the number of its bytes.
+            state: The state to be put: it is planned, not copied. An int is the number of its bytes.
             own: As in put.
 
         Returns:
-            At once; `wait()` on it raises what the first put would (CapacityError, CommitError, ...).
+            At once; `wait()` on it raises the errors of a first put (CapacityError, CommitError, ...).
 
         Raises:
             UnsupportedState: put would refuse this state.
@@ -230,7 +230,7 @@ class Store(PinVerbs):
     # -- events of the link (reader thread) -------------------------------------------------------
 
     def on_event(self, event: HolderEvent) -> None:
-        """Levels for tickets, checks for a get under way, fences."""
+        """Take a holder's event: a level for tickets, a check for a get under way, a fence."""
         match event:
             case StepLevel():
                 self.puts.on_level(event)
@@ -278,7 +278,7 @@ class Store(PinVerbs):
         """
         self._check_open()
         with self._under_way.only("get()"):
-            self.puts.overlap.wait()  # into= may be what is being copied
+            self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
                 request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
                 read = ShardRead(self._link, request, timeout_s)
@@ -417,12 +417,12 @@ class Store(PinVerbs):
                 return
 
     def close(self) -> None:
-        """Leave the job; what was committed stays. Safe to call twice, and in a forked child, where it does nothing."""
+        """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         if os.getpid() != self._pid:
-            return  # its threads are not here, and would let go of no lock that they had at the fork
+            return  # its threads do not exist here, and would never release locks held at the fork
         try:
             WATCH.unwatch(self._link)
             self.puts.overlap.close()

@@ -1,6 +1,6 @@
-"""One holder per arena: an exclusive flock held for life, and who holds it (R2, R5, R8).
+"""One holder per arena: an exclusive flock held for life, and the owner's name in it (R2, R5, R8).
 
-The lock is the kernel's, so it ends with its owner, however the owner ends. What the file says
+The lock is the kernel's, so it ends with its owner, however the owner ends. The file's text
 (pid, start time, machine, cluster, address) is for people and for replacing a frozen owner; it is
 cleared on a clean release. No lock, no service.
 """
@@ -68,8 +68,8 @@ class ArenaLock:
         Args:
             folder: An arena folder that exists.
             timeout_s: How long to wait for a lock that its owner is giving up.
-            cluster: Written beside the pid for whoever is refused.
-            address: Written beside the pid for whoever is refused.
+            cluster: Written beside the pid, for the error of a holder that is refused.
+            address: Written beside the pid, for the error of a holder that is refused.
             replace_frozen: Called with the live owner; True means it is stopped or does not answer,
                 and exactly that process is killed. None: a live owner is never killed.
 
@@ -99,7 +99,7 @@ class ArenaLock:
             time.sleep(_POLL_S)
 
     def describe(self, *, cluster: str = "", address: str = "") -> None:
-        """Rewrite what the lock file tells others, once the holder knows its address."""
+        """Rewrite the lock file's text for other processes, once the holder knows its address."""
         now = self._owner
         self._owner = LockOwner(now.pid, now.start_time, now.boot_id, now.pid_namespace, cluster, address)
         self._write()
@@ -128,7 +128,7 @@ class ArenaLock:
 
 
 def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
-    """Return who wrote itself into the lock file last, None if nobody; takes no lock.
+    """Return the owner that the lock file names last, None if it names none; takes no lock.
 
     The process may be gone: ask `is_alive()`, or `is_held(folder)`.
     """
@@ -211,7 +211,7 @@ def _is_current(folder: Path, fd: int) -> bool:
 
 
 def _kill_exactly(folder: Path, victim: LockOwner) -> None:
-    """Kill the frozen owner and nobody else: the pidfd pins the process before it is checked (R2)."""
+    """Kill the frozen owner and no other process: the pidfd pins the process before it is checked (R2)."""
     if victim.pid_namespace != pid_namespace():
         raise ConfigError(
             _refusal(folder, victim) + " (it runs in another container, so it cannot be replaced from here)"

@@ -49,7 +49,7 @@ class StateWalk:
         self.leaves: list[Leaf] = []
         self.blobs: list[bytes | bytearray] = []
         self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
-        self._open: set[int] = set()  # containers that the walk is inside of
+        self._open: set[int] = set()  # containers around the current value
         self._handlers: dict[type, Callable[[Any], Any]] = {
             str: self._text,
             int: self._int,
@@ -83,7 +83,7 @@ class StateWalk:
                 type_name=f"{kind.__module__}.{kind.__qualname__}",
             ) from None
         finally:
-            self._handlers.clear()  # they hold this walk, and it every tensor: a cycle would wait for a collector
+            self._handlers.clear()  # breaks a cycle that would keep every tensor until a collection
 
     def _node(self, value: Any) -> Any:
         kind = type(value)
@@ -95,7 +95,7 @@ class StateWalk:
         return self._other(value)
 
     def _other(self, value: Any) -> Any:
-        """Encode what is not of an exact built-in type."""
+        """Encode a value that is not of an exact built-in type."""
         kind = type(value)
         if isinstance(value, enum.Enum):
             return self._enum(value)
@@ -124,7 +124,7 @@ class StateWalk:
     def _enter(self, value: object) -> None:
         """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
 
-        Whoever enters discards the id when it is done; a refusal ends the whole walk.
+        The caller discards the id when it is done; a refusal ends the whole walk.
         """
         if id(value) in self._open:
             raise _Refused("it contains itself", value)
@@ -151,7 +151,7 @@ class StateWalk:
         return out
 
     def _key(self, key: Any) -> Any:
-        """Encode what is hashed: inside the layout, so that `into` can be compared without the stream."""
+        """Encode a dict's key or a set's item inside the layout, to compare it with `into` without the stream."""
         leaves, blobs = len(self.leaves), len(self.blobs)
         node = self._node(key)
         if len(self.leaves) != leaves or len(self.blobs) != blobs:
@@ -268,7 +268,7 @@ class StateWalk:
 
 
 def is_stateful(value: object) -> bool:
-    """Tell whether `value` follows torch's Stateful protocol."""
+    """Return whether `value` follows torch's Stateful protocol."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -201,7 +201,7 @@ def everything_freed() -> Any:
 
 @planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
 def skip_not_reported() -> Any:
-    """The other ranks are not told of a skipped step, and their copies of it fill the memory."""
+    """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
     stack = ExitStack()
     stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
     stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
