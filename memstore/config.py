@@ -53,7 +53,7 @@ STORE_FIELDS = (
 class Config:
     """Every knob, in two groups. Durations are seconds, sizes bytes (or text such as "8GiB")."""
 
-    _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it on, behind what it is told
+    _given: InitVar[frozenset[str]] = frozenset()  # first: dataclasses.replace() passes it before its changes
 
     # -- store fields -------------------------------------------------------------------------
     store: str = "default"  # name of the store; processes that give the same one share it
@@ -73,7 +73,7 @@ class Config:
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
     collective_hold_max_s: float = 60.0  # longest that marked collectives hold copies back; 0: never (Store.collective)
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
-    abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for so long, unasked for, is dropped; 0: never (R5)
+    abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for this long is dropped if unused; 0: never (R5)
     tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
     tls_key: str | None = None  # the certificate's key, PEM, mode 0600; all three TLS files are given, or none
     tls_ca: str | None = None  # authority that signs the store's certificates, PEM
@@ -144,14 +144,14 @@ class Config:
 
     @property
     def given(self) -> frozenset[str]:
-        """The fields that whoever made it named."""
+        """The fields that were passed explicitly."""
         named: frozenset[str] = vars(self)["_given"]
         return named
 
     @property
     def lease_s(self) -> float:
-        """How long after its last sign of being the newest one a controller may record facts (R17)."""
-        return 2 * self.suspect_after_s  # a controller this silent is one that nobody waits for
+        """The time after its last sign of being the newest one in which a controller may record facts (R17)."""
+        return 2 * self.suspect_after_s  # a controller silent for this long is not waited for
 
     def commands(self, text: str) -> str:
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
@@ -168,7 +168,7 @@ class Config:
         return {f.name: _plain(values[f.name]) for f in fields(self) if f.name not in STORE_FIELDS}
 
     def start_fields(self) -> dict[str, Any]:
-        """Return what a store is started with: its own fields, and the job fields given as defaults for its jobs."""
+        """Return the fields to start a store with: its own, and the job fields given as defaults for its jobs."""
         return {**self.store_fields(), **self.job_defaults()}
 
     def job_defaults(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@
     │  ├─ PeerRefused               a peer has no room or fences us; is_final: waiting cannot help
     │  ├─ ProtocolError             bad magic, version, length or order
     │  └─ AuthenticationError       the other side does not know the store's secret
-    ├─ IntegrityError               bytes are not what was promised
+    ├─ IntegrityError               bytes differ from their digest or manifest
     │  ├─ DigestMismatch            shard, holder, expected, actual
     │  └─ ManifestMismatch          what differs, first differing path
     ├─ CommitError                  the level asked for cannot be reached any more (R15)
@@ -23,7 +23,7 @@
     ├─ RecoveryError                a get that cannot return a whole step (R23)
     │  ├─ StepDropped               newer steps were committed while a reader copied it out
     │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
-    ├─ DrillError                   a drill could not do what it says: no verdict
+    ├─ DrillError                   a drill could not cause its fault: no verdict
     └─ InternalError                an invariant of ours broke: carries the story
 
 Constructor: one positional message plus keyword context, so that default pickling works and
@@ -101,7 +101,7 @@ class AuthenticationError(TransportError):
 
 
 class IntegrityError(MemstoreError):
-    """Bytes are not what was promised when they were put."""
+    """Bytes differ from those that were put."""
 
 
 class DigestMismatch(IntegrityError):
@@ -121,7 +121,7 @@ class StepConflict(CommitError):
 
 
 class RecoveryError(MemstoreError):
-    """No whole step can be restored; lists, newest first, each step and what it lacks (R23)."""
+    """No whole step can be restored; lists each step and what it lacks, newest first (R23)."""
 
 
 class StepDropped(RecoveryError):
@@ -133,7 +133,7 @@ class GatherTimeout(RecoveryError, TimeoutError):
 
 
 class DrillError(MemstoreError):
-    """A drill could not do what it says, such as destroy what it claims to have destroyed; it proves nothing."""
+    """A drill could not cause its fault, such as destroy the memory that it names; so it proves nothing."""
 
 
 class InternalError(MemstoreError):

@@ -30,7 +30,7 @@ def choose_copiers(
         shard_of: By rank: the number of the shard whose state it holds.
         hosts: By rank: the host it sits on.
         topology: Hosts and their labels; one that is not in it is in a domain of its own, and chosen last.
-        level: Of the domains that are to be distinct.
+        level: The level of the domains that are to be distinct.
         replicas: Copies per shard.
         avoid: Hosts to be chosen only in a domain that has no other, such as those about to go.
 

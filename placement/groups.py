@@ -1,7 +1,7 @@
 """Where do this host's copies go: replica groups after Gemini, spread over failure domains.
 
 Gemini's groups are consecutive hosts; here hosts are dealt so that a group never lies in one
-rack where that can be avoided (R18), capacity is respected, and what could not be had is listed.
+rack where that can be avoided (R18), capacity is respected, and unmet wishes are listed.
 Pure: no torch, ray, socket, clock, environment or file access. Read `rebalance.py` next.
 """
 
@@ -31,7 +31,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """One separation or one copy that could not be had.
+    """One separation or one copy that was not possible.
 
     `target` is "" where no host had room for the copy; then `domain` is "" too. Otherwise
     `target` holds a copy, in a `domain` that the owner or an earlier target is in already.
@@ -56,11 +56,6 @@ class Placement:
     unmet: tuple[Unmet, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def domains_of(self, owner: str, topology: Topology) -> frozenset[str]:
-        """Return the distinct domains at `level` that the owner and its targets cover."""
-        domains = topology.domains(self.level)
-        return frozenset(domains[host] for host in (owner, *self.targets[owner]))
-
 
 def place(
     topology: Topology, *, replicas: int, strategy: Strategy = "mixed", demand_bytes: Mapping[str, int] | None = None
@@ -80,12 +75,12 @@ def place(
         replicas: Copies per shard, the owner's own included. With fewer hosts than that, as
             many as there are: `Placement.replicas` and a warning say so.
         strategy: "mixed", "group" or "ring".
-        demand_bytes: What one copy of an owner's shards takes on a target, against
+        demand_bytes: The bytes that one copy of an owner's shards takes on a target, against
             `Host.capacity_bytes`; an owner not named takes nothing. None: capacity is not looked at.
 
     Returns:
-        The same value for the same input, whatever the order of the mappings. Separations and
-        copies that could not be had are in `unmet`.
+        The same value for the same input in any order of the mappings. Separations and
+        impossible copies are in `unmet`.
 
     Raises:
         ValueError: no hosts, `replicas` below 1, a negative demand, or an unknown strategy.
@@ -114,7 +109,7 @@ def place(
 def check_request(
     topology: Topology, replicas: int, strategy: str, demand_bytes: Mapping[str, int] | None = None
 ) -> int:
-    """Refuse what makes no sense with a ValueError; return how many copies can be had."""
+    """Check the arguments (ValueError); return how many copies are possible."""
     if not topology.hosts:
         raise ValueError("the topology has no hosts, at least 1 is needed to place copies")
     if replicas < 1:
@@ -141,7 +136,7 @@ def hosts_by_domain(topology: Topology, level: str) -> list[list[str]]:
 
 
 def seated(seats: Seats, wished: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Seat all wished pairs that can stay, then fill what is missing; return targets by owner."""
+    """Seat all wished pairs that can stay, then fill the gaps; return targets by owner."""
     spare = {owner: [t for t in wished.get(owner, ()) if not seats.keep(owner, t)] for owner in seats.order()}
     for owner in seats.order():
         seats.fill(owner, spare[owner])
@@ -151,7 +146,7 @@ def seated(seats: Seats, wished: Mapping[str, Sequence[str]]) -> dict[str, tuple
 def describe(
     topology: Topology, targets: Mapping[str, tuple[str, ...]], *, replicas: int, level: str, warnings: tuple[str, ...]
 ) -> Placement:
-    """Return the Placement for given targets: its groups, what is unmet, what to warn of."""
+    """Return the Placement for given targets: its groups, unmet wishes, warnings."""
     asked = min(replicas, len(topology.hosts))
     short = [
         Unmet(owner, "", level, "", f"{len(held)} of {asked - 1} copies placed: no other host has room for {owner}")

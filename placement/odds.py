@@ -143,7 +143,7 @@ def _irregular_series(members: Sequence[str], targets: Mapping[str, Sequence[str
     if len(members) > IRREGULAR_HOSTS_MAX:
         raise ValueError(
             f"{len(members)} hosts share copies in a shape that is neither group nor ring; exact odds are counted "
-            f"up to {IRREGULAR_HOSTS_MAX} such hosts; place anew, or sample the odds"
+            f"up to {IRREGULAR_HOSTS_MAX} such hosts; compute a new placement, or sample the odds"
         )
     index = {host: at for at, host in enumerate(members)}
     fatal = {sum(1 << index[host] for host in (owner, *targets[owner])) for owner in members}

@@ -54,7 +54,7 @@ def rebalance(
     all its moves: separation comes before stillness.
 
     Moves are the fewest there can be while `replicas` stays, room is no limit and nothing is
-    unmet; in general at most one more per chain link. Placing anew after one host joined would
+    unmet; in general at most one more per chain link. A new placement after one host joined would
     move most pairs. `strategy` matters only to the fresh placement.
 
     Raises:

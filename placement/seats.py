@@ -175,7 +175,7 @@ class Seats:
 
 
 def _chain(came: Mapping[str, tuple[str, str]], mover: str) -> Iterable[tuple[str, str]]:
-    """Follow who takes over whose seat, from `mover` back to the owner that started."""
+    """Follow the chain of taken seats from `mover` back to the owner that started."""
     while mover in came:
         yield came[mover]
         mover = came[mover][0]

@@ -1,4 +1,4 @@
-"""Who shares fate with whom: hosts and the failure domains they sit in (R1, R18).
+"""Hosts and the failure domains they sit in (R1, R18).
 
 Pure: no torch, ray, socket, clock, environment or file access. Read `groups.py` next.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardSpec, StepId
 
-RANKS_LISTED_MAX = 10  # a reason is read by a person; the count beside the list tells the rest
+RANKS_LISTED_MAX = 10  # a reason is read by a person; the count beside the list has the rest
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Rejected:
 
 
 def evidence_by_step(inventory: Inventory) -> dict[StepId, Evidence]:
-    """Return what the inventory knows of each step of its job; copies of other jobs are passed over."""
+    """Return the inventory's entries by step of its job; copies of other jobs are left out."""
     grouped: dict[tuple[int, int], list[Copy]] = {}
     for copy in inventory.copies:
         shard = copy.shard

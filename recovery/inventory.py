@@ -54,7 +54,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CommitFact:
-    """The controller's journalled word that a step was committed (R16, R18)."""
+    """The controller's journalled fact that a step was committed (R16, R18)."""
 
     step: StepId
     world_size: int

@@ -1,6 +1,6 @@
 """Which process should be which rank, so that the fewest bytes cross the network in the next restore? (R27)
 
-Launchers hand ranks out anew at every attempt; the copies stay where they are. Pure. Imports `inventory`, `planner`.
+Launchers assign ranks again at every attempt; the copies stay where they are. Pure. Imports `inventory`, `planner`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from recovery.inventory import Copy, Inventory, ShardSpec, StepId
 from recovery.lineage import Span
 from recovery.planner import plan
 
-NOWHERE = -1  # the place of a unit that gains nothing anywhere: it takes what is left
+NOWHERE = -1  # the place of a unit without a gain anywhere: it takes a free one
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class MeshOrder:
     """`order[rank]` is the process, by its launcher's number, that should take logical rank `rank`."""
 
     order: tuple[int, ...]
-    step: StepId | None = None  # the step that the order is for; None: nothing to restore, so nobody moves
+    step: StepId | None = None  # the step that the order is for; None: nothing to restore, so no rank moves
     moved_bytes: int = 0  # to be fetched by hosts that lack them, with this order
     moved_bytes_before: int = 0  # the same with the launcher's ranks
     wait_for: frozenset[str] = frozenset()  # hosts that may know better (R24)
@@ -85,7 +85,7 @@ def assign(gains: Sequence[Mapping[int, int]], room: Sequence[int]) -> list[int]
     """Return a place for each unit, or NOWHERE, so that the gains add up to the most possible.
 
     Args:
-        gains: For each unit what it gains at each place where it gains anything; above zero.
+        gains: For each unit its gain at each place with one; above zero.
         room: How many units each place takes.
 
     Source: successive augmentation along the path of greatest gain, which keeps an assignment optimal while its
@@ -109,9 +109,9 @@ def assign(gains: Sequence[Mapping[int, int]], room: Sequence[int]) -> list[int]
 def _best_path(
     unit: int, gains: Sequence[Mapping[int, int]], room: Sequence[int], members: Sequence[set[int]]
 ) -> list[tuple[int, int]]:
-    """Return who moves where when `unit` comes in: the path of greatest total gain."""
+    """Return the moves for `unit` to come in: the path of greatest total gain."""
     best = {place: gain for place, gain in gains[unit].items() if room[place]}
-    came: dict[int, tuple[int, int]] = dict.fromkeys(best, (unit, NOWHERE))  # place -> (who comes, from which place)
+    came: dict[int, tuple[int, int]] = dict.fromkeys(best, (unit, NOWHERE))  # place -> (unit, its place before)
     free = [place for place in best if len(members[place]) < room[place]]
     if free and max(best[place] for place in free) == max(best.values()):
         # Nothing beats the unit's own best place: moving others on from a full one never gains (it is optimal so far).

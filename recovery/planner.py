@@ -154,7 +154,7 @@ def _chosen(
         tiers = {transfer.tier for transfer in transfers}
         note = f"{nbytes[LOCAL]} bytes local, {nbytes[PEER]} from peers, {nbytes[DURABLE]} durable"
     else:
-        # Nobody can be given a shard of another world size; the verdict tells where the bytes are, as a reader asks.
+        # A shard of another world size fits no rank; the verdict says where the bytes are, for a reader to use.
         elsewhere = dict.fromkeys(range(whole.world_size), "")
         tiers = {transfer.tier for transfer in transfers_for(whole, elsewhere)[0]}
         note = f"put by {whole.world_size} ranks, asked for by {world_size}: nothing is staged (R27)"

@@ -15,7 +15,7 @@ from recovery.planner import RecoveryPlan, plan
 
 
 def lose(inventory: Inventory, hosts: Collection[str]) -> Inventory:
-    """Return the inventory after `hosts` died: their copies are gone and nobody waits for them.
+    """Return the inventory after `hosts` died: their copies are gone and no host waits for them.
 
     Facts and markers stay: they are journalled on every live holder and on durable storage (R16, R31).
     """
@@ -61,7 +61,7 @@ def what_if(
     Args:
         inventory: The present one.
         spans: The lineage.
-        lost_hosts: Hosts to lose; names that nobody uses change nothing.
+        lost_hosts: Hosts to lose; unknown names change nothing.
         world_size: Ranks of the job.
         rank_hosts: Present host of every rank.
         relaunched: Where ranks run afterwards, for the ranks it names; the others follow `relaunch`.

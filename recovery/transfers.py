@@ -25,7 +25,7 @@ DURABLE: Tier = "durable"
 class Transfer:
     """One contiguous run of chunks of one rank's shard, and where it comes from.
 
-    Local runs are listed too, so that whoever stages verifies them (R23). A shard without chunks is listed once with
+    Local runs are listed too, so that the staging host verifies them (R23). A shard without chunks is listed once with
     `chunks_count` 0: its manifest still has to come from somewhere.
     """
 

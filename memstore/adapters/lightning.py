@@ -1,4 +1,4 @@
-"""Lightning: a callback that puts every n steps, and loads what the store has before the first one.
+"""Lightning: a callback that puts every n steps, and restores from the store before the first one.
 
 It stands beside Lightning's own checkpoints and does not use CheckpointIO, which the FSDP strategies bypass: each
 rank puts its own part of model and optimizer, named and sharded by torch's own rules (`AppState`).
@@ -44,11 +44,11 @@ class MemstoreCallback(Callback):
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this fit went on from; None: it began
         self._state: dict[str, Any] = {}
-        self._own: dict[str, Any] | None = None  # what is this rank's alone, where ranks share a shard
+        self._own: dict[str, Any] | None = None  # state of this rank alone, if ranks share a shard
         self._newest_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is wrapped and the optimizers are there: this is where Lightning would load a file.
+        """Restore here, where Lightning would load a file: the model is wrapped and the optimizers exist.
 
         Raises:
             WorldSizeError: Ranks share a shard and the step was put by another number of them, whose trainers' states
@@ -79,7 +79,7 @@ class MemstoreCallback(Callback):
         self._newest_step = got.step if got is not None else 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """One memory copy every n optimizer steps; batches that only accumulate gradients put nothing."""
+        """Put every n optimizer steps; batches that only accumulate gradients put nothing."""
         if self.store is not None and trainer.global_step - self._newest_step >= self.every_n_steps:
             self._newest_step = trainer.global_step
             self.store.put(trainer.global_step, self._state, rank_state=self._own)
@@ -92,14 +92,14 @@ class MemstoreCallback(Callback):
                 pass
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the job at once; what was committed stays."""
+        """Leave the job at once; committed steps stay."""
         if self.store is not None:
             self.store.close()
             self.store = None
 
 
 def holds_equal_models(strategy: object) -> bool:
-    """Tell whether all ranks of a strategy hold the same model and optimizer; DeepSpeed's parts them, and is a DDP."""
+    """Return whether all ranks of a strategy hold the same model and optimizer; DeepSpeed's is a DDP, but does not."""
     return isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
@@ -110,7 +110,7 @@ class TrainerState:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loops with their data loaders, schedulers, callbacks, precision, and what the user's hooks add."""
+        """Return loops with their data loaders, schedulers, callbacks, precision, and values of the user's hooks."""
         trainer = self._trainer
         hooks: dict[str, Any] = {}
         trainer.lightning_module.on_save_checkpoint(hooks)
@@ -130,7 +130,7 @@ class TrainerState:
         for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(values)
         for callback in _callbacks(trainer):
-            if state["callbacks"].get(callback.state_key):  # as Lightning does: who kept nothing is given nothing
+            if state["callbacks"].get(callback.state_key):  # as Lightning does: skip callbacks without saved state
                 callback.load_state_dict(state["callbacks"][callback.state_key])
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])

@@ -24,8 +24,8 @@ class LocalCheckpointManager:
 
     Args:
         store: Connected; a step is an iteration.
-        encode: Of the hollow state; Megatron's own manager uses pickle.dumps.
-        decode: The reverse. pickle.loads trusts whoever may write to the store.
+        encode: Serialises the hollow state; Megatron's own manager uses pickle.dumps.
+        decode: The reverse. pickle.loads trusts every process that may write to the store.
     """
 
     def __init__(self, store: Store, *, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]) -> None:

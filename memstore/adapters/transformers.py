@@ -1,6 +1,6 @@
 """Transformers: a callback that puts every n steps; the Trainer resumes from a checkpoint folder in memory.
 
-The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from what the store has, for
+The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from the store, for
 as long as the Trainer needs to read it. For models that every rank holds whole: one process or DDP. Ranks therefore
 name one shard: as many of them copy the model as `replicas` asks, and the number of ranks may change between launches.
 """
@@ -105,13 +105,13 @@ class MemstoreCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:  # fmt: skip
-        """One memory copy every n steps; the first one also frees the folder that was resumed from."""
+        """Put every n steps; free the folder that was resumed from at the first put."""
         self._remove_folder()
         if self.store is not None and state.global_step % self.every_n_steps == 0:
             self.store.put(state.global_step, shared_state(state, **kwargs), rank_state=own_state(state))
 
     def _fresh_folder(self) -> Path:
-        """A folder of this rank's own, 0700; what a killed process left there goes first."""
+        """Create a folder of this rank's own, 0700, without the files of a killed process."""
         store = self.store
         if store is None:
             raise ConfigError("not connected: use checkpoint_folder() as a context manager")
@@ -138,12 +138,12 @@ def shared_state(state: TrainerState, *, model: Any, optimizer: Any, lr_schedule
     }
 
 
-# Fields of a TrainerState in which ranks differ: what they are, and logs that hold seconds.
+# Fields of a TrainerState in which ranks differ: their rank flags, and logs with times.
 OF_ONE_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history")
 
 
 def own_state(state: TrainerState) -> dict[str, Any]:
-    """Return what is this rank's alone: its random states and its logs."""
+    """Return the state of this rank alone: its random states and its logs."""
     return {
         "rng": {
             "python": random.getstate(),
@@ -160,8 +160,8 @@ def write_folder(folder: Path, state: dict[str, Any], own: dict[str, Any] | None
 
     Args:
         folder: Where, empty.
-        state: What `shared_state` returned.
-        own: What `own_state` returned; None where the step was put by another number of ranks: the Trainer then
+        state: The result of `shared_state`.
+        own: The result of `own_state`; None where the step was put by another number of ranks: the Trainer then
             begins with the random states of its seed.
         rank: This process's.
         ranks: How many there are.

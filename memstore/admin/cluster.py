@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
@@ -35,7 +35,7 @@ from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
 log = logging.getLogger("memstore")
 START_S = 90.0
 POLL_S = 0.1
-LEAST_S = 0.1  # for the last part of what has one limit
+LEAST_S = 0.1  # for the last part of an operation with one limit
 ASK_S = 30.0
 LOOK_S = 3.0  # for all other stores, which are asked beside one another
 
@@ -56,12 +56,8 @@ class ClusterStatus:
     launches: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able."""
-        return {
-            "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
-            "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
-            "job_defaults": self.job_defaults, "launches": self.launches,
-        }  # fmt: skip
+        """Return plain values for JSON."""
+        return asdict(self)
 
 
 def start(config: Config | None = None, *, address: str | None = None, timeout_s: float | None = None) -> ClusterStatus:
@@ -90,13 +86,13 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
         _wait_started(actor, deadline_s, limit_s, config)
     except ConfigError as error:
         if running is None and getattr(error, "hosts", None) == []:
-            _close(actor, discard=False)  # so that what the error advises can be tried: nobody uses it yet
+            _close(actor, discard=False)  # unused so far; closed, so that the user can try what the error advises
         raise
     return status(config=config)
 
 
 def ensure_started(config: Config) -> None:
-    """Start the store unless it runs, with whatever fields: a rank says later which it minds. Needs a joined Ray."""
+    """Start the store unless it runs. A rank checks the configuration's fields later. Needs a joined Ray."""
     _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S, config)
 
 
@@ -121,7 +117,7 @@ def join_ray(
         if wants_token(error):
             raise PeerUnreachable(
                 f"the Ray cluster {where} answers and refuses this process: Ray's token authentication is on there. "
-                "With an address given, Ray uses a token only if told to: set RAY_AUTH_MODE=token here, and have the "
+                "With an address given, Ray uses a token only if asked to: set RAY_AUTH_MODE=token here, and have the "
                 "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN; or start the cluster with "
                 "RAY_AUTH_MODE=disabled",
                 address=address,
@@ -136,7 +132,7 @@ def join_ray(
 
 def create_local_ray() -> None:
     """Start a Ray cluster that lives as long as this process; its processes die with the thread that calls this."""
-    drawn = random.getstate()  # Ray draws ports from what the caller may have seeded for training
+    drawn = random.getstate()  # Ray draws ports from the random state that the caller may have seeded for training
     try:
         ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     finally:
@@ -153,7 +149,7 @@ def _controller(config: Config) -> Any:
 def _create(config: Config) -> Any:
     parse_put_every(config.put_every)
     parse_every(config.durable_every)
-    Tls.load(config)  # what is wrong with the files is said here, not in an actor that dies of it
+    Tls.load(config)  # raise faults of the files here, not in an actor
     others = _stores_on_ray()
     if others:
         log.warning("memstore: starting a new store %r on a Ray cluster that runs %s", config.store, ", ".join(others))
@@ -223,7 +219,7 @@ def _check_fields(config: Config, running: dict[str, Any]) -> None:
         if k not in running or mine[k] != running[k]
     ]
     if differing:
-        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds what it leaves
+        there = config.with_fields({"arena_dir": running["arena_dir"]})  # where `down` finds the leftovers
         raise ConfigError(
             f"store {config.store!r} runs with other settings: {'; '.join(differing)}. Use the running ones, another "
             f"store name, or stop it first: {there.commands('`memstore down`')}; what is stored stays in memory"
@@ -236,7 +232,7 @@ def _said(name: str, value: Any) -> str:
 
 
 def _describe(actor: Any, deadline_s: float, limit_s: float) -> dict[str, Any]:
-    """Return what the controller's actor says of itself; PeerTimeout at the deadline, `limit_s` after the start."""
+    """Return the controller actor's description; PeerTimeout at the deadline, `limit_s` after the start."""
     try:
         said = ray.get(actor.describe.remote(), timeout=max(LEAST_S, deadline_s - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
@@ -292,7 +288,7 @@ def ask(
 
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
-    """Return what the store knows of its hosts and jobs; works with Ray's control plane down (R4)."""
+    """Return the store's status of its hosts and jobs; works with Ray's control plane down (R4)."""
     config = config or Config()
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)

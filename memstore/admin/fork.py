@@ -10,7 +10,7 @@ from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.codec import fields_of
 from memstore.shell.rank.admin_link import any_tool
 
-FORK_S = 120.0  # hosts claim room and digest again what was verified too long ago
+FORK_S = 120.0  # hosts claim room and digest chunks again that were verified too long ago
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ ASK_S = 2.0  # for all stores, which are asked beside one another
 
 @dataclass(frozen=True)
 class StoreHere:
-    """A store with arenas on this machine; `jobs` are those that a live one tells, with their newest committed step."""
+    """A store with arenas on this machine; `jobs` are those of a live one, with their newest committed step."""
 
     store: str
     hosts: list[str]
@@ -32,7 +32,7 @@ class StoreHere:
     jobs: dict[str, int | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def having(config: Config, job: str) -> str:
 
 
 def shown_in(config: Config, job: str, stores: list[str], where: str, address: str = "") -> str:
-    """Return that other stores have a job, each with the command that shows it, whatever the store's name."""
+    """Return that other stores have a job, each with the command that shows it."""
     folder = "" if config.arena_dir == Config.arena_dir else f" --arena-dir {shlex.quote(config.arena_dir)}"
     commands = [f"`memstore ls --store {name}{folder}{address} {job}`" for name in stores]
     return f"it is in store {' and '.join(stores)} {where}: {', '.join(commands)}" if stores else ""

@@ -50,7 +50,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an error of ours is a message, never a traceback (unless --debug)."""
         failure: Exception
-        wants_json = "--json" in ctx.args  # a verb that cannot be parsed has not told it
+        wants_json = "--json" in ctx.args  # an unparsable command has not set it
         try:
             return super().invoke(ctx)
         except click.exceptions.Exit:

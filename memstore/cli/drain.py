@@ -59,7 +59,7 @@ def drain(
 
 
 def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> dict[str, Any]:
-    """Return the host's row of status once the word has spread and no more copies can come, or when time is over."""
+    """Return the host's status row once the notice is replicated and no more copies can come, or at the timeout."""
     while True:
         row = next(row for row in where.status()["hosts"] if row["host"] == host)
         is_known = (row["drains_s"] is not None) == is_draining

@@ -70,7 +70,7 @@ def events(
 
 
 def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tuple[list[Event], str, int]:
-    """Return the events after a number and no older than an age, what is missing, and the number to go on from."""
+    """Return the events after a number, no older than an age, a note of missing ones, and the number to resume at."""
     rows: list[Event] = []
     while True:
         page = where.ask(AskEvents(job=job, since=since))
@@ -106,7 +106,7 @@ def _say_once(before: str, words: str) -> str:
 
 
 def _caveat(page: dict[str, Any]) -> str:
-    """Return what is not shown and why, or ""."""
+    """Return a note of the events not shown and why, or ""."""
     gap = "memstore: some events after --since are not remembered any more" if page["is_gap"] else ""
     lost = page["unwritten"]
     dropped = f"memstore: {plural(lost, 'event')} could not be written to the log or counted" if lost else ""
@@ -131,7 +131,7 @@ def _unknown(e: Event) -> str:
 
 
 def _took(e: Event, phase: str) -> str:
-    """Return " in 0.21 s", or "" if nobody measured it."""
+    """Return " in 0.21 s", or "" if it was not measured."""
     value = e["seconds"].get(phase)
     return "" if value is None else f" in {fine(value)}"
 

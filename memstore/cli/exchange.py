@@ -38,7 +38,7 @@ def export(
 ) -> None:  # fmt: skip
     """Write STEP of JOB (a number, or "latest") into the new folder DIRECTORY, while training goes on.
 
-    DIRECTORY appears when it is whole. What the format has no place for is named, here and in memstore.json.
+    DIRECTORY appears when it is whole. Parts that the format cannot hold are named, here and in memstore.json.
     """
     try:
         limit = bytes_from_text("file_bytes", file_bytes)
@@ -63,7 +63,7 @@ def export(
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Let SIGTERM end the process as Ctrl-C does: what was begun is removed."""
+    """Let SIGTERM end the process as Ctrl-C does: partial results are removed."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -72,7 +72,7 @@ def _told_to_end() -> Iterator[None]:
 
 
 def _export_lines(note: dict[str, Any]) -> list[str]:
-    """Return what a person should know of an export; the JSON has all of it."""
+    """Return the notes of an export for people; the JSON has all of them."""
     lines = [
         f"step {note['step']:,} of {note['job']} (attempt {note['attempt']}, {plural(note['world_size'], 'rank')}) is "
         f"in {note['directory']}: {note['format']}, {size_text(note['nbytes'])}, every digest ok"

@@ -27,7 +27,7 @@ ATTEMPT = click.option(
 def pin(
     config: Config, address: str | None, job: str, step: int | None, name: str, attempt: int | None, as_json: bool
 ) -> None:
-    """Keep STEP of JOB (a number, or "latest") in RAM as NAME, whatever retention says, until `memstore unpin`.
+    """Keep STEP of JOB (a number, or "latest") in RAM as NAME, exempt from retention, until `memstore unpin`.
 
     It takes room of its own.
     """

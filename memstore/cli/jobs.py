@@ -1,4 +1,4 @@
-"""`memstore rm`: what the store holds of a job is dropped."""
+"""`memstore rm`: drop all that the store holds of a job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from memstore.errors import CapacityError
 @address_option
 @store_options
 def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as_json: bool) -> None:
-    """Drop every copy of JOB in RAM, and what the store knows of it; durable steps stay where they are.
+    """Drop every copy of JOB in RAM, and its records in the store; durable steps stay where they are.
 
-    Durable storage is looked at first: what it should have in place of the copies must be there now.
+    Durable storage is checked first: the steps that replace the copies must be there now.
     The memory that no other job has reserved goes back to the machine.
     """
     where = Where(config, address)

@@ -1,4 +1,4 @@
-"""`memstore up` and `memstore down`: the store on a Ray cluster, and what it leaves on this machine (R3, R5)."""
+"""`memstore up` and `memstore down`: the store on a Ray cluster, and its leftovers on this machine (R3, R5)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreach
 from memstore.shell.on_ray.reach import REACH_S
 
 POLL_S = 0.2
-BEAT_S = 5.0  # a holder that has just joined says within this what it may have
-RELEASE_S = 10.0  # a holder told to stop gives its lock up within this
+BEAT_S = 5.0  # a new holder reports its memory limit within this
+RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 
 
 # -- up ---------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def up(
 ) -> None:  # fmt: skip
     """Start one holder per host and the controller on a Ray cluster; on a running store, check that it fits.
 
-    Arenas that an earlier life of the store left are adopted with what they hold.
+    Arenas of an earlier life of the store are adopted with their contents.
     """
     config = store_config(config, fields)
     if durable_check is not None:
@@ -78,7 +78,7 @@ def up(
 
 
 def bill(hosts: list[dict[str, Any]], job_defaults: dict[str, Any]) -> list[str]:
-    """Return what the arenas may have, why, and what fits: a line for each kind of host, and warnings."""
+    """Return the arenas' limits, their reasons, and what fits: a line for each kind of host, and warnings."""
     replicas = job_defaults.get("replicas", Config.replicas)
     keep_steps = job_defaults.get("keep_steps", Config.keep_steps)
     versions = replicas * (keep_steps + 1) + 1  # of one host's state; the last: room to rebuild a neighbour's copies
@@ -130,7 +130,7 @@ def check_writable(directory: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"the durable directory {directory} cannot be written from this machine: {error.strerror}. "
-            "Create it, mount it, or mend its permissions; every host must reach it",
+            "Create it, mount it, or fix its permissions; every host must reach it",
             field="durable", value=directory,
         ) from error  # fmt: skip
 
@@ -218,7 +218,7 @@ def down(
 
 
 def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
-    """Say what is left on this machine; a holder that still runs is an error."""
+    """Report what is left on this machine; a holder that still runs is an error."""
     from memstore.admin.cluster import leftovers
 
     deadline_s = time.monotonic() + RELEASE_S

@@ -66,7 +66,7 @@ class Where:
             raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
 
     def status(self, job: str | None = None) -> dict[str, Any]:
-        """Return the controller's status; what it advises to run names the store.
+        """Return the controller's status; the commands that it advises name the store.
 
         Raises:
             ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.
@@ -101,7 +101,7 @@ def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> i
 def check_host(status: dict[str, Any], name: str) -> str:
     """Return the host of this id, or the only one of this hostname; else raise with the ids it knows.
 
-    An id that no label gave is the hostname and 8 characters of the boot id (R1), which nobody types.
+    An id without a label is the hostname and 8 characters of the boot id (R1), which is hard to type.
     """
     known = [str(h["host"]) for h in status["hosts"]]
     of_name = [host for host in known if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", host)]

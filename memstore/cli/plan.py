@@ -61,7 +61,7 @@ def plan(
         raise ConfigError("the store holds no job yet, so there is nothing to plan for")
     running = [name for name in names if attempt_of(status, name) is not None]
     if not running:
-        raise ConfigError(f"nobody has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
+        raise ConfigError(f"no rank has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
     plans = [where.ask(AskPlan(job=name, lose=tuple(hosts))) for name in running]
     if as_json:
         print_json({"lost_hosts": hosts, "plans": [{**fields_of(plan), "outcome": outcome(plan)} for plan in plans]})
@@ -135,7 +135,7 @@ def verdict_line(plan: Plan) -> str:
 
 
 def moved_text(plan: Plan) -> str:
-    """Return how many ranks would start on a host without a copy of theirs, and what they fetch (R27)."""
+    """Return how many ranks would start on a host without their copy, and the bytes they fetch (R27)."""
     ranks = plural(len(plan.ranks_moved), "rank")
     return f"{ranks} moved, {size_text(plan.moved_bytes)} for them" if plan.ranks_moved else f"{ranks} moved"
 

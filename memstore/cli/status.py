@@ -1,4 +1,4 @@
-"""`memstore status`: what do I lose if something dies now, who holds what, and what needs attention."""
+"""`memstore status`: the loss if something dies now, the hosts' copies, and the problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WATCH_S = 1.0
 
 
 @click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
-@click.option("--watch", is_flag=True, help="Show it anew every second until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh it every second until Ctrl-C.")
 @click.option("--check", is_flag=True, help="Exit with 4 if something is degraded, 3 if something is lost.")
 @address_option
 @store_options
@@ -83,7 +83,7 @@ def check_code(body: dict[str, Any]) -> ExitCode:
 
 
 def _watch(where: Where, as_json: bool) -> None:
-    """Refresh until Ctrl-C; a store that does not answer for a while is shown as that, not left."""
+    """Refresh until Ctrl-C; show a store that does not answer for a while as that, and go on."""
     is_screen = not as_json and sys.stdout.isatty()
     console = data_console()
     live = Live(console=console, screen=True, auto_refresh=False) if is_screen else None
@@ -177,7 +177,7 @@ def copiers_line(job: dict[str, Any]) -> str:
 
 
 def at_risk(job: dict[str, Any]) -> str:
-    """Return what a death of every rank now would cost, in steps put and in time."""
+    """Return the cost of a death of every rank now, in steps put and in time."""
     if job["committed_step"] is None:
         return "everything so far"
     steps = max(0, job["training_step"] - job["committed_step"])
@@ -232,7 +232,7 @@ def holds_text(host: dict[str, Any]) -> str:
 
 
 def state_text(host: dict[str, Any]) -> str:
-    """Return "ok", what it is busy with, that it is to go, or since when and why it is not live."""
+    """Return "ok", its present work, its notice, or since when and why it is not live."""
     if host["status"] != "live":
         return f"{host['status']} {age_text(host['status_s'])}: {host['why']} !"
     if host["drains_s"] is not None:

@@ -27,7 +27,7 @@ KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts"
 def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> None:
     """Draw the timeline of JOB, or of every job, newest first: steps, and where each attempt began.
 
-    "*" is the lineage that get() and training go on from; "| o" is what a rewind or a fresh start left behind.
+    "*" is the lineage that get() and training go on from; "| o" are steps that a rewind or a fresh start left behind.
     """
     status = Where(config, address).status(job)
     jobs = [{key: row.get(key) for key in KEYS} for row in status["jobs"] if job in (None, row["job"])]
@@ -42,7 +42,7 @@ def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> N
 
 
 def job_line(job: dict[str, Any]) -> str:
-    """Return a job's first line: its newest attempt, what is kept, where it was forked from."""
+    """Return a job's first line: its newest attempt, its kept steps, its origin if it is a fork."""
     parts = [job["job"]]
     if job["attempts"]:
         newest = job["attempts"][0]
@@ -110,7 +110,7 @@ def _awaited_runs(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gone_text(span: dict[str, Any]) -> str:
-    """Return what is left of a run of steps: "steps 0 to 17 (attempt 1): gone, no copy in any tier"."""
+    """Return a line for a run of steps that are gone: "steps 0 to 17 (attempt 1): gone, no copy in any tier"."""
     first, last, count = span["first"], span["last"], span["count"]
     if count == 1:
         steps = f"step {last:,}"
@@ -142,7 +142,7 @@ def attempt_text(job: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def step_text(step: dict[str, Any]) -> str:
-    """Return what a step is, in words: "committed, durable, pinned best", "degraded: why", "retired: why"."""
+    """Return a step's state in words: "committed, durable, pinned best", "degraded: why", "retired: why"."""
     why = step["retired"] if step["state"] == "retired" else step["degraded"]
     words = [f"{step['state']}: {why}" if step["state"] in ("retired", "degraded") else step["state"]]
     words += ["durable"] if step["durable"] and step["state"] != "durable" else []

@@ -1,4 +1,4 @@
-"""`memstore verify`: every host re-digests what it holds, against the digests taken when it was put (R30)."""
+"""`memstore verify`: every host digests its replicas again and compares with the digests of the put (R30)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
 @store_options
 @click.pass_context
 def verify(ctx: click.Context, config: Config, address: str | None, job: str | None, as_json: bool) -> None:
-    """Re-digest every stored chunk and manifest, of JOB or of all jobs; what is damaged is rebuilt from a copy.
+    """Re-digest every stored chunk and manifest, of JOB or of all jobs; damaged ones are rebuilt from a copy.
 
     Exits with 0 if every byte is right, 4 if some were damaged or a host did not answer but every committed step
     can still be restored, 3 if one cannot.
@@ -93,6 +93,6 @@ def _show(rows: dict[str, dict[str, Any]], plans: list[Plan], lost: list[str]) -
 
 
 def damage_text(row: dict[str, Any]) -> str:
-    """Return "damaged chunks and manifests taken out", of what a host found; "" if nothing is damaged."""
+    """Return a text of the damaged chunks and manifests that a host took out; "" if there are none."""
     found = [what for key, what in (("damaged", "chunks"), ("damaged_manifests", "manifests")) if row[key]]
     return f"damaged {' and '.join(found)} taken out" if found else ""

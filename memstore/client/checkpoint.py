@@ -31,7 +31,7 @@ class StepInfo:
     attempt: int
     step: int
     committed: bool
-    degraded: str  # what it lacks; "" if nothing
+    degraded: str  # the redundancy it lacks; "" if none
     durable: bool
     copies: int  # of the shard that has fewest
     nbytes: int  # of all ranks, one copy
@@ -58,7 +58,7 @@ class Checkpoint:
     source_reason: str  # why this step, and why nothing newer
     steps_lost: int
     ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.assign_ranks
-    moved_bytes: int = 0  # what that cost: fetched for these ranks from other hosts
+    moved_bytes: int = 0  # its cost: bytes fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
@@ -101,7 +101,7 @@ def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) 
 def checkpoint(
     staged: OpenShard, answer: ShardPlaced, state: Any, rank_state: Any = None, load_s: float = 0.0
 ) -> Checkpoint:
-    """Return what get() returns, from what the controller said of the step."""
+    """Return the result of get(), from the controller's answer."""
     count, report = staged.mended_count, answer.report
     if staged.not_filled:
         log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
@@ -145,7 +145,7 @@ def not_filled_line(job: str, paths: Sequence[str]) -> str:
 
 
 def restore_line(job: str, attempt: int, got: Checkpoint, answer: ShardPlaced) -> str:
-    """The one log line of a restore: what, from where, how long, and why nothing newer."""
+    """Return the log line of a restore: the step, its source, its duration, and why none newer."""
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
     lost = lost_text(got.steps_lost)

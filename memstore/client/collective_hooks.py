@@ -34,7 +34,7 @@ def watch_module(marks: CollectiveMarks, module: torch.nn.Module) -> None:
     """Have DDP reduce its gradients by a hook that marks them, in `marks` only from now on.
 
     Raises:
-        ConfigError: It is not DDP, or has a hook already: DDP takes one, and is of no use after a second.
+        ConfigError: It is not DDP, or has a hook already: DDP takes only one.
     """
     if not isinstance(module, DistributedDataParallel):
         raise ConfigError(
@@ -76,7 +76,7 @@ def _marked(marks: CollectiveMarks, start: Callable[[], _T], future_of: Callable
     future = None
     try:
         started = start()
-        with contextlib.suppress(RuntimeError, TypeError):  # a backend without futures: nobody can say when it ends
+        with contextlib.suppress(RuntimeError, TypeError):  # a backend without futures: its end is unknown
             future = future_of(started)
     finally:
         if future is None:
@@ -87,7 +87,7 @@ def _marked(marks: CollectiveMarks, start: Callable[[], _T], future_of: Callable
 
 
 def watch_optimizer(marks: CollectiveMarks, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """An iteration begins after each step of the optimizer; return what ends this."""
+    """Mark an iteration after each step of the optimizer; return the function that ends this."""
     marks.has_iterations = True
     handle = optimizer.register_step_post_hook(lambda *_: marks.iteration())
     return handle.remove

@@ -34,7 +34,7 @@ from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 log = logging.getLogger("memstore")
-START_AFTER_S = 3.0  # a holder that was killed is back sooner; longer means that nobody brings it back
+START_AFTER_S = 3.0  # a killed holder is back sooner; after this it is not restarted
 RETRY_S = 0.1
 DURABLE_OFF = "durable storage is off: losing every copy of a shard loses the run (durable=)"
 LEAST_S = 0.1  # for the last part of a connect() whose time is over
@@ -42,7 +42,7 @@ _STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may
 
 
 def holder_folder(config: Config, node_labels: Mapping[str, str] | None = None) -> Path:
-    """Return the arena folder of this process's host (R4); ConfigError if its host cannot be told.
+    """Return the arena folder of this process's host (R4); ConfigError if its host is ambiguous.
 
     `node_labels` are those of this process's Ray node, where this process itself has not joined Ray.
     """
@@ -98,18 +98,18 @@ def warn_of_new_store(config: Config, job: str) -> None:
 
 
 def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
-    """Raise what a start ended with, unless waiting may help: a holder that was here may still come back."""
+    """Raise the error of a start, unless waiting may help: a holder that was here may still come back."""
     if start.error is None:
         return
     if is_new or isinstance(start.error, ConfigError):
         raise start.error
-    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not tell which is ours either
+    if isinstance(problem, ConfigError):  # several holders are here, and Ray does not name ours either
         raise problem
     log.warning("memstore: the holder is not back, and Ray cannot start one: %s", start.error)
 
 
 def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart | None) -> PeerUnreachable:
-    """Return the error of a rank that found no holder in its time: what it waited for, and how far Ray came."""
+    """Return the error of a rank that found no holder in time: the folder it watched, and how far Ray came."""
     asked = ""
     if start is not None:
         asked = f" Ray, asked to start it: {start.error}." if start.error is not None else f" Ray: {start.doing}."
@@ -151,7 +151,7 @@ def connect(
     """
     config = config or Config()
     check_name("job", job)
-    parse_put_every(config.put_every)  # before anybody has joined
+    parse_put_every(config.put_every)  # before any rank has joined
     parse_every(config.durable_every)
     check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
@@ -208,7 +208,7 @@ def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
 
 
 def fitted_to_store(config: Config, welcome: Welcome) -> Config:
-    """Return the config with the store's defaults for what it does not give; ConfigError if that cannot work here."""
+    """Return the config with the store's defaults for its missing fields; ConfigError if that cannot work here."""
     check_store_fields(config, welcome.store)
     config = config.with_defaults(welcome.job_defaults)
     check_sigterm(config.persist_on_sigterm_s, config.durable)
@@ -246,11 +246,11 @@ class Reader:
         self.close()
 
     def steps(self) -> list[StepInfo]:
-        """Every step the store knows of the job, newest first."""
+        """Return every step the store knows of the job, newest first."""
         return step_infos(self._ask(AskSteps(job=self.job)))
 
     def latest_step(self) -> int | None:
-        """The newest committed step of the lineage."""
+        """Return the newest committed step of the lineage."""
         return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
 
     def get(
@@ -271,7 +271,7 @@ class Reader:
         self._ask(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
 
     def pins(self) -> list[str]:
-        """The names of the job's pins."""
+        """Return the names of the job's pins."""
         return sorted(self._ask(AskSteps(job=self.job)).pins)
 
     def unpin(self, name: str) -> None:
@@ -301,12 +301,12 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
 
     Args:
         job: Name of the training run.
-        address: Ray cluster of the store, which is joined only where nothing else tells which host is this process's:
+        address: Ray cluster of the store, joined only if this process's host is not known otherwise:
             its node on this machine does then (R4).
         config: Store fields to find the store.
 
     Raises:
-        ConfigError: several holders are on this machine, and nothing tells which one is this process's.
+        ConfigError: several holders are on this machine, and it is unclear which one is this process's.
         PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
     """
     config = config or Config()

@@ -1,7 +1,7 @@
 """Puts whose copy overlaps the next step's forward and backward, and the fence that ends it (R11).
 
 put:    what may change before the fence is copied at once, moves of the rest are queued; a copy thread makes them
-fence:  in front of the optimizer's step: joins in with what is left, waits for the end; then the optimizer may write
+fence:  in front of the optimizer's step: helps with the rest, waits for the end; then the optimizer may write
 
 Device memory leaves through a side stream, ordered by the copy thread bit by bit, and by the fence all at once. There
 the fence makes the stream of the step wait, not the host; the put is handed over when the copies have arrived. What may
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from memstore.shell.codec.encode import StatePlan
 
 log = logging.getLogger("memstore")
-# Of the copy thread: training's threads go first. What a busy machine does not let it do the fence does.
+# The nice value of the copy thread: training's threads go first. The fence does what a busy machine leaves undone.
 NICENESS = 10
 EXIT_S = 5.0
-# Device memory that a put may take for clones of what may change there; what is beyond it is copied at once, waiting.
+# Device memory that a put may take for clones of changing tensors; the rest is copied at once, and waited for.
 CLONES_BYTES_MAX = 64 << 20
 
 
@@ -119,7 +119,7 @@ class Overlap:
         """Return the memory that is to be copied late, or None for a put that does not overlap.
 
         Raises:
-            ConfigError: Nobody would wait for the copy.
+            ConfigError: No optimizer step would wait for the copy.
         """
         if overlap is False:
             return None
@@ -157,7 +157,7 @@ class Overlap:
             with room.lock:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
-            # Not the plan itself: it keeps alive what was copied at once.
+            # Not the plan itself: it keeps alive the tensors that were copied at once.
             bare = replace(plan, placed=())
             offsets = [plan.placed[number][0] for number in late]
             copy = DeferredCopy(
@@ -174,7 +174,7 @@ class Overlap:
         try:
             self._start(copy)
         except BaseException as exc:
-            # Ends it once, whoever has it: its slots go back when nobody writes into them any more.
+            # Ends it once, from any owner: its slots go back when no thread writes into them any more.
             copy.stop(f"its copy could not be started: {exc!r}")
             self._late = None
             raise
@@ -248,7 +248,7 @@ class Overlap:
     def _join_in(self, copy: DeferredCopy, deadline_s: float) -> None:
         """Help the copy thread with the moves that are left, with as many threads as a put would take."""
         count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
-        with contextlib.suppress(RuntimeError):  # no more threads to be had: this one makes the moves that they would
+        with contextlib.suppress(RuntimeError):  # no thread can be started: this one makes all moves
             for _ in range(count - 2):  # this one and the copy thread are two
                 SafeThread(lambda: _help(copy, deadline_s)).start()
         _help(copy, deadline_s)
@@ -270,13 +270,13 @@ class Overlap:
             thread.join(EXIT_S)
 
     def give_up(self) -> None:
-        """At exit: no thread of ours reads memory that the interpreter frees."""
+        """Stop the copies at exit, before the interpreter frees their memory."""
         if self._late is not None:
             self._late[0].stop("the process ended")
         self._end_thread()
 
     def forget(self) -> None:
-        """In a forked child: the copy is the parent's, and so is the thread."""
+        """Drop the copies in a forked child: they and their thread are the parent's."""
         _OF_PARENTS.append(self._late)  # not freed here: its events are of the parent's device context
         self._late = self._thread = None
         self._queue = queue.SimpleQueue()
@@ -315,7 +315,7 @@ class _Clones:
         self._nbytes = 0
 
     def take(self, source: Source) -> torch.Tensor | None:
-        """Return a copy of a source's bytes, made on the current stream, or None for what is not to be copied late."""
+        """Return a copy of a source's bytes, made on the current stream, or None if it is not to be copied late."""
         owner = source.owner
         if not isinstance(owner, torch.Tensor) or owner.is_cpu or not has_streams(owner.device):
             return None

@@ -1,7 +1,7 @@
 """The room of one put between the moment it is taken and the hand-over (R8, R11).
 
     taken --hand_over--> the holder's
-      |--lend--> lent: a child process may adopt it, and nothing is written here any more
+      |--offer--> offered: a child process may adopt it, and nothing is written here any more
       '--abandon, or the holder says that some slots are no longer ours--> given back
 
 The stream that is handed over need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
@@ -24,11 +24,11 @@ LEND_S = 30.0
 class PendingPut(Tenant):
     """Leased slots of one step; slot i takes stream bytes [i * chunk_bytes, ...).
 
-    Whoever writes into them holds `lock` and has seen that the put is not over: it may be abandoned meanwhile.
+    A thread that writes into them holds `lock` and has checked `is_over`: the put may be abandoned meanwhile.
     """
 
     def __init__(self, link: HolderLink, ticket: Ticket, *, world_size: int) -> None:
-        """It has no slots until `extend` takes some."""
+        """Begin without slots; `extend` takes some."""
         super().__init__()
         self.mapping = link.mapping  # of the slots: they are never written through a later one's
         self.link, self.ticket, self.chunk_bytes = link, ticket, link.welcome.chunk_bytes
@@ -41,7 +41,7 @@ class PendingPut(Tenant):
 
     @property
     def is_passed_on(self) -> bool:
-        """True if it goes on without who put: it is copied late, or on its way to the holder, or there."""
+        """Return whether it goes on without the caller: it is copied late, or on its way to the holder, or there."""
         is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
         return self.is_filled_late or is_handed_over
 
@@ -100,12 +100,12 @@ class PendingPut(Tenant):
                 return
             self.is_lent = True
             offered = self.link.lend(self, self.step, self.slots, self.mapping)
-        is_answered(offered, LEND_S)  # without the lock: who gives the put up waits for no holder (R11)
+        is_answered(offered, LEND_S)  # without the lock: giving the put up must not wait for a holder (R11)
 
     def abandon(self) -> None:
-        """Give everything back; what was lent, as far as no child has it, and when the holder says so.
+        """Give everything back; offered slots only once the holder answers that no child has them.
 
-        Waits for whoever writes into the slots. An overlapped copy is never waited for: it gives them back itself.
+        Waits for a thread that writes into the slots, except an overlapped copy: that gives them back itself.
         """
         with self.lock:
             if self.is_over or self.is_filled_late:
@@ -116,13 +116,13 @@ class PendingPut(Tenant):
             self.link.put_back((), self)
 
     def end_late(self) -> None:
-        """The overlapped copy has ended: what it did not hand over is free."""
-        self.is_over = True  # first: nobody writes any more, and what comes next may be interrupted
+        """End an overlapped copy: slots that it did not hand over are free."""
+        self.is_over = True  # first, so that no thread writes any more: what comes next may be interrupted
         self.is_filled_late = False
         self.link.put_back((), self)
 
     def abandon_unwritten(self) -> None:
-        """Abandon it, unless somebody writes into the slots: he gives them back. For a thread that must not wait."""
+        """Abandon it, unless a thread writes into the slots: that thread gives them back. Never waits."""
         if self.lock.acquire(blocking=False):
             try:
                 self.abandon()

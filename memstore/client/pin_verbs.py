@@ -24,11 +24,11 @@ class PinVerbs:
         raise NotImplementedError
 
     def latest_step(self) -> int | None:
-        """The newest committed step of the lineage, for people; ranks branch on get()."""
+        """Return the newest committed step of the lineage, for people; ranks branch on get()."""
         return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
 
     def steps(self) -> list[StepInfo]:
-        """Every step the store knows of this job, newest first, for people."""
+        """Return every step the store knows of this job, newest first, for people."""
         self._check_open()
         return step_infos(self._link.call(AskSteps(job=self.job), self.config.connect_timeout_s))
 
@@ -59,7 +59,7 @@ class PinVerbs:
         Raises:
             ConfigError: `durable` is off, hosts have no key in common, or `durable_keep` newer steps are there.
             RecoveryError: The step is not committed, not whole in RAM, or retired.
-            PeerTimeout: It is not there after `timeout_s`; says what it waits for. The write goes on.
+            PeerTimeout: It is not there after `timeout_s`; names what it waits for. The write goes on.
         """
         self._check_open()
         request = PersistStep(job=self.job, step=step, within_s=timeout_s)

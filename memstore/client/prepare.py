@@ -25,7 +25,7 @@ from memstore.shell.threads.answers import Answer, answer_of
 from memstore.shell.threads.safe_condition import SafeEvent, SafeThread
 
 log = logging.getLogger("memstore")
-BAR_S = 0.1  # between two looks of somebody who waits
+BAR_S = 0.1  # between two updates of a progress bar
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to
 SAY_S = 5.0  # the same for a log
 
@@ -56,14 +56,14 @@ class PutPreparation:
         self._over = SafeEvent()
         self._began_s = time.monotonic()
         self._cancelled: Future[None] = Answer()
-        self._failed: Future[None] = Answer()  # with the error, so that a put that waits hears of it
+        self._failed: Future[None] = Answer()  # with the error, so that a put that waits raises it
         self._pid = os.getpid()
         self._request = request
         self._answer: Future[dict[str, Any]] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:
-        """Ask. Whoever passes `on_room` the link's events knows this object by then: the first comes at once."""
+        """Send the request. Route events to `on_room` before: the first one may arrive at once."""
         self._answer = self._link.call_soon(self._request)
         self._thread.start()
         return self
@@ -73,12 +73,12 @@ class PutPreparation:
 
     @property
     def is_ready(self) -> bool:
-        """True once a put finds all of it warm."""
+        """Return whether by now a put finds all of it warm."""
         return self._over.is_set() and self._error is None
 
     @property
     def has_failed(self) -> bool:
-        """True once it cannot become ready; `wait` says why."""
+        """Return whether by now it cannot become ready; `wait` says why."""
         if self._over.is_set():
             return self._error is not None
         # Its thread has yet to say so; or a signal's handler ended `begin` by an exception.
@@ -86,7 +86,7 @@ class PutPreparation:
 
     @property
     def fraction(self) -> float:
-        """How much is done, from 0 to 1: this host's memory and this process's pages, by bytes."""
+        """The finished part, from 0 to 1: this host's memory and this process's pages, by bytes."""
         if self._over.is_set():
             return 1.0 if self._error is None else 0.0
         grown, lacking = self._host
@@ -95,12 +95,12 @@ class PutPreparation:
 
     @property
     def seconds(self) -> float:
-        """Seconds it took, or has taken so far."""
+        """The seconds it took, or has taken so far."""
         return self._ready_s or time.monotonic() - self._began_s
 
     @property
     def cost(self) -> str:
-        """What it cost, once, in one line for the log."""
+        """Log the cost once, in one line."""
         job, rank, grown = self._link.job, self._link.rank, self._host[1]
         host = f", {grown / 1e9:.3g} GB new on this host" if grown else ""
         return (
@@ -137,7 +137,7 @@ class PutPreparation:
         return self
 
     def say_waited(self, waited_s: float) -> None:
-        """Log, on rank 0, what a first put waited for and how to have it done before training."""
+        """Log, on rank 0, the wait of a first put and how to have it done before training."""
         if waited_s >= WAITED_S and self._link.rank == 0:
             log.warning(
                 "memstore %s: the first put blocked training for %.1f s while %.1f GiB a rank were claimed for it and "
@@ -146,9 +146,9 @@ class PutPreparation:
             )  # fmt: skip
 
     def wait_claimed(self, roll: RollCall | None = None) -> None:
-        """Wait until every host has the room: what a first put needs before it may take slots. Errors as `wait`.
+        """Wait until every host has reserved the room that a first put needs before it takes slots. Errors as `wait`.
 
-        With `roll` the log says who is awaited.
+        With `roll` the log names the awaited ranks.
         """
         assert self._answer is not None
         ends: list[Future[Any]] = [self._answer, self._failed, self._cancelled]
@@ -172,7 +172,7 @@ class PutPreparation:
             )  # fmt: skip
 
     def cancel(self) -> None:
-        """Nobody wants it any more: a newer attempt, or the end."""
+        """Drop the preparation: a newer attempt has opened, or the store closes."""
         if os.getpid() != self._pid:
             return  # forked: its thread is not here, and another one may have held the link's lock (R8)
         if self._answer is not None:
@@ -183,7 +183,7 @@ class PutPreparation:
         self._thread.join(self._timeout_s)
 
     def on_room(self, event: RoomGrown) -> None:
-        """This host's arena grows: bytes done, bytes wanted."""
+        """Take this host's progress in growing its arena: bytes done, bytes wanted."""
         self._host = (event.done_bytes, event.wanted_bytes)
 
     # -- following it -----------------------------------------------------------------------------

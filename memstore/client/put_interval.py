@@ -1,6 +1,6 @@
-"""store.should_put(step): the same answer on every rank, from what all ranks were told (R33).
+"""store.should_put(step): the same answer on every rank, from the interval that all ranks were sent (R33).
 
-A rank asks in the background, some steps ahead, and sends what it measured; for the steps see
+A rank asks in the background, some steps ahead, and sends its measurements; for the steps see
 `core/schedule/put_interval.py`.
 """
 
@@ -28,13 +28,13 @@ class Cadence:
         self.restart(-1)
 
     def begin_attempt(self, joined: Joined) -> None:
-        """Take what a join or a rewind answered."""
+        """Take the answer of a join or a rewind."""
         self._every = parse_put_every(joined.put_every)
         restored = joined.restored_step
         self.restart(-1 if restored is None else restored)
 
     def restart(self, base_step: int) -> None:
-        """Training goes on from this step: a get, or nothing restored (-1)."""
+        """Note the step from which training goes on: of a get, or -1 if nothing was restored."""
         self._schedule = Schedule(self._every, base_step)
         if self._answer is not None:
             self._puts.forget_cadence(self._answer)

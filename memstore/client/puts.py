@@ -1,7 +1,7 @@
 """The put side of one rank's store: tickets, room, skips (R10, R11, R12).
 
 begun --room--> copied --handed over--> the holder's; its levels come back as events
-  '--no room in time, or not copied--> skipped: the controller is told, and all ranks give the step up alike
+  '--no room in time, or not copied--> skipped: the controller is notified, and all ranks skip the step
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Puts:
         return self.link.rank
 
     def begin_attempt(self, joined: Joined) -> None:
-        """Take what a join or a rewind answered."""
+        """Take the answer of a join or a rewind."""
         self._resume_step = joined.resume_step
         restored = joined.restored_step
         self._last_step = self._floor = int(restored) if restored is not None else -1
@@ -75,7 +75,7 @@ class Puts:
         self.close()
 
     def go_on_from(self, step: int) -> None:
-        """A get restored this step."""
+        """Note the step that a get restored."""
         self._last_step = self._floor = step
 
     def newest_first(self) -> list[Ticket]:
@@ -91,7 +91,7 @@ class Puts:
             ticket.wait("committed", RESERVE_SLACK_S)
 
     def close(self) -> None:
-        """Give back the room of what was begun and not ended."""
+        """Give back the slots of puts that were begun and not ended."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.cancel()
@@ -152,7 +152,7 @@ class Puts:
 
         Args:
             began_s: When the put began to block training, monotonic.
-            extra_slots: Slots beyond `nbytes`, for what is known only later.
+            extra_slots: Slots beyond `nbytes`, for bytes that are known only later.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
             growth_s: Longest wait for more room than the rank has claimed so far; without it such a step is skipped.
 
@@ -266,7 +266,7 @@ class Puts:
             self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
 
     def on_level(self, event: StepLevel) -> None:
-        """A ticket rises; older ones that never can are superseded."""
+        """Raise a ticket; supersede older ones that can never rise."""
         step, level = event.step, event.level
         with self._lock:
             ticket = self.tickets.get(step)
@@ -275,7 +275,7 @@ class Puts:
         if ticket is not None:
             ticket.rise(level, event.reason, degraded=event.degraded)
         for room in self._open:
-            # A child of this process has handed it over, or nobody will any more.
+            # A child of this process has handed it over, or it will not be handed over any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
                 room.abandon_unwritten()
         if level in ("committed", "durable"):
@@ -287,7 +287,7 @@ class Puts:
                     room.abandon_unwritten()
 
     def fail_all(self, why: str, *, forget: bool = False) -> None:
-        """No put of before can reach anything any more."""
+        """Fail all earlier puts: they can reach no level any more."""
         with self._lock:
             tickets = list(self.tickets.values())
             if forget:
@@ -330,9 +330,9 @@ class Puts:
         return bool(stale)
 
     def prepare(self, nbytes: int) -> PutPreparation:
-        """Begin what a first put of `nbytes` would wait for, or return what is under way or done for as much (R10).
+        """Begin the preparation of a put of `nbytes`, or return the one under way or done for as much (R10).
 
-        Waits for a smaller one that is under way to end: a rank has one question of room at a time.
+        Waits for a smaller one that is under way to end: a rank has one reservation call at a time.
         """
         count = max(1, -(-nbytes // self.chunk_bytes))
         known = self._preparation
@@ -384,11 +384,11 @@ class Puts:
         return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
 
     def forget_cadence(self, answer: Future[PutInterval]) -> None:
-        """Training goes on from elsewhere: the question is void."""
+        """Drop the call: training goes on from elsewhere."""
         self.link.forget_call(answer)
 
     def on_room(self, event: RoomGrown) -> None:
-        """This host makes room."""
+        """Take this host's progress in making room."""
         preparation = self._preparation
         if preparation is not None:
             preparation.on_room(event)

@@ -19,7 +19,7 @@ class OpenShard:
     """The chunks of `source`, for as long as that has them.
 
     Args:
-        beside: Another shard that the same get opens: what is written from either counts for both.
+        beside: Another shard that the same get opens: a write from either counts for both.
     """
 
     def __init__(self, source: ChunkSource, manifest: Manifest, beside: OpenShard | None = None) -> None:
@@ -34,7 +34,7 @@ class OpenShard:
         A chunk that is bad here by then is brought again from another copy, and copied again.
 
         Args:
-            name: What the caller of get() calls `into`.
+            name: The name of `into` in messages.
 
         Raises:
             DigestMismatch: Some chunk has no good copy. `into` may have been written to: see `telling`.
@@ -55,7 +55,7 @@ class OpenShard:
 
     @contextlib.contextmanager
     def naming_partial_writes(self) -> Iterator[None]:
-        """Whatever fails in here says which of the given states were written to, and are unusable."""
+        """Name, in an error raised in here, the given states that were written to and are unusable."""
         try:
             yield
         except MemstoreError as exc:
@@ -67,7 +67,7 @@ class OpenShard:
 
     @property
     def mended_count(self) -> int:
-        """Chunks that were bad here and came from another copy."""
+        """The chunks that were bad here and came from another copy."""
         return len(self._stream.mended)
 
 

@@ -1,4 +1,4 @@
-"""Natural replicas: ranks that name one shard hold equal state, so some of them copy it and all get it back (R34).
+"""Shared shards: ranks that name one shard hold equal state, so some of them put it and all get it back (R34).
 
 put     a copier stores [shared | own], any other rank its own alone
 get     a rank's own from its own shard, the shared state from a copier's: the same step, verified by the same round
@@ -51,7 +51,7 @@ class SharedShard:
 
     @classmethod
     def joined(cls, answer: Joined) -> SharedShard | None:
-        """Return what a join or a rewind answered; None if the launch named no shards."""
+        """Decode the answer of a join or a rewind; None if the launch named no shards."""
         place = answer.shared_shard
         if place is None:
             return None
@@ -63,9 +63,9 @@ class SharedShard:
         return self.rank in self.copiers
 
     def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
-        """Lay out what this rank stores, without copying it; what a rank does not copy is not even looked at.
+        """Lay out the state that this rank stores, without copying it; a state that it does not store is not inspected.
 
-        The shared part fills its last chunk, so that twins' chunks are equal whatever their own is.
+        The shared part fills its last chunk, so that its chunks are equal on all ranks of the shard.
 
         Raises:
             UnsupportedState: As plan_state.
@@ -97,7 +97,7 @@ class SharedShard:
             request: The get() that could not give this rank a shard; all ranks call this then.
 
         Returns:
-            The copier's shard, what the controller says of the step, and the state; None if there is none to be had.
+            The writer's shard, the controller's answer for the step, and the state; None if there is none.
         """
         timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
@@ -132,7 +132,7 @@ class SharedShard:
             return None
         return answer.step, answer.attempt, _chosen(link, natural.roster[self.shard])
 
-    # -- twins that differ ------------------------------------------------------------------------
+    # -- writers that differ ----------------------------------------------------------------------
 
     def name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
         """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
@@ -149,7 +149,7 @@ class SharedShard:
         step, twin, names = event.step, event.twin, list[str]()
         try:
             if event.count:
-                with contextlib.suppress(MemstoreError, TimeoutError):  # told all the same, without names
+                with contextlib.suppress(MemstoreError, TimeoutError):  # reported all the same, without names
                     wait(step)
                     names = self._differing_names(link, event)
                 where = ", ".join(names) or f"{event.count} chunks"
@@ -161,7 +161,7 @@ class SharedShard:
             )  # fmt: skip
             link.call(told, NAMING_S)
         except MemstoreError as error:
-            log.warning("memstore %s: step %d: that ranks differ could not be told: %s", link.job, step, error)
+            log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)
 
     def _differing_names(self, link: HolderLink, event: ReplicasDiffer) -> list[str]:
         ranges = ShardRanges(link, link.job, NAMING_S)
@@ -178,7 +178,7 @@ class SharedShard:
 
 
 def _of_all(read: ShardPlaced, agreed: StepAgreed | None) -> ShardPlaced:
-    """Return what was read, with what all ranks were told of the step."""
+    """Return the result of a read, with the step's fields for all ranks."""
     report = agreed.report if agreed is not None else None
     return read if report is None else replace(read, report=report, verdict=report.verdict, why=report.why)
 
@@ -208,10 +208,10 @@ def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> li
 
 
 def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: SharedShard | None = None) -> None:
-    """Compare what a rank wants filled with what its shard holds; of shared state it does not hold, nothing is said.
+    """Compare a rank's `into` with its shard, but for shared state that the shard does not hold.
 
     Args:
-        now: What the rank shares in the present attempt.
+        now: The rank's shared shard in the present attempt.
 
     Raises:
         ManifestMismatch, ProtocolError: As check_into; or the rank's number had another shard in that step.

@@ -1,6 +1,6 @@
 """Store: what a training loop calls. put copies into leased slots and returns; get restores one whole step.
 
-Read `shell/rank/holder_link.py` for the other end of every line here, `core/controller/machine.py` for who decides.
+Read `shell/rank/holder_link.py` for the other end of every call here, `core/controller/machine.py` for the decisions.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
-from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
 from memstore.client.put_interval import Cadence
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 
 
-class Store(PinVerbs, MarkVerbs):
+class Store(PinVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
     def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: Joined, *, job: str) -> None:
@@ -87,7 +86,7 @@ class Store(PinVerbs, MarkVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no word of a level comes
+        if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no level events follow
             with contextlib.suppress(MemstoreError, TimeoutError):
                 self.flush(timeout_s=self.config.stall_budget_s)
         self.close()
@@ -127,7 +126,7 @@ class Store(PinVerbs, MarkVerbs):
 
     @property
     def natural(self) -> SharedShard | None:
-        """What this rank shares with others, `natural.is_copier` among it; None if connect() named no shard."""
+        """This rank's shared shard, with `is_copier`; None if connect() named no shard."""
         return self.puts.natural
 
     # -- put ----------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class Store(PinVerbs, MarkVerbs):
                 returns its ticket.
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
                 this shard's ranks share: it is looked at on its copiers only (R34).
-            rank_state: What is this rank's alone, such as its data loader's position; with shard_rank= only.
+            rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
             overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
                 `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
@@ -190,10 +189,10 @@ class Store(PinVerbs, MarkVerbs):
             self.puts.overlap.fence(optimizer)
 
     def should_put(self, step: int) -> bool:
-        """Whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
+        """Return whether to put this step, by the job's `put_every`; the same answer on every rank (R33).
 
         Call it on every rank for every step, and put when it says so. With a time, a share or "auto" the first steps
-        are put and measured; then all ranks are told a number of steps, and a new one now and then. It is asked for
+        are put and measured; then all ranks are sent a number of steps, and a new one now and then. It is asked for
         ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:
@@ -211,11 +210,11 @@ class Store(PinVerbs, MarkVerbs):
         waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
 
         Args:
-            state: What will be put: it is planned, not copied. An int is the number of its bytes.
+            state: The state to be put: it is planned, not copied. An int is the number of its bytes.
             own: As in put.
 
         Returns:
-            At once; `wait()` on it raises what the first put would (CapacityError, CommitError, ...).
+            At once; `wait()` on it raises the errors of a first put (CapacityError, CommitError, ...).
 
         Raises:
             UnsupportedState: put would refuse this state.
@@ -231,7 +230,7 @@ class Store(PinVerbs, MarkVerbs):
     # -- events of the link (reader thread) -------------------------------------------------------
 
     def on_event(self, event: HolderEvent) -> None:
-        """Levels for tickets, checks for a get under way, fences."""
+        """Take a holder's event: a level for tickets, a check for a get under way, a fence."""
         match event:
             case StepLevel():
                 self.puts.on_level(event)
@@ -279,7 +278,7 @@ class Store(PinVerbs, MarkVerbs):
         """
         self._check_open()
         with self._under_way.only("get()"):
-            self.puts.overlap.wait()  # into= may be what is being copied
+            self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
                 request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
                 read = ShardRead(self._link, request, timeout_s)
@@ -357,6 +356,33 @@ class Store(PinVerbs, MarkVerbs):
         self.puts.go_on_from(step)
         self._cadence.restart(step)
 
+    # -- collectives, so that a put's copies travel between them (D87) --------------------------
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Hold the copies of puts back while a collective runs inside; at most `collective_hold_max_s` (D87)."""
+        self.marks.begin()
+        try:
+            yield
+        finally:
+            self.marks.end()
+
+    def mark_iteration(self) -> None:
+        """Mark that the next iteration begins; without it every put does, where collectives are marked."""
+        self.marks.has_iterations = True
+        self.marks.iteration()
+
+    def instrument_ddp(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
+
+        For others use `collective`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if not DDP.
+        """
+        from memstore.client.collective_hooks import watch_module, watch_optimizer
+
+        watch_module(self.marks, module)
+        if optimizer is not None:
+            watch_optimizer(self.marks, optimizer)
+
     # -- the rest -----------------------------------------------------------------------------
 
     def rewind(self, step: int, *, attempt: int | None = None) -> None:
@@ -391,12 +417,12 @@ class Store(PinVerbs, MarkVerbs):
                 return
 
     def close(self) -> None:
-        """Leave the job; what was committed stays. Safe to call twice, and in a forked child, where it does nothing."""
+        """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         if os.getpid() != self._pid:
-            return  # its threads are not here, and would let go of no lock that they had at the fork
+            return  # its threads do not exist here, and would never release locks held at the fork
         try:
             WATCH.unwatch(self._link)
             self.puts.overlap.close()

@@ -27,7 +27,7 @@ _MAIN = "from memstore.client.store_start import main; main()"  # not -m: Ray's 
 
 
 class StoreStart:
-    """A start under way. `doing` says what it waits for; once `poll()` is true, `error` says how it ended."""
+    """A start under way. `doing` names what it waits for; once `poll()` is true, `error` has its error or None."""
 
     def __init__(self, doing: str) -> None:
         self.doing = doing
@@ -39,7 +39,7 @@ class StoreStart:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Forget it: what it has started goes on by itself."""
+        """Forget the start; processes that it has started go on by themselves."""
 
 
 class StartInChild(StoreStart):
@@ -62,7 +62,7 @@ class StartInChild(StoreStart):
         os.set_blocking(self._words.fileno(), False)
 
     def poll(self) -> bool:
-        """Read what the child has said; return whether it is over."""
+        """Read the child's output; return whether it is over."""
         while not self._is_over and (data := self._words.read()) is not None:
             *lines, self._heard = (self._heard + data).split(b"\n")
             for line in lines:
@@ -135,9 +135,9 @@ def begin_start(config: Config, *, address: str | None, may_create: bool, limit_
 
 
 def main() -> None:
-    """Join Ray and start the store as the JSON on stdin says; tell on stdout, line by line, how far it is."""
+    """Join Ray and start the store as the JSON on stdin says; report progress on stdout, line by line."""
     spec = json.load(sys.stdin)
-    signal.alarm(math.ceil(spec["limit_s"]) + 1)  # whoever asked has given up by then, or is dead
+    signal.alarm(math.ceil(spec["limit_s"]) + 1)  # the process that asked has given up by then, or is dead
     sys.argv = spec["argv"]  # Ray's workers get the folder of the caller's script
     words = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -14,7 +14,7 @@ TERMINAL = ("skipped", "superseded", "failed")
 
 
 def check_process(what: str, pid: int, instead: str = "") -> None:
-    """Raise ClosedError where this process was forked of the one whose it is: no word of the holder comes here."""
+    """Raise ClosedError in a process forked from the ticket's: the holder's events do not reach it."""
     if os.getpid() != pid:
         raise ClosedError(
             f"{what} is that of process {pid}, of which this one ({os.getpid()}) was forked: use it there{instead}"
@@ -47,7 +47,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """True once the level cannot change any more."""
+        """Return whether by now the level cannot change any more."""
         return self.level in TERMINAL or self.level == "durable"
 
     def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
@@ -64,7 +64,7 @@ class Ticket:
             self._changed.notify_all()
 
     def mark_torn(self, why: str) -> None:
-        """What was stored is of no one moment: from now on that is the reason, whatever the level."""
+        """Record that the stored bytes mix two moments (torn). Keep this as the reason from now on."""
         with self._changed:
             self._torn = self.reason = why
 
@@ -74,7 +74,7 @@ class Ticket:
         Raises:
             CommitError: the level cannot be reached any more; the message has the reason.
             TimeoutError: it was not reached within `timeout_s`; the message has the level now.
-            ClosedError: this process was forked of the one that put, and hears of no level.
+            ClosedError: this process was forked from the one that put, and receives no levels.
         """
         if level not in LEVELS:
             raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")

@@ -1,7 +1,7 @@
 """DCP directories: one is written out of a step, and one is read as what a new job is made of.
 
 torch's own FileSystemWriter and FileSystemReader write and read the files; planners hand them one item at a time. But
-for `.metadata`, which is a pickle: torch's reader unpickles whatever it names, and so runs whatever its maker liked.
+for `.metadata`, which is a pickle: torch's reader unpickles any name in it, and so runs what its author chose.
 Here it is read under a list of harmless classes. This file is the only one of ours that unpickles anything.
 """
 
@@ -192,7 +192,7 @@ class _Giving(DefaultLoadPlanner):
         self._give(read_item.storage_index, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """An object is there; it is not looked into."""
+        """Note that an object exists; it is not decoded."""
         self._give(read_item.storage_index, value.getvalue())
 
 

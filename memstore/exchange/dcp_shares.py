@@ -1,4 +1,4 @@
-"""A DCP step out of global tensors and objects: who of the new job's ranks holds what, and its copy into slots.
+"""A DCP step out of global tensors and objects: the share of each rank of the new job, and its copy into slots.
 
 Every rank computes the same shares from the metadata, so they need not talk; objects and metadata lie with rank 0.
 """
@@ -30,7 +30,7 @@ class Source(Protocol):
     metadata: Metadata
 
     def read(self, wanted: Iterable[MetadataIndex], give: Give) -> None:
-        """Give every wanted part or object, in any order. IntegrityError if it is not what the metadata says."""
+        """Yield every wanted part or object, in any order. IntegrityError if it contradicts the metadata."""
 
 
 @dataclass

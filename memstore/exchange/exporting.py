@@ -25,7 +25,7 @@ from memstore.exchange.step_view import view_of_dcp_step, view_of_put_step
 from memstore.shell.arena.lock import boot_id, is_alive, process_start_time
 
 FORMATS = ("dcp", "torch", "safetensors")
-NOTE_NAME = "memstore.json"  # in every export: what it is, and what is not in it
+NOTE_NAME = "memstore.json"  # in every export: its description, and the parts it lacks
 FILE_BYTES = 5 * 10**9
 
 
@@ -39,7 +39,7 @@ def export_step(
         step: A committed step; None: the newest of the lineage.
         format: "dcp", "torch" or "safetensors".
         rank: Only what this rank put.
-        attempt: Whose step, where several have one of that number.
+        attempt: The step's attempt, where several have a step of that number.
         prefix: With safetensors, only names that begin with it, without it.
         file_bytes: With safetensors, the most bytes of tensors in one file.
 

@@ -43,14 +43,14 @@ def import_job(
     job: str, folder: Path, format: str | None, *, config: Config, step: int | None = None, ranks: int | None = None,
     prefix: str = "", allow_pickle: bool = False, place: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:  # fmt: skip
-    """Commit the files of a folder as one step of the new job; return what was made.
+    """Commit the files of a folder as one step of the new job; return the result.
 
     Args:
         format: "dcp", "torch" or "safetensors"; None: as the folder looks.
         step: None: as `memstore.json` in the folder says, else 0.
         ranks: World size of a DCP step, by default 1; a step of rank files has as many as there are files.
         prefix: With safetensors, put before every name.
-        allow_pickle: With torch files, run what they pickle (weights_only=False).
+        allow_pickle: With torch files, run their pickles (weights_only=False).
         place: Which of how many processes this is; each plays its share of the ranks.
 
     Raises:
@@ -81,7 +81,7 @@ def import_job(
         with ThreadPoolExecutor(len(mine)) as pool:
             tickets = list(pool.map(play, mine))
     except BaseException as error:
-        if opened and not isinstance(error, FencedError):  # who was fenced has no job to remove: it is another's now
+        if opened and not isinstance(error, FencedError):  # a fenced import has no job to remove: it is another's now
             with contextlib.suppress(MemstoreError), any_tool(config) as tool:
                 tool.ask(RemoveJob(job=job, force=True))
         raise
@@ -118,7 +118,7 @@ def _check_new(job: str, config: Config) -> None:
 
 
 def _settled(job: str, step: int, config: Config) -> str:
-    """Return "" once the step has all its copies, or what it lacks after REPAIR_S: repair raises what it can (R29)."""
+    """Return "" once the step has all its copies, or the missing ones after REPAIR_S, which repair may add (R29)."""
     deadline_s, has_said = time.monotonic() + REPAIR_S, False
     with reader(job, config=config) as source:
         while True:
@@ -162,7 +162,7 @@ def _torch_work(folder: Path, step: int, ranks: int | None, allow_pickle: bool) 
 
 
 def _load(path: Path, allow_pickle: bool) -> Any:
-    """Return what a file holds, its tensors still in the file until they are copied."""
+    """Return a file's objects, its tensors still in the file until they are copied."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
     except OSError:

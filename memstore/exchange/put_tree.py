@@ -95,7 +95,7 @@ class PutShard(StateBuild):
 
 
 def have_same_leaf(one: PutShard, node: Any, other: PutShard, other_node: Any) -> bool:
-    """Tell whether two leaves of two ranks are equal, bit for bit."""
+    """Return whether two leaves of two ranks are equal, bit for bit."""
     if not isinstance(node, Node) or not isinstance(other_node, Node):
         return _scalar_bits(node) == _scalar_bits(other_node)
     if node.tag is not other_node.tag or len(node.children) != len(other_node.children):
@@ -122,7 +122,7 @@ def _have_same_tensor(one: PutShard, spec: TensorSpec, other: PutShard, other_sp
 
 
 def _scalar_bits(value: Any) -> tuple[type, Any]:
-    """A float by its bits, so that NaN equals itself and 0.0 is not -0.0; True is not 1."""
+    """Return a float's bits, so that NaN equals itself and 0.0 is not -0.0; True is not 1."""
     return type(value), struct.pack("<d", value) if isinstance(value, float) else value
 
 
@@ -150,7 +150,7 @@ def file_name(rank: int) -> str:
 
 
 def write_torch(stream: ShardBytes, folder: pathlib.Path) -> dict[str, Any]:
-    """Write one rank's state; return what a reader should know of the file.
+    """Write one rank's state; return notes for readers of the file.
 
     `unsafe_globals` are the names that torch.load(weights_only=True) refuses, [] where it reads the file as it is;
     `dtensors` counts DTensors that stand there as this rank's part.
@@ -161,7 +161,7 @@ def write_torch(stream: ShardBytes, folder: pathlib.Path) -> dict[str, Any]:
     shard = PutShard(stream)
     stream.expect([*shard.layout.extents, *shard.layout.blobs])
     path = folder / file_name(stream.rank)
-    with path.open("wb") as file:  # torch's own opening hides what the file system said
+    with path.open("wb") as file:  # torch's own opening hides the file system's error
         torch.save(shard.build(shard.layout.tree), file)
     return {
         "file": path.name,

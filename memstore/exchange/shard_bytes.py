@@ -1,4 +1,4 @@
-"""The bytes of one rank's shard for somebody who reads all of it in order: windows, each digested before it is used."""
+"""The bytes of one rank's shard, read in order: in windows, each digested before it is used."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ShardBytes:
         self._window = {}
 
     def take(self, offset: int, nbytes: int) -> bytearray:
-        """Return stream bytes, verified; nobody else has them.
+        """Return stream bytes, verified, in memory of their own.
 
         Raises:
             RecoveryError, DigestMismatch: some chunk has no good copy. StepDropped: newer steps took its place.
-            IntegrityError: the step was put anew meanwhile.
+            IntegrityError: the step was put again meanwhile.
         """
         if not nbytes:
             return bytearray()
@@ -78,7 +78,7 @@ class ShardBytes:
         with self._ranges.ask(self.step, self.rank, spans, self.manifest.chunk_bytes) as read:
             if read.manifest() != self.manifest:
                 raise IntegrityError(
-                    f"step {self.step} of job {self.manifest.shard.job!r} was put anew while it was read: begin again"
+                    f"step {self.step} of job {self.manifest.shard.job!r} was put again while it was read: begin again"
                 )
             return read.bytes_of(spans)
 
@@ -98,15 +98,15 @@ class ShardBytes:
         return bytes(self.take(offset, nbytes))
 
     def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return stream bytes as a tensor that is nobody else's."""
+        """Return stream bytes as a tensor with memory of its own."""
         return torch.frombuffer(self.take(offset, nbytes), dtype=torch.uint8)
 
     def settle(self) -> None:
-        """Every read is done when it returns."""
+        """Return at once: every read is done when it is planned."""
 
 
 def have_same_bytes(one: ShardBytes, at: int, other: ShardBytes, other_at: int, nbytes: int) -> bool:
-    """Tell whether two ranges hold the same; reads nothing where chunks of equal digest lie under both."""
+    """Return whether two ranges hold the same; reads nothing where chunks of equal digest lie under both."""
     chunk_bytes = one.manifest.chunk_bytes
     is_aligned = chunk_bytes == other.manifest.chunk_bytes and at % chunk_bytes == other_at % chunk_bytes
     for index, start, done, size in pieces(at, nbytes, chunk_bytes if is_aligned else WINDOW_BYTES):

@@ -1,4 +1,4 @@
-"""One step as DCP sees one: global tensors in parts, and objects, by name; whoever put it and however.
+"""One step as DCP sees one: global tensors in parts, and objects, by name, for a step of any format.
 
 For a step that `store.put` made: names are DCP's. A DTensor's parts are put together by its mesh and placements. What
 every rank that has it put alike stands once, under its name; what differs stands once per rank, under
@@ -60,7 +60,7 @@ class StepView:
     per_rank: list[str] = field(default_factory=list)  # names of what differs between ranks
 
     def by_rank(self, *, are_interleaved: bool = False) -> Iterator[tuple[ShardBytes, list[Item]]]:
-        """Yield every shard with its items, told to expect them; the window is shared if shards are read by turns."""
+        """Yield every shard with its items, which it is to expect; the window is shared if shards are read by turns."""
         ranks: dict[int, list[Item]] = defaultdict(list)
         for item in self.items:
             ranks[item.shard.rank].append(item)
@@ -83,10 +83,10 @@ def tensor_entry(entries: Mapping[str, Entry], name: str) -> TensorStorageMetada
 
 
 def view_of_dcp_step(ranges: ShardRanges, step: int, rank: int | None) -> StepView:
-    """Return what was saved; of one rank where each saved for itself.
+    """Return the saved step; of one rank where each saved for itself.
 
     Raises:
-        RecoveryError: there is no metadata of all ranks, or none of this rank. IntegrityError: it names what is not.
+        RecoveryError: there is no metadata of all ranks, or none of this rank. IntegrityError: it names missing parts.
     """
     metadata = DcpReader(ranges, step).read_metadata(**({} if rank is None else {"rank": rank}))
     shards: dict[int, ShardBytes] = {}
@@ -129,7 +129,7 @@ class Leaf:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """Return its rank."""
         return self.shard.stream.rank
 
     @property
@@ -188,7 +188,7 @@ def _groups(leaves: list[Leaf]) -> list[list[Leaf]]:
 
 
 def _described(leaf: Leaf) -> list[Any]:
-    """Mesh, placements and shape of a DTensor, and what its parts are made of; strides are a rank's own matter."""
+    """Return mesh, placements, shape and dtype of a DTensor; strides may differ by rank."""
     return [*leaf.node.data[:5], leaf.spec.dtype]
 
 

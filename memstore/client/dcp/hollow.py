@@ -2,7 +2,7 @@
 
 A hollow tensor has shape, dtype and, for a DTensor, mesh and placements, but no memory: it lives on the meta device,
 and its storage offset is where its bytes stand in the stream. So DCP's planner plans on it, it crosses to the save
-process for nothing, and what the planner gives back for an item says where the item's bytes are.
+process for nothing, and the planner's tensor for an item says where the item's bytes are.
 """
 
 from __future__ import annotations

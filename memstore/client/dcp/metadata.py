@@ -4,7 +4,7 @@
     written, but no chunk of any entry. The planner's data are bytes of the state codec, with their layout.
 
 A shard saved through DCP has no tensors in its layout: its stream is raw items, its tree says so (`SavedLayout`),
-and on the coordinator where the metadata stands. What is decoded may come from anywhere.
+and on the coordinator where the metadata stands. Decoded bytes may come from any source.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memstore.shell.tensors.memory import DTYPE_NAMES, DTYPES
 
 FORMAT: Literal[2] = 2
 METADATA_BYTES_MAX = 1 << 30  # of msgpack: ten million chunks
-INFLATION_MAX = 64  # bytes of msgpack for one that is stored: what it may take to read is bounded by what was stored
+INFLATION_MAX = 64  # decompressed bytes for each stored byte: bounds the memory to read it
 INFLATION_SLACK_BYTES = 1 << 16
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -113,7 +113,7 @@ class SavedLayout:
 
     @classmethod
     def decode(cls, data: bytes) -> SavedLayout | None:
-        """Return what the layout says, or None if the shard was not saved through DCP. ProtocolError."""
+        """Decode the layout; None if the shard was not saved through DCP. ProtocolError if it is malformed."""
         layout = decode_layout(data)
         if layout.extents or layout.blobs:
             return None

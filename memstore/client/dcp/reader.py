@@ -28,7 +28,7 @@ from memstore.shell.codec.verified_stream import CheckedStream
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 
-BATCH_BYTES = 256 << 20  # on its way while another is copied: bounds what a load takes of the arena
+BATCH_BYTES = 256 << 20  # in transit while another is copied: bounds the arena memory of a load
 COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs
 
 
@@ -51,7 +51,7 @@ class DcpReader(StorageReader):
         ranges: Reads of the job.
         step: The step; None: what `agree` returns, on all ranks alike.
         agree: Adopts a step; None where nothing is adopted (a Reader): the newest committed one is read.
-        fence: Waits until what is loaded into is not being copied any more.
+        fence: Waits until the target of the load is not being copied any more.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class DcpReader(StorageReader):
     # -- StorageReader ------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's name for the load; the step says it here."""
+        """Take DCP's name for the load, which is unused: the step identifies it."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never found by name: a reader comes from `store.dcp_reader`."""
+        """Return False: a reader comes from `store.dcp_reader`, not from a name."""
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the step's coordinator wrote; with `rank=`, what that rank wrote for itself.
+        """Return the metadata of the step's coordinator; with `rank=`, that of a rank that saved for itself.
 
         Raises:
             RecoveryError: the job has no step to read. ManifestMismatch: the step was not saved through DCP.
@@ -96,11 +96,11 @@ class DcpReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -131,7 +131,7 @@ class DcpReader(StorageReader):
     # -- metadata -----------------------------------------------------------------------------
 
     def _global_metadata(self) -> Metadata:
-        """Metadata of a group's save; where each saved for itself, of this process's rank, or of the only one."""
+        """Return the metadata of a group's save; if each saved for itself, of this process's rank or the only one."""
         own: list[tuple[int, tuple[int, int]]] = []  # of ranks that saved for themselves
         has_any, rank, world_size = False, 0, 1
         while rank < min(world_size, COORDINATORS_TRIED):

@@ -1,4 +1,4 @@
-"""The save process's place in its rank's attempt: it takes over what the training process staged, and hands it over.
+"""The save process's place in its rank's attempt: it takes over the staged state, and hands it over.
 
 DCP's process mode pickles the writer; what crosses is the address of the holder and the step. The child has a link
 of its own, so it needs nothing of its parent from then on (R20).
@@ -25,7 +25,7 @@ from memstore.errors import CommitError, ConfigError, MemstoreError, TransportEr
 from memstore.shell.rank.holder_link import HolderLink
 
 ADOPT_S = 30.0
-# The offer comes on the parent's link and may be behind us; a holder that restarts hears of parent and offer anew.
+# The offer travels on the parent's link and may arrive later; a restarted holder gets parent and offer again.
 OFFER_S = 5.0
 RETRY_S = 0.05
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class StagedShard:
 
 
 def staged_shard(puts: Puts, ticket: Ticket) -> StagedShard:
-    """Return what a child of this process needs to hand over what was staged here."""
+    """Return the data with which a child of this process can hand over the staged state."""
     link = puts.link
     return StagedShard(
         link.folder, link.nonce, link.job, link.rank, puts.world_size, link.attempt, puts.chunk_bytes, puts.config,
@@ -67,13 +67,13 @@ class SaveProcess:
         self._link: HolderLink | None = None
 
     def new_ticket(self, step: int) -> Ticket:
-        """Return a ticket that tells of the put as the training process began it."""
+        """Return a ticket of the put that the training process began."""
         ticket = Ticket(step, self.staged.nbytes, self.staged.began_s, self.config.commands)
         ticket.stall_s = self.staged.stall_s
         return ticket
 
     def adopt(self, step: int) -> tuple[Ticket, PendingPut]:
-        """Take over the lease of what was staged for a step.
+        """Take over the lease of a step's staged state.
 
         Raises:
             CommitError: The training process gave it up. TransportError: the holder does not answer.
@@ -98,7 +98,7 @@ class SaveProcess:
                 ticket.rise("superseded", f"step {event.step} was committed")
             elif isinstance(event, AttemptFenced):
                 ticket.rise("failed", f"attempt {event.attempt} of the job was opened")
-            if ticket.level in TERMINAL:  # of a save that ended elsewhere: nobody calls this writer again
+            if ticket.level in TERMINAL:  # the save ended elsewhere: this writer is not called again
                 threading.Thread(target=self._leave, args=(room,), name="memstore-save-end", daemon=True).start()
 
         link.on_event = on_event
@@ -115,7 +115,7 @@ class SaveProcess:
         self.close()
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
-        """Give the step up on all ranks (R12); if the controller does not hear of it, a later step supersedes it."""
+        """Give the step up on all ranks (R12); if that does not reach the controller, a later step supersedes it."""
         ticket.rise(level, why)
         request = SkipStep(
             job=self.job, attempt=self.staged.attempt, rank=self.rank, step=ticket.step, why=why,
@@ -126,7 +126,7 @@ class SaveProcess:
                 self._link.call(request, ADOPT_S)
 
     def close(self) -> None:
-        """Give back what was not handed over, and end the link."""
+        """Give back slots that were not handed over, and end the link."""
         if self._link is not None:
             self._link.close()
 

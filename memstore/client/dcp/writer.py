@@ -2,7 +2,7 @@
 
     dcp.save          write_data: planned items -> slots; finish: metadata behind them on the coordinator
     dcp.async_save    stage: all tensors -> slots, on the training thread; write_data keeps the slots of planned items
-      process mode    the writer crosses to the save process, which takes over the lease of what was staged (R20)
+      process mode    the writer crosses to the save process, which takes over the lease of the staged state (R20)
 
 The coordinator hands its shard over in `finish`, after every rank has written, so a step without metadata is never
 committed. The state is copied once. DCP's planner decides which rank writes what.
@@ -43,14 +43,14 @@ class DcpWriter(StorageWriter, AsyncStager):
     """One step's StorageWriter and AsyncStager.
 
     Args:
-        puts: Of the rank's store.
+        puts: The puts of the rank's store.
         step: As for `store.put`.
         wait: Level the step reaches before DCP's save ends, or its future is done; None: it does not wait. A step
             that cannot reach it raises CommitError there, on all ranks.
         wait_s: Longest wait for it.
 
     Attributes:
-        ticket: Of the put, once it has begun; None before.
+        ticket: The put's ticket, once it has begun; None before.
     """
 
     _synchronize_after_execute = True
@@ -68,7 +68,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self.step, self.wait, self.wait_s = step, wait, wait_s
         self.ticket: Ticket | None = None
         self._room: PendingPut | None = None
-        self._end = 0  # of what is in the stream
+        self._end = 0  # of the bytes in the stream
         self._tail: list[bytes] = []  # objects and metadata, which stand behind the tensors
         self._is_coordinator = False
         self._is_global = True
@@ -77,7 +77,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._names: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Cross to the save process: what was staged is lent to it, and taken over there."""
+        """Pickle for the save process: the staged slots are offered to it, and taken over there."""
         if not isinstance(self.puts, Puts) or self.ticket is None:
             raise ConfigError(
                 "a DCP writer crosses to another process only after it has staged: pass it to dcp.async_save as "
@@ -113,21 +113,21 @@ class DcpWriter(StorageWriter, AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` has copied."""
+        """Return at once: `stage` has copied."""
 
     def close(self) -> None:
-        """Give up what was staged and never saved."""
+        """Give up a state that was staged and never saved."""
         if self._room is not None and not self._room.is_over:
             self._give_up("it was staged and not saved")
 
     # -- StorageWriter ------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's name for the save; the step says it here."""
+        """Take DCP's name for the save, which is unused: the step identifies it."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never found by name: a writer comes from `store.dcp_writer`."""
+        """Return False: a writer comes from `store.dcp_writer`, not from a name."""
         return False
 
     def storage_meta(self) -> StorageMeta:
@@ -135,7 +135,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=f"memstore:{self.puts.job}/{self.step}")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Hear who writes the metadata, and whether for all ranks."""
+        """Note which rank writes the metadata, and whether for all ranks."""
         self._is_coordinator = is_coordinator
         self._is_global = bool(kwargs.get("use_collectives", True))
         self._has_group = _has_group(sys._getframe(1))
@@ -145,14 +145,14 @@ class DcpWriter(StorageWriter, AsyncStager):
             self._adopt(self.puts)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are; the coordinator learns how much there is to describe.
+        """Return the plans unchanged; let the coordinator learn the size of the metadata.
 
         Raises:
-            ConfigError: Only some of the job's ranks save together, and would wait for what the others have to put.
+            ConfigError: Only some of the job's ranks save together, and would wait for the puts of the others.
         """
         is_part = self._is_global and (self._has_group or len(plans) > 1) and len(plans) != self.puts.world_size
         if is_part and self.wait is not None:
@@ -222,7 +222,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         )
 
     def _adopt(self, puts: SaveProcess) -> None:
-        """In the save process: what was staged is ours from now on."""
+        """Take over the staged state in the save process."""
         if self._skipped:
             self.ticket = puts.new_ticket(self.step)
             self.ticket.rise("skipped", self._skipped)
@@ -231,7 +231,7 @@ class DcpWriter(StorageWriter, AsyncStager):
 
     @property
     def _stall_s(self) -> float:
-        """How long what blocks training may wait."""
+        """Return how long a step that blocks training may wait."""
         return self.puts.config.stall_budget_s if isinstance(self.puts, Puts) else 0.0
 
     def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
@@ -323,7 +323,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             self.puts.skip(self.ticket, why, "failed")
 
     def _fail(self, error: BaseException) -> None:
-        """The save failed here, and so on all ranks: none keeps room for the step (R12)."""
+        """Give the save up on all ranks, as it failed here: none keeps room for the step (R12)."""
         why = f"its save failed: {error!r}"
         if self.ticket is not None and not self.ticket.is_over:
             self._give_up(why)
@@ -348,7 +348,7 @@ class DcpWriter(StorageWriter, AsyncStager):
 
 
 def _has_group(frame: FrameType | None) -> bool:
-    """Tell whether the dcp.save that called uses a process group: one rank has one plan either way."""
+    """Return whether the dcp.save that called uses a process group: one rank has one plan either way."""
     for _ in range(FRAMES_MAX):
         if frame is None:
             break

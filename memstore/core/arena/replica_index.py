@@ -3,7 +3,7 @@
     draft --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
       '--aborted--> gone                            '--dropped while pinned--> doomed --unpinned--> gone
 
-A shard may miss chunks (a condemned slot, R30); it then counts and serves only what it has.
+A shard may miss chunks (a quarantined slot, R30); it then counts and serves only the chunks it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memstore.core.arena.slot_table import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
-OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for who sends, and no host is called so
+OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for the sending host, and no host has this name
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
 
 
@@ -40,7 +40,7 @@ class IncomingReplica:
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
     excerpt: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
-    deadline_s: float = math.inf  # of an excerpt of what was dropped
+    deadline_s: float = math.inf  # of a partial read of a dropped replica
 
     @property
     def wanted(self) -> Sequence[int]:
@@ -114,7 +114,7 @@ class ReplicaIndex:
         return number
 
     def fill(self, draft: IncomingReplica, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
-        """Chunk `index` lies verified in receiving slot `number`."""
+        """Take chunk `index`, verified in receiving slot `number`."""
         used = self.table.seal(number, digest, nbytes, now)
         old = draft.slots[index]
         draft.slots[index] = used
@@ -129,7 +129,7 @@ class ReplicaIndex:
                 self.table.unhold(number)
 
     def abort_older(self, job: str, attempt: int) -> list[ShardId]:
-        """A fence: half-received shards of older attempts go; this host's own ones were handed over whole (R21)."""
+        """Fence older attempts: drop their half-received shards; this host's own were handed over whole (R21)."""
         drafts = self.drafts.items()
         half = [(k, d) for k, d in drafts if k[1] != OWN_DRAFT and d.excerpt is None]
         old = [k for k, d in half if d.shard.job == job and d.attempt < attempt]
@@ -138,14 +138,14 @@ class ReplicaIndex:
         return [key[0] for key in old]
 
     def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> StoredReplica:
-        """Every chunk is there and the manifest is saved: the draft's references become the shard's."""
+        """Store a complete replica whose manifest is saved: its references become the shard's."""
         draft = self.drafts.pop((shard, name, "draft"))
         if draft.missing:
             self.drafts[shard, name, "draft"] = draft
             raise ValueError(f"shard {shard} lacks {len(draft.missing)} chunks")
         known = self.shards.get((shard, spec.digest))
         if known is not None:
-            # The same bytes came twice, or mend a copy with bad chunks: keep one set of references.
+            # The same bytes came twice, or repair a copy with bad chunks: keep one set of references.
             for index, number in enumerate(draft.slots):
                 if known.slots[index] is None and number is not None:
                     known.slots[index] = number
@@ -214,7 +214,7 @@ class ReplicaIndex:
                 self.table.unhold(number)
 
     def quarantine(self, number: int) -> list[StoredReplica]:
-        """A sealed slot went bad: every shard and draft on it now misses that chunk. Return those shards (R30)."""
+        """Take a bad slot out of every shard and draft, which now miss that chunk. Return those shards (R30)."""
         self.table.quarantine(number)
         for draft in self.drafts.values():
             for index, slot in enumerate(draft.slots):
@@ -230,7 +230,7 @@ class ReplicaIndex:
         return hurt
 
     def pin(self, shelved: StoredReplica, deadline_s: float, *, is_reader: bool = False) -> int:
-        """Keep a replica while somebody uses it, until the deadline (R7); a reader's may come sooner: drop."""
+        """Keep a replica while a reader uses it, at most until the deadline (R7)."""
         self.pins_count += 1
         shelved.pins[self.pins_count] = deadline_s
         shelved.readers &= shelved.pins.keys()
@@ -283,7 +283,7 @@ class ReplicaIndex:
         return self.shards.pop((shelved.shard, shelved.spec.digest), None)
 
     def copies(self, host_id: str, job: str | None = None) -> list[Copy]:
-        """The inventory: what is here and not doomed, with missing chunks named (R21)."""
+        """Return the inventory: replicas that are not doomed, with their missing chunks (R21)."""
         return [
             Copy(s.shard, s.spec, host_id, s.missing)
             for s in self.shards.values()
@@ -293,19 +293,19 @@ class ReplicaIndex:
     # -- shares (R10) -------------------------------------------------------------------------
 
     def set_share(self, job: str, share: PeerShare) -> None:
-        """Reserve room for a job in place of what it had; the caller has grown the arena to `slots_needed`."""
+        """Reserve room for a job in place of its earlier share; the caller has grown the arena to `slots_needed`."""
         self.shares[job] = share
 
     def drop_share(self, job: str, attempt: int) -> None:
-        """Give up the room of a removed job, unless an attempt opened since then has claimed it anew."""
+        """Give up the room of a removed job, unless an attempt opened since then has claimed it again."""
         share = self.shares.get(job)
         if share is not None and share.attempt <= attempt:
             del self.shares[job]
 
     def slots_needed(self, job: str, share: PeerShare) -> int:
-        """Slots the arena must have for this share beside all other jobs' shares and strays.
+        """Return the slots the arena must have for this share beside all other jobs' shares and strays.
 
-        Another job may hold more than its share: what a restore brought here, until the job puts again (R26).
+        Another job may hold more than its share: a restored step, until the job puts again (R26).
         """
         others = [(name, s) for name, s in self.shares.items() if name != job]
         taken = sum(max(self._claim_of(name, s), self._held_count(name)) for name, s in others)
@@ -324,7 +324,7 @@ class ReplicaIndex:
         return max(0, len(self.table.free) - wanted)
 
     def _unmet_count(self, job: str, share: PeerShare) -> int:
-        """Slots of a share in which nothing lies.
+        """Return how many slots of a share are still empty.
 
         What guests have beyond their part fills no rank's part, and a step of another world size fills none at all.
         """
@@ -340,16 +340,16 @@ class ReplicaIndex:
         return unmet + max(0, share.guest_slots - len(guests))
 
     def _held_count(self, job: str) -> int:
-        """Slots that a job's replicas lie in; those that several of them share count once."""
+        """Return the slots of a job's replicas; those that several of them share count once."""
         held = (shelved.slots for shelved in self.shards.values() if shelved.shard.job == job)
         return len({slot for slots in held for slot in slots if slot is not None})
 
     def used_by_rank(self, job: str, rank: int) -> int:
-        """Slots that a local rank's stored and drafted shards count for."""
+        """Return the slots that a local rank's stored and incoming shards count for."""
         return self._count(job, [rank])
 
     def used_by_guests(self, job: str) -> int:
-        """Slots that other hosts' shards of the job count for."""
+        """Return the slots that other hosts' shards of the job count for."""
         share = self.shares.get(job)
         local = set(share.ranks) if share is not None else set()
         held = (s.shard for s in self.shards.values() if s.shard.job == job)
@@ -364,7 +364,7 @@ class ReplicaIndex:
         return stored + sum(self._slots_for(draft) for draft in drafts)
 
     def _slots_for(self, draft: IncomingReplica) -> int:
-        """Slots that a draft takes in the end; what is lent to a reader out of a stored replica takes none."""
+        """Return the slots that a draft takes in the end; chunks shared with a stored replica take none."""
         if draft.excerpt is None:
             return len(draft.slots)
         return sum(draft.slots[i] not in self.users for i in draft.excerpt)
@@ -385,7 +385,7 @@ class ReplicaIndex:
         if sum(expected) + chunks_count > self.table.claimed_count:
             return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
-            # Drafts of jobs without a share hold no slot yet for what has not arrived.
+            # Drafts of jobs without a share hold no slots yet for chunks that have not arrived.
             awaited = sum(len(d.missing) for d in self.drafts.values() if d.shard.job not in self.shares)
             free = max(0, len(self.table.free) - self._promised() - awaited)
             if chunks_count <= free:

@@ -14,7 +14,7 @@ class PeerShare:
     attempt: int
     ranks: dict[int, int]  # local rank -> slots
     guest_slots: int
-    world_size: int = 0  # shards of another one count for nobody's part of the share; 0: all count
+    world_size: int = 0  # shards of another world size count for no rank's part; 0: all count
     versions: int = 1  # how many versions the slots are for
 
     @property

@@ -1,4 +1,4 @@
-"""The slot table of one arena: who may write where, and which content lies where. Pure (R6, R8, R13).
+"""The slot table of one arena: the owner and the content of each slot. Pure (R6, R8, R13).
 
     free --lease--> leased --hand-over--> receiving --digest--> sealed --last reference gone--> free
       '------------- offer, stage -----------^   '--abort--> free
@@ -54,7 +54,7 @@ class SlotTable:
     def __init__(self, slots_count: int = 0) -> None:
         self.slots: list[Slot] = [Slot() for _ in range(slots_count)]
         self.free: list[int] = list(range(slots_count - 1, -1, -1))  # popped from the end: low numbers first
-        self.hollow: list[int] = []  # state FREE as well, and without pages: nobody gets one before it is filled
+        self.hollow: list[int] = []  # state FREE as well, and without pages: not leased before it is filled
         self.index: dict[bytes, int] = {}
         self.leases: dict[Owner, set[int]] = {}
         self.handed: dict[Owner, set[int]] = {}  # handed over and not sealed yet: no shard and no draft counts them
@@ -75,7 +75,7 @@ class SlotTable:
             self.leases.setdefault(slot.owner, set()).add(number)
 
     def rebuild_free(self, hollow: Collection[int] = ()) -> None:
-        """Make the free list anew after `restore` calls; some of the free slots have no pages."""
+        """Rebuild the free list after `restore` calls; some of the free slots have no pages."""
         free, without = [n for n, slot in enumerate(self.slots) if slot.state is SlotState.FREE], set(hollow)
         self.hollow = [n for n in free if n in without]
         self.free = [n for n in reversed(free) if n not in without]
@@ -94,7 +94,7 @@ class SlotTable:
         return sorted(chosen)
 
     def fill(self, numbers: Collection[int]) -> None:
-        """Hollow slots have their pages again."""
+        """Note that hollow slots have their pages again."""
         self.hollow = sorted(set(self.hollow).difference(numbers))
         self.free[:0] = sorted(numbers, reverse=True)
 
@@ -144,7 +144,7 @@ class SlotTable:
         return True
 
     def confirm(self, owner: Owner, held: Collection[int]) -> tuple[list[int], list[int]]:
-        """A rank whose link broke says what it holds; return (still leased to it, not leased to it) (R8).
+        """Compare the leases with those of a reconnected rank; return (still leased to it, not leased to it) (R8).
 
         Slots leased to it that it does not name are free again: it never got the grant.
         """
@@ -173,7 +173,7 @@ class SlotTable:
         return self._take(SlotState.RECEIVING) if self.free else None
 
     def seal(self, number: int, digest: bytes, nbytes: int, now: float) -> int:
-        """The bytes in a receiving slot have this digest; return the slot that holds the content, with one reference.
+        """Seal a receiving slot under its digest; return the slot that holds the content, with one reference.
 
         If the content is there already the slot is freed and the older one is used (content index).
         """
@@ -206,13 +206,13 @@ class SlotTable:
             self.release(number)
 
     def quarantine(self, number: int) -> None:
-        """The bytes no longer match the digest: never serve or count this slot again (R30)."""
+        """Quarantine a slot whose bytes no longer match: never serve or count it again (R30)."""
         slot = self.slots[number]
         if self.index.get(slot.digest) == number:
             del self.index[slot.digest]
 
     def release(self, number: int) -> None:
-        """Make a slot free, whatever it was."""
+        """Make a slot free from any state."""
         slot = self.slots[number]
         if slot.state is SlotState.FREE:
             return

@@ -1,4 +1,4 @@
-"""Which number the next attempt of a job gets: one that no other launch has, as far as can be told. Pure (R16, R20)."""
+"""Which number the next attempt of a job gets: one that no other launch has, as far as is known. Pure (R16, R20)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from recovery.inventory import StepId
 
 @dataclass(slots=True)
 class Entrant:
-    """A process that joins, rewinds with its attempt, or has its rank assigned anew."""
+    """A process that joins, rewinds with its attempt, or has its rank assigned again."""
 
     call: Call[Join] | Call[Rewind] | Call[AssignRanks]
     rank: int  # as its launcher calls it
@@ -75,6 +75,6 @@ class Gathering:
     rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
     rewind_to: StepId | None = None  # that step, once it is found
     order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
-    markers_call: int = 0  # all are there; durable storage is asked what it knows of the job first (R31)
+    markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read

@@ -29,7 +29,7 @@ from recovery.inventory import StepId
 
 ACTIVE_WINDOW_S = 60.0  # a launch whose ranks were active this recently is not replaced silently (R20)
 MARKERS_DEADLINE_S = 15.0  # a durable store that does not list its markers by then cannot be read
-WORLD_SIZE_MAX = 1 << 20  # what is missing of a launch is listed rank by rank
+WORLD_SIZE_MAX = 1 << 20  # the missing ranks of a launch are listed one by one
 FENCE_DEADLINE_S = 10.0  # a silent host is fenced when it answers again, before it serves
 
 
@@ -54,7 +54,7 @@ class Attempts:
     # -- join ---------------------------------------------------------------------------------
 
     def join(self, now: float, call: Call[Join]) -> None:
-        """A rank wants in; answer at once if it is in already, else gather (R20)."""
+        """Handle a rank's join: answer at once if it is in already, else gather (R20)."""
         request, name, entrant = call.request, call.request.job, joining(call)
         job = self.state.jobs.get(name)
         newest = job.newest if job is not None else None
@@ -80,7 +80,7 @@ class Attempts:
         self._gather(now, name, entrant, request.world_size)
 
     def is_repeated(self, name: str, entrant: Entrant) -> bool:
-        """True if the same question waits for its attempt to open already: this one is answered in its place."""
+        """Return whether the same question waits for its attempt to open already: this one is answered in its place."""
         waiting = self.opening.get(name, [])
         for number, other in enumerate(waiting):
             if other.question == entrant.question:
@@ -95,13 +95,13 @@ class Attempts:
         return seat is not None and seat.nonce == entrant.nonce and attempt.phase != "closed" and not is_leaving
 
     def _replaces_seat(self, attempt: Attempt, request: Join) -> bool:
-        """Until a rank completed a get or put, a newer join of one rank replaces it inside the attempt."""
+        """Let a newer join replace a rank inside the attempt, until some rank has completed a get or put."""
         is_same_launch = request.key is not None and request.key == attempt.key
         is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
         return is_same_launch and is_untouched and request.world_size == attempt.world_size
 
     def _contradiction(self, name: str, attempt: Attempt, request: Join) -> str:
-        """The process that takes a rank's place holds what that rank held (R34)."""
+        """Return why the process that takes a rank's place may not name its shard, or "" (R34)."""
         rank = request.rank  # as its launcher calls it: shards are named so
         before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
         said = (request.shard, request.shards)
@@ -110,7 +110,7 @@ class Attempts:
         return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
 
     def _replace_seat(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
-        """The attempt is written down again with the newcomer in it: a successor must know it by its nonce."""
+        """Record the attempt again with the new process in it: a successor must know it by its nonce."""
         unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         unapplied = [
             x for x in unapplied if x.attempt == attempt.ordinal
@@ -181,13 +181,13 @@ class Attempts:
                 self._complete(now, name, gathering)
 
     def dismiss(self, name: str, error: str, message: str) -> None:
-        """Send everybody away who gathers for the job, or rewinds it."""
+        """Refuse all ranks that gather for the job, or rewind it."""
         gathering = self.gatherings.pop(name, None)
         if gathering is not None:
             gathering.joins.refuse_all(self.out, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
-        """All ranks are there: open, once durable storage has said what it knows that RAM may have forgotten (R31)."""
+        """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31)."""
         durable = place_of(gathering.joins[0].config)
         if not durable:
             self.open(name, gathering)
@@ -213,7 +213,7 @@ class Attempts:
             gathering.on_listed(why)
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
-        """Open the attempt; if storage could not be read, nobody may start from nothing (R23)."""
+        """Open the attempt; if storage could not be read, no rank may start from nothing (R23)."""
         job = self.state.jobs.get(name)
         if why and (job is None or not job.attempts):
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
@@ -221,7 +221,7 @@ class Attempts:
             self.open(name, gathering)
 
     def open(self, name: str, gathering: Gathering) -> None:
-        """All is known: the next ordinal begins as a fact."""
+        """Record the fact of the attempt with the next number."""
         del self.gatherings[name]
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0], self.state.jobs.get(name)
@@ -249,7 +249,7 @@ class Attempts:
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_opened(self, now: float, fact: AttemptOpened, *, is_replay: bool) -> None:
-        """The fact has spread (or is replayed): the attempt exists and older ones are fenced."""
+        """Apply the replicated (or replayed) fact: the attempt exists and older ones are fenced."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         joined = {entrant.nonce: entrant for entrant in self.opening.get(fact.job, ())}
         seats = {
@@ -257,7 +257,7 @@ class Attempts:
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
         old = job.attempts.get(fact.attempt)
-        if old is not None:  # written again because a rank was replaced: whoever is still there keeps its seat
+        if old is not None:  # recorded again because a rank was replaced: the ranks still there keep their places
             kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
             old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
             old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
@@ -282,7 +282,7 @@ class Attempts:
         self.fence_all(now, fact.job)
 
     def fence_all(self, now: float, name: str) -> None:
-        """Fencing is a round: every live host refuses older processes and answers with its inventory (R21)."""
+        """Order every live host to refuse older processes and to answer with its inventory (R21)."""
         attempt = self.state.jobs[name].newest
         if attempt is None:
             return
@@ -299,12 +299,12 @@ class Attempts:
             self.out.send(host, Fence(job=name, attempt=attempt.ordinal, members=tuple(members.get(host, ()))))
 
     def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
-        """A host refuses older processes now and has sent its inventory."""
+        """Take a host's inventory: it refuses older processes now."""
         newest = self.state.jobs[job].newest if job in self.state.jobs else None
         if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
             waits, _ = self.fence_waits[job]
             waits.discard(host_id)
-            if not waits:  # who died meanwhile is looked for on ticks
+            if not waits:  # ticks look for hosts that died meanwhile
                 self.progress_fence(now, job)
 
     def progress_fence(self, now: float, name: str) -> None:
@@ -327,7 +327,7 @@ class Attempts:
         self.out.emit(AttemptUnfenced(name))
 
     def answer_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
-        """Tell a process of the attempt its place in it; FencedError for one whose place another has taken."""
+        """Send a process of the attempt its place in it; FencedError for one whose place another has taken."""
         if not self._is_member(name, attempt, entrant):
             self.out.refuse(entrant.call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
@@ -343,7 +343,7 @@ class Attempts:
     # -- the end ------------------------------------------------------------------------------
 
     def rank_gone(self, now: float, nonce: str) -> None:
-        """A rank's process is dead: its seat is free and a half-gathered join of it is void."""
+        """Handle a rank's death: free its place and void its join."""
         for name, gathering in list(self.gatherings.items()):
             for rank in [rank for rank, each in gathering.joins.items() if each.nonce == nonce]:
                 del gathering.joins[rank]
@@ -351,7 +351,7 @@ class Attempts:
             if not gathering.joins:
                 del self.gatherings[name]
         for entrant in (e for waiting in self.opening.values() for e in waiting if e.nonce == nonce):
-            entrant.is_gone = True  # its seat comes when the attempt's fact has spread
+            entrant.is_gone = True  # its place is set when the attempt's fact is replicated
         for job in self.state.jobs.values():
             for seat in job.newest.seats.values() if job.newest is not None else ():
                 if seat.nonce == nonce:
@@ -359,7 +359,7 @@ class Attempts:
                     self.out.emit(RankDied(job, seat, is_news))
 
     def forget(self, name: str) -> None:
-        """The job was removed: nobody waits for it any more."""
+        """Drop what ranks of a removed job wait for."""
         self.dismiss(name, *job_removed(name))
         for entrant in self.opening.pop(name, ()):
             self.out.refuse(entrant.call, *job_removed(name))
@@ -367,7 +367,7 @@ class Attempts:
         self.closes.pop(name, None)
 
     def close(self, call: Call[CloseStore]) -> None:
-        """A rank closed its store; when all have, the attempt is closed and its key spent."""
+        """Note that a rank closed its store; close the attempt and spend its key once all have."""
         job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
         self.out.answer(call, Noted())
@@ -386,7 +386,7 @@ class Attempts:
             job.attempts[fact.attempt].phase = "closed"
 
     def tick(self, now: float) -> None:
-        """Deadlines: a fence that a host never answered, a gathering that misses ranks."""
+        """Check deadlines: of fences that a host has not answered, and of launches that miss ranks."""
         for name in list(self.fence_waits):
             self.progress_fence(now, name)
         for name, gathering in list(self.gatherings.items()):
@@ -396,7 +396,7 @@ class Attempts:
                     self._go_on(name, gathering, why)
                 continue
             late = next((e for e in gathering.joins.values() if now - e.call.since_s > e.limit_s), None)
-            if late is not None:  # one deadline for all, so that each of them is told the same ranks
+            if late is not None:  # one deadline for all, so that each of them is sent the same ranks
                 named_s = float(late.config["connect_timeout_s"])
                 refusal = gather_timeout(
                     f"connect to job {name!r}", named_s, missing_ranks(gathering.world_size, gathering.joins),

@@ -1,4 +1,4 @@
-"""Launches whose ranks are not all in yet: who has come, what is awaited. Pure; read `join.py` for the rules."""
+"""Incomplete launches: which ranks have come, which are awaited. Pure; read `join.py` for the rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _gathering(state: ClusterState, name: str, gathering: Gathering) -> Body:
 
 
 def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> Body:
-    """All ranks are there; hosts write the attempt down, then refuse the ranks of older ones."""
+    """A complete launch: hosts journal the attempt, then refuse the ranks of older ones."""
     waits, deadline_s = attempts.fence_waits.get(name, (set(), None))
     hosts = sorted(waits)
     awaited, left_s = "its hosts to write the attempt down", None

@@ -1,6 +1,6 @@
-"""Rounds in which all ranks are told how many steps lie between two puts. Pure (R33).
+"""Rounds in which all ranks are sent how many steps lie between two puts. Pure (R33).
 
-all ranks asked --distance decided--> fact --spread--> answered; whoever asks later gets the same
+all ranks asked --distance decided--> fact --replicated--> answered; a rank that asks later gets the same
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CadenceRounds:
         self.decided: dict[tuple[str, int, int], CadenceSet] = {}  # recorded, not in enough journals yet
 
     def ask(self, call: Call[AskPutInterval]) -> None:
-        """A rank has come to the step of a round."""
+        """Handle the call of a rank that has reached the step of a round."""
         found = attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -74,7 +74,7 @@ class CadenceRounds:
         return steps
 
     def apply(self, fact: CadenceSet) -> None:
-        """The word has spread, so that a successor says the same: answer all."""
+        """Answer all ranks: the fact is replicated, so a successor gives the same answer."""
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         key = (fact.job, fact.attempt, fact.step)
@@ -83,6 +83,6 @@ class CadenceRounds:
             attempt.cadence[fact.step] = fact.steps
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         for key in [k for k in self.asked if k[0] == name]:
             self.asked.pop(key).refuse_all(self.out, *job_removed(name))

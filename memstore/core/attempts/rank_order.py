@@ -41,7 +41,7 @@ class MeshOrders:
         self.asked: dict[str, Asked] = {}
 
     def ask(self, now: float, call: Call[AssignRanks]) -> None:
-        """A rank wants the order. Once the attempt has one, or has got, put or prepared, it keeps what it has."""
+        """Handle a rank's call for the order. An attempt keeps its order once it has got, put or prepared."""
         request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -67,7 +67,7 @@ class MeshOrders:
             self._decide(now, job, attempt, asked)
 
     def _decide(self, now: float, job: Job, attempt: Attempt, asked: Asked) -> None:
-        """From the inventories of the fence only (R21); a host that the newest commit names is waited for (R24)."""
+        """Decide from the fence's inventories (R21), after waiting for hosts that the newest commit names (R24)."""
         if attempt.phase != "open" or asked.complete_s is None:
             return
         is_grace_over = now - asked.complete_s >= self.state.rules.recovery_grace_s
@@ -99,17 +99,17 @@ class MeshOrders:
             return None
 
     def rank_gone(self, job: Job, rank: int) -> None:
-        """A rank died: the others wait for the process that takes its place."""
+        """Drop the call of a dead rank: the others wait for the process that takes its place."""
         asked = self.asked.get(job.name)
         if asked is not None and asked.calls.pop(rank, None) is not None:
             asked.complete_s = None
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self._dismiss(name, *job_removed(name))
 
     def tick(self, now: float) -> None:
-        """Deadlines: ranks that never asked, attempts that are over, hosts that were awaited."""
+        """Check deadlines: of ranks that never asked, attempts that are over, hosts that were awaited."""
         for name, asked in list(self.asked.items()):
             job = self.state.jobs[name]
             attempt = job.newest

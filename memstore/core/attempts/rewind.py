@@ -31,7 +31,7 @@ class Rewinds:
         self.state, self.out, self.view, self.attempts = state, out, view, attempts
 
     def ask(self, call: Call[Rewind]) -> None:
-        """A rank asks to go back; what can never be is refused at once."""
+        """Handle a rank's call to go back; refuse an impossible one at once."""
         request, attempts, found = call.request, self.attempts, attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -61,7 +61,7 @@ class Rewinds:
         )  # fmt: skip
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
-        """Durable storage said what it has, or `why` it cannot: now the step is known, or is refused on all ranks."""
+        """Take the list of durable steps, or `why` there is none: choose the step, or refuse it on all ranks."""
         job, attempts = self.state.jobs[name], self.attempts
         attempt = job.newest
         if attempt is None or gathering.rewind is None:

@@ -1,6 +1,6 @@
-"""Copies that hosts are told to free, and do not count from then on. Pure (R7, R19).
+"""Copies that hosts are ordered to free, and that do not count from then on. Pure (R7, R19).
 
-counted --drop ordered--> ordered --the host says that it is freed--> free, and counted again if it is made anew
+counted --drop ordered--> ordered --the host reports it freed--> free; counted again if it is made again
 
 A host's inventory or report that crosses the order on the way still names the copy, and must not have it counted. An
 order may also outlive the session in which it was given: the host says then, too, that the copy is freed.
@@ -27,7 +27,7 @@ class Drops:
         self._given_count = 0
 
     def order(self, host: str, shards: Sequence[ShardId]) -> None:
-        """Tell a host to free copies; the caller takes them off the job."""
+        """Order a host to free copies; the caller takes them off the job."""
         self._given_count += 1
         ordered = self._ordered.setdefault(host, {})
         for shard in shards:
@@ -36,7 +36,7 @@ class Drops:
         self.out.send(host, FreeCopies(shards=tuple(map(WireShard.of, shards)), number=number))
 
     def freed(self, host: str, report: Freed) -> None:
-        """A host has obeyed an order, of an earlier session or controller perhaps: it has these copies no more."""
+        """Note that a host has freed copies, perhaps for an earlier session or controller."""
         ordered = self._ordered.get(host, {})
         for shard in (row.id for row in report.shards):
             numbers = ordered.get(shard, set())
@@ -54,9 +54,9 @@ class Drops:
             job.drop_copy(shard, host)
 
     def is_ordered(self, host: str, shard: ShardId) -> bool:
-        """Tell whether a host has yet to free a copy: what it reports of it was so before."""
+        """Return whether a host has yet to free a copy, so that a report of it is outdated."""
         return shard in self._ordered.get(host, ())
 
     def forget_host(self, host: str) -> None:
-        """A new session begins with what is there; orders of an older one may never have come."""
+        """Forget a host's orders: a new session begins with its inventory, and older orders may be lost."""
         self._ordered.pop(host, None)

@@ -1,6 +1,6 @@
 """Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
 
-Pins and forks claim room as well, with an order that carries a call's number, so that its answers are told apart.
+Pins and forks claim room as well, with an order that carries a call's number, by which its answers are known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reservation:
     #: Want more than was ordered: a reservation of their own, next.
     late: RankCalls[ReserveRoom] = field(default_factory=RankCalls)
     before: dict[int, int | None] = field(default_factory=dict)  # rank -> its need until it called
-    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as the hosts were told
+    ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as last sent to the hosts
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
     is_ordered: bool = False
@@ -49,7 +49,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Claim:
-    """Room for a pin or a fork: `done(host, why)` hears of the first refusal, or of none ("", "")."""
+    """Room for a pin or a fork: `done(host, why)` gets the first refusal, or ("", "") if there is none."""
 
     job: str
     waits: set[str]
@@ -86,12 +86,12 @@ class Reservations:
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
 
     def reserve(self, call: Call[ReserveRoom]) -> None:
-        """A rank's preparation or first put, or a put that has outgrown its share."""
+        """Handle a rank's preparation or first put, or a put that has outgrown its share."""
         found = attempt_of(self.state, self.out, call)
         if found is None:
             return
         job, attempt = found
-        # A get that was decided and then failed is none: its except-branch must not evict what it could not read (R19).
+        # A decided get that failed does not count: its except-branch must not evict the unreadable step (R19).
         is_rewound = attempt.has_restored and attempt.rounds_count == 0
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
         has_history = job.has_history or job.name in self.state.stories
@@ -118,7 +118,7 @@ class Reservations:
 
     def _order_if_all(self, job: Job, attempt: Attempt, active: Reservation) -> None:
         if not attempt.has_put and len(attempt.needs) < attempt.world_size:
-            return  # most ranks of a first put hear no more than this: nobody looks at all ranks for each of them
+            return  # most ranks of a first put end here, so that not every one of them costs a look at all ranks
         if active.is_ordered or self.silent_ranks(job, attempt) or not self._is_gathered(attempt, active):
             return
         active.is_ordered = True
@@ -129,7 +129,7 @@ class Reservations:
         self._finish(job, active)
 
     def _is_gathered(self, attempt: Attempt, active: Reservation) -> bool:
-        """True if nobody else is to be refused together with who asks.
+        """Return whether no other rank is to be refused together with the one that asks.
 
         Ranks whose first put is larger than prepared ask one by one, and the last of them might not fit alone.
         """
@@ -142,12 +142,12 @@ class Reservations:
         return not is_more or self.state.now - newest_s >= GATHER_S
 
     def _dismiss(self, active: Reservation | None, error: str, why: str) -> None:
-        """Nobody waits for this room any more."""
+        """Drop the wait for this reservation."""
         if active is not None:
             RankCalls({**active.calls, **active.late}).refuse_all(self.out, error, why)
 
     def _take_back(self, attempt: Attempt, active: Reservation) -> None:
-        """The room was refused: who asked needs what it needed before."""
+        """Restore the earlier needs of the callers after a refusal."""
         for rank, slots in active.before.items():
             if slots is None:
                 attempt.needs.pop(rank, None)
@@ -155,12 +155,12 @@ class Reservations:
                 attempt.needs[rank] = slots
 
     def silent_ranks(self, job: Job, attempt: Attempt) -> list[int]:
-        """Ranks whose need is not known: they said nothing, and put nothing that tells it."""
+        """Return the ranks whose need is not known: they reported none, and put nothing that shows it."""
         silent = [rank for rank in range(attempt.world_size) if rank not in attempt.needs]
         return [rank for rank in silent if not (attempt.has_put and self.need(job, attempt, rank))]
 
     def claim(self, job: Job, attempt: Attempt, done: Callable[[str, str], None]) -> set[str]:
-        """Ask every live host of the job for the room it needs now; `done` hears the end. Return the hosts asked."""
+        """Ask every live host of the job for the room it needs now, then call `done`. Return the hosts asked."""
         self.calls_count += 1
         number = self.calls_count
         hosts = self.order(job, attempt, call=number)
@@ -169,10 +169,10 @@ class Reservations:
         return hosts
 
     def grow(self, job: Job, attempt: Attempt) -> None:
-        """After a restore every host of the job gets memory and connections ready for puts of that size.
+        """Have every host of the job get memory and connections ready for puts of the restored size.
 
-        Nothing is claimed and nothing refused: who restored may only want to read (D107). Where ranks share a state
-        (R34), who copies may have changed, and the size with it.
+        Nothing is claimed and nothing refused: the job may only want to read (D107). Where ranks share a state
+        (R34), the writers may have changed, and the size with them.
         """
         if not attempt.needs and not attempt.shard_of:
             self.order(job, attempt, is_growth=True)
@@ -181,7 +181,7 @@ class Reservations:
         self, job: Job, attempt: Attempt, *, only: Collection[str] | None = None, call: int | None = None,
         is_growth: bool = False, is_news_only: bool = False,
     ) -> set[str]:  # fmt: skip
-        """Tell every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
+        """Send every live host of the job (or some, or those to which it is news) what to claim; return the hosts."""
         if self.view.placement(job) is None:
             return set()
         keep = versions_count(job, attempt)
@@ -214,11 +214,11 @@ class Reservations:
         return hosts
 
     def in_turn(self) -> list[Job]:
-        """All jobs, in the order in which they claim the room of a host: those that train first, closed ones after."""
+        """Return all jobs in the order in which they claim a host's room: training ones first, closed ones after."""
         return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
     def _pinned_slots(self, job: Job) -> dict[int, int]:
-        """Slots by rank of all pinned steps: room of their own (R10)."""
+        """Return the slots by rank of all pinned steps, which have room of their own (R10)."""
         total: dict[int, int] = {}
         for pin in job.pins_and_asked().values():
             for rank, slots in enumerate(pin.needs):
@@ -226,10 +226,10 @@ class Reservations:
         return total
 
     def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
-        """Slots by rank that kept steps of older attempts take beyond a version of now (R10).
+        """Return the slots by rank that kept steps of older attempts take beyond a present version (R10).
 
         A state that has shrunk would otherwise find its share full of the step that was restored, and skip for ever:
-        only the first commit lets that step go. Steps of another world size are in nobody's part of a share (D75).
+        only the first commit lets that step go. Steps of another world size are in no rank's part of a share (D75).
         """
         total: dict[int, int] = {}
         for step in kept_steps(job, attempt) - job.pinned_steps():
@@ -241,7 +241,7 @@ class Reservations:
         return total
 
     def need(self, job: Job, attempt: Attempt, rank: int) -> int:
-        """Slots of one version of a rank's shard: as it said, else as its newest copy shows."""
+        """Return the slots of one version of a rank's shard: as the rank reported, else those of its newest copy."""
         if rank in attempt.needs:
             return attempt.needs[rank]
         for step in sorted(job.copies, reverse=True):
@@ -250,7 +250,7 @@ class Reservations:
         return 0
 
     def reserved(self, host_id: str, report: Reserved) -> None:
-        """A host claimed the room, or says with numbers why it cannot."""
+        """Take a host's answer: the room is claimed, or refused with numbers."""
         problem = report.problem
         if problem is not None:
             self.told.refused(host_id, Reserve, report.job)
@@ -272,7 +272,7 @@ class Reservations:
             self._finish(self.state.jobs[report.job], active)
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
-        """A host that joined an attempt under way has its share, or is asked again: room may become free there."""
+        """Note the share of a host that joined an attempt under way, or ask it again: room may become free there."""
         known = self.unroomed.pop((name, host_id), None)
         if why:
             self.unroomed[name, host_id] = ReservationRefused(attempt, why, self.state.now + RETRY_S)
@@ -312,14 +312,14 @@ class Reservations:
         if job.pins:
             why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
         self._take_back(attempt, active)
-        # The hosts that had room give it back; a numbered order, for its answers are none to what is asked next.
+        # The hosts that had room give it back, by a numbered order, so that its answers are not taken for later ones.
         self.claim(job, attempt, lambda host, why: None)
         is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
         error = "CapacityError" if is_alike else "GrowthRefused"
         self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
 
     def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
-        """The word has spread, so that no successor makes a rank wait for ranks that put already: answer all."""
+        """Answer all ranks: the fact is replicated, so no successor makes them wait for ranks that put already."""
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
@@ -336,12 +336,12 @@ class Reservations:
                 self._order_if_all(job, attempt, again)
 
     def forget(self, name: str) -> None:
-        """The job was removed: nobody waits for room any more."""
+        """Drop every wait for the reservations of a removed job."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
         self._dismiss(self.active.pop(name, None), *job_removed(name))
 
     def tick(self, now: float) -> None:
-        """Ranks that never made their first put; hosts that died while claiming."""
+        """Check for ranks that never made their first put, and hosts that died while claiming."""
         self._ask_again(now)
         self._finish_claims()
         for name, active in list(self.active.items()):

@@ -1,4 +1,4 @@
-"""Which steps stay in RAM, and what is dropped when: only after a newer commit, never pinned. Pure (R10, R19, R22)."""
+"""Choose the steps that stay in RAM: one goes after a newer commit only, never while pinned. Pure (R10, R19, R22)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Retention:
         compact(self.state, self.journal)
 
     def shed(self, job: Job) -> None:
-        """At an attempt's first put, older steps that no lineage can restore any more make room for it (R10, R22).
+        """Drop, at an attempt's first put, older steps that no lineage can restore any more (R10, R22).
 
         An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
         otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
@@ -56,7 +56,7 @@ class Retention:
         attempt.has_freed_unrestorable = True
         spans, busy = job.spans(attempt.ordinal), self.state.holds.steps(job)
         kept = kept_steps(job, attempt)
-        # What is kept and what lies beyond it share all versions but the one that the put needs.
+        # Kept steps and further ones share all versions but the one that the put needs.
         spare = versions_count(job, attempt) - 1 - len(kept & job.copies.keys())
         for step in sorted((s for s in job.copies if s.attempt < attempt.ordinal and s not in busy), reverse=True):
             commit = job.commits.get(step)

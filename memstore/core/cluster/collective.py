@@ -20,12 +20,12 @@ Refusal = tuple[str, str]  # error class and message
 
 
 def newer_attempt(job: str) -> Refusal:
-    """Return what a rank of an attempt that is over is told."""
+    """Return the error for a rank of an attempt that is over."""
     return "FencedError", f"job {job!r}: a newer attempt was opened"
 
 
 def job_removed(job: str) -> Refusal:
-    """Return what a caller is told whose job was removed meanwhile."""
+    """Return the error for a caller whose job was removed meanwhile."""
     return "FencedError", f"job {job!r} was removed"
 
 
@@ -45,7 +45,7 @@ def missing_ranks(world_size: int, called: Collection[int]) -> list[int]:
 
 
 def gather_timeout(what: str, after_s: float, missing: list[int], world_size: int, done: str, advice: str) -> Refusal:
-    """Return what all ranks are told if some rank never called.
+    """Return the error for all ranks if some rank never called.
 
     Args:
         what: The call and its job, such as "get() of job 'llama'".

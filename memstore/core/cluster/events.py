@@ -45,7 +45,7 @@ class AttemptBegun:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUnfenced:
-    """Every live host refuses ranks of older attempts, and has sent what it holds."""
+    """Every live host refuses ranks of older attempts, and has sent its inventory."""
 
     job: str
 

@@ -31,7 +31,7 @@ class HostDraining(FactBase, frozen=True):
 
 
 class AttemptOpened(FactBase, frozen=True):
-    """All ranks of one launch arrived; the next ordinal begins (R20)."""
+    """All ranks of one launch arrived; the next attempt begins (R20)."""
 
     job: str
     attempt: int
@@ -45,7 +45,7 @@ class AttemptOpened(FactBase, frozen=True):
     hosts: tuple[str, ...]  # by rank
     launcher: str
     wall_s: float
-    order: tuple[int, ...] = ()  # by rank: what the launcher calls it; empty: the same (R27)
+    order: tuple[int, ...] = ()  # by rank: the launcher's number; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
     copiers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
 
@@ -77,13 +77,13 @@ class StepCommitted(FactBase, frozen=True):
 
 
 class StepRetired(FactBase, frozen=True):
-    """A step that may not be offered again, with the evidence, or may be after all: the last word counts (R25)."""
+    """A step that may not be offered again, with the evidence, or may be after all: the last such fact counts (R25)."""
 
     job: str
     attempt: int
     step: int
-    reason: str  # "": every host was told to check its digests
-    is_torn: bool = False  # its bytes are of no one moment, though they match their digests: nothing lifts that
+    reason: str  # "": every host was ordered to check its digests
+    is_torn: bool = False  # its bytes mix two moments, though they match their digests: retired for good
 
 
 class StepAbandoned(FactBase, frozen=True):
@@ -92,7 +92,7 @@ class StepAbandoned(FactBase, frozen=True):
     job: str
     attempt: int
     step: int
-    resume: int = 0  # all ranks put again from here: what lies between is abandoned with it
+    resume: int = 0  # all ranks put again from here: steps between are abandoned with it
 
 
 class RoomClaimed(FactBase, frozen=True):
@@ -148,7 +148,7 @@ class JobForked(FactBase, frozen=True):
     """A job begins with a committed step of another one, over the same chunks (R32)."""
 
     job: str
-    attempt: int  # what stands for an attempt of it: closed, and the parent of the first one that connects
+    attempt: int  # its closed placeholder attempt, the parent of the first one that connects
     step: int
     world_size: int
     from_job: str
@@ -171,7 +171,7 @@ class JobRemoved(FactBase, frozen=True):
 
     job: str
     attempt: int = 0  # the last one: a job of this name goes on counting, so that no id comes twice
-    story: str = ""  # of a job with steps that nobody removed by name: which they were, when and why it went (R5)
+    story: str = ""  # of a job with steps, removed without a command: which steps, when and why (R5)
 
 
 Fact = (

@@ -1,4 +1,4 @@
-"""Which steps may not be dropped now, and who says so. Pure (R7, R19, R22).
+"""Holds: the steps that may not be dropped now, and the parts that hold them. Pure (R7, R19, R22).
 
 Every part that reads, writes or is about to go on from a step registers a source: a function from a job to the steps it
 needs at this moment. Retention, repair and removal ask here. Nothing is stored, so no hold can be forgotten.
@@ -15,7 +15,7 @@ Source = Callable[[Job], Iterable[StepId]]
 
 
 class Holds:
-    """The sources of all holds, by what they hold steps for."""
+    """The sources of all holds, by purpose."""
 
     def __init__(self) -> None:
         self._in_use: dict[str, Source] = {}
@@ -25,7 +25,7 @@ class Holds:
         """Register a source.
 
         Args:
-            what: The word for it in messages, such as "a restore".
+            what: Its name in messages, such as "a restore".
             source: Returns the steps of a job that it needs now.
             is_in_use: The bytes are being read or written now. Else the step is named by a decision, such as a pin.
         """

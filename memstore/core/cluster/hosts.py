@@ -1,9 +1,9 @@
 """Decides which hosts are live, suspect or dead, by what arrived from them and when (R28). Pure.
 
     (unknown) --HostUp--> live --silence > suspect_after_s--> suspect --silence > dead_after_s--> dead
-                           ^  <---------- heard --------------'                                      |
+                           ^  <--------- beats again ---------'                                      |
                            '------------------------------- HostUp ----------------------------------'
-    any --HostLost (reset connection, Ray's word)--> dead
+    any --HostLost (reset connection, Ray's notice)--> dead
 
 Suspicion only redirects new work and is free to undo; only death starts repair.
 """
@@ -30,7 +30,7 @@ class HostState:
 
     info: HostInfo
     last_heard_s: float  # when its last beat arrived
-    was_with_us_s: float  # by this clock, the latest moment at which it provably was: of the lease (R17)
+    was_with_us_s: float  # by this clock, the latest time at which it provably was with us (R17)
     began_s: float = 0.0  # when its holder started
     idle_s: float = 0.0  # for how long none had run there before, unless it was used since (R5)
     heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
@@ -49,7 +49,7 @@ class Change:
     host_id: str
     status: Status
     why: str
-    is_move: bool = True  # it came, came back, or went: who is only suspected, or heard of again, is where it was
+    is_move: bool = True  # it came, came back, or went; False: only suspected, or no longer suspected
 
 
 class HostTable:
@@ -59,7 +59,7 @@ class HostTable:
         self.suspect_after_s = suspect_after_s
         self.dead_after_s = dead_after_s
         self.failure_domains = tuple(failure_domains)
-        self.listened_s = 0.0  # how long anybody could have been heard, up to the last tick: see `tick`
+        self.listened_s = 0.0  # how long heartbeats could be received, up to the last tick: see `tick`
         self._ticked_s: float | None = None
         self.states: dict[str, HostState] = {}
         self._places: dict[str, Host] = {}
@@ -160,17 +160,17 @@ class HostTable:
         return state is not None and state.status != "dead"
 
     def is_answering(self, host_id: str) -> bool:
-        """True if the host is live and not suspect: new work may go there."""
+        """Return whether the host is live and not suspect: new work may go there."""
         state = self.states.get(host_id)
         return state is not None and state.status == "live"
 
     def may_bring_back(self, now: float, host_id: str) -> bool:
-        """True if the host may yet come with memory: it was never here, or died within `dead_after_s` (R3, R24)."""
+        """Return whether the host may yet come with memory: new, or dead for at most `dead_after_s` (R3, R24)."""
         state = self.states.get(host_id)
         return state is None or (state.status == "dead" and now - state.since_s <= self.dead_after_s)
 
     def was_with_all(self, since_s: float) -> bool:
-        """True if every host was with us since then; silent ones included, those that are gone for certain excepted."""
+        """Return whether every host was with us since then, including silent ones, but not those surely gone."""
         found = [s.was_with_us_s >= since_s for s in self.states.values() if not s.is_gone]
         return bool(found) and all(found)
 

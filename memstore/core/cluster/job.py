@@ -1,8 +1,8 @@
-"""What the catalog knows of one job: attempts, seats, steps, copies. Pure data, no decisions.
+"""The controller's state of one job: attempts, rank placement, steps, copies. Pure data, no decisions.
 
 State of a step in an attempt:
 
-    open --every shard on enough domains--> committing --fact spread--> committed
+    open --every shard on enough domains--> committing --fact replicated--> committed
       |--some rank skipped--> abandoned     (R12)
       '--a newer step committed--> superseded
 """
@@ -33,7 +33,7 @@ class Seat:
     pid: int = 0
     is_gone: bool = False
     last_active_s: float = 0.0
-    step: int = -1  # newest step it was heard of
+    step: int = -1  # newest step that it reported
     sealed_step: int = -1  # newest step that its own host sealed, which does so in the order of its puts
 
     @property
@@ -58,10 +58,10 @@ class Attempt:
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
     has_restored: bool = False  # its get decided, or it is a rewind
-    is_released: bool = False  # and every rank may have what was decided
+    is_released: bool = False  # and every rank may have the decided step
     has_put: bool = False
     has_freed_unrestorable: bool = (
-        False  # its first put came: older steps that nobody can restore any more are freed (R10)
+        False  # its first put came: older steps that no rank can restore any more are freed (R10)
     )
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
@@ -72,8 +72,8 @@ class Attempt:
     resume_gap: int = 1
     pace: Pace = field(default_factory=Pace)
     holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
-    skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> who and why, until all are told
-    skip_why: str = ""  # who gave the newest skipped step up and why; "" if another controller was told
+    skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
+    skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
@@ -141,7 +141,7 @@ class Restore:
 
 @dataclass(slots=True)
 class Job:
-    """Everything the catalog knows of one job."""
+    """The controller's state of one job."""
 
     name: str
     attempts: dict[int, Attempt] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Job:
     on_host: dict[str, dict[StepId, set[int]]] = field(default_factory=dict)  # the same by host: step -> ranks
     commits: dict[StepId, StepCommitted] = field(default_factory=dict)
     retired: dict[StepId, str] = field(default_factory=dict)
-    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, and of no one moment
+    torn: set[StepId] = field(default_factory=set)  # retired for good: whole by every digest, but of two moments
     markers: dict[StepId, DurableMarker] = field(default_factory=dict)
     restores: list[Restore] = field(default_factory=list)  # newest last (R25)
     past: dict[int, AttemptFact] = field(default_factory=dict)  # attempts known only from durable markers (R31)
@@ -186,9 +186,9 @@ class Job:
 
     @property
     def has_history(self) -> bool:
-        """True if something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
+        """Return whether something was ever committed, or copies tell of attempts that no fact knows (R19, R23).
 
-        An attempt that committed nothing leaves no history: whoever comes after it starts where it started.
+        An attempt that committed nothing leaves no history: the next attempt starts from the same step.
         """
         strangers = any(step.attempt not in self.attempts for step, ranks in self.copies.items() if ranks)
         return bool(self.commits or self.markers or strangers)
@@ -221,7 +221,7 @@ class Job:
         return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
 
     def is_abandoned(self, step: StepId) -> bool:
-        """True if some rank skipped the step, or a skip made all ranks pass over it (R12)."""
+        """Return whether some rank skipped the step, or a skip made all ranks pass over it (R12)."""
         attempt = self.attempts.get(step.attempt)
         return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
 
@@ -266,7 +266,7 @@ class Job:
         return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
 
     def add_copy(self, copy: Copy) -> None:
-        """Record a verified copy, replacing what was known of that shard on that host."""
+        """Record a verified copy, replacing the last report of that shard on that host."""
         step = StepId(copy.shard.attempt, copy.shard.step)
         self.copies.setdefault(step, {}).setdefault(copy.shard.rank, {})[copy.host] = copy
         self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)

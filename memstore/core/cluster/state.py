@@ -1,4 +1,4 @@
-"""What the controller knows of its cluster: hosts, jobs, and what is under way. Plain data; read by every part.
+"""The controller's state of its cluster: hosts, jobs, and work under way. Plain data; read by every part.
 
 Each field has one writer, named beside it. Nothing here decides, sends or records anything.
 """
@@ -31,7 +31,7 @@ class Rules:
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
     abandoned_arena_ttl_s: float = (
-        86_400.0  # a job whose hosts had no holder for so long, and that no rank asks for, is dropped
+        86_400.0  # a job whose hosts had no holder for this long, and that no rank asks for, is dropped
     )
 
 
@@ -55,7 +55,7 @@ class ClusterState:
         self.rounds: dict[str, Round] = {}  # job -> its get() under way (restore)
         self.reads: dict[int, Read] = {}  # by number: single shards that are brought to readers (single_read)
         self.pending_forks: dict[str, PendingFork] = {}  # by the new job's name: forks that no fact knows yet (forks)
-        self.is_placement_stale = False  # hosts changed, and jobs are placed anew with the next tick (membership)
+        self.is_placement_stale = False  # hosts changed: the next tick recomputes the placement of jobs (membership)
         self.holds = Holds()
 
     @property

@@ -50,7 +50,7 @@ def named_step(
 
 
 def why_not_whole(hosts: HostTable, job: Job, step: StepId) -> str:
-    """Return "" if hosts that answer hold every chunk of a committed step, else what is missing."""
+    """Return "" if answering hosts hold every chunk of a committed step, else the missing part."""
     commit, copies = job.commits.get(step), job.copies.get(step, {})
     if commit is None or not copies:
         return "it is on durable storage only: get() or rewind() brings it back to RAM" if step in job.markers else (

@@ -24,7 +24,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def lost_text(count: int) -> str:
-    """Return how many steps are to be trained again, of which only what the store heard is known.
+    """Return how many steps are to be trained again, as far as ranks reported them.
 
     >>> lost_text(9), lost_text(0)
     ('at least 9 steps lost', 'no step known to be lost')
@@ -33,7 +33,7 @@ def lost_text(count: int) -> str:
 
 
 def dropped_text(job: str, step: int) -> str:
-    """Return what a reader is told whose step was dropped for a newer one before all of it was copied."""
+    """Return the error for a reader whose step was dropped for a newer one before all of it was copied."""
     return (
         f"step {step} of job {job!r} was dropped while it was read: newer ones are committed, and puts wait for no "
         f"reader. Read the newest, or pin one and read that: `memstore pin {job} latest NAME`"

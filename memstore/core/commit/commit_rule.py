@@ -13,7 +13,7 @@ from recovery.inventory import ShardId, StepId
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One shard with enough copies: what the commit fact says of it, and why it is degraded, if it is."""
+    """One shard with enough copies: its entry in the commit fact, and why it is degraded, if it is."""
 
     digest: str
     hosts: tuple[str, ...]
@@ -44,7 +44,7 @@ class CommitRule:
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
 
     def held(self, rank: int) -> Held | None:
-        """Return what is there of a rank's shard, or None while it is not on enough domains."""
+        """Return the copies of a rank's shard, or None while it is not on enough domains."""
         job, domains, truth = self.job, self.domains, self.commit
         hosts = [
             h for h, c in self.copies.get(rank, {}).items()

@@ -1,4 +1,4 @@
-"""Seals, the commit rule and skips; `retention.py` has what a commit does to older steps. Pure (R12, R15, R18)."""
+"""Seals, the commit rule and skips; `retention.py` has the effect of a commit on older steps. Pure (R12, R15, R18)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Steps:
     # -- events -------------------------------------------------------------------------------
 
     def take_copy(self, copy: Copy) -> bool:
-        """Count a copy, from wherever it was heard of; False if it is to be freed, as of a step given up (R12)."""
+        """Count a reported copy; return False if it is to be freed, as one of a skipped step (R12)."""
         shard, state = copy.shard, self.state
         if self.drops.is_ordered(copy.host, shard):
             return False
@@ -86,14 +86,14 @@ class Steps:
         return is_over or job.is_abandoned(step) or step.step < job.newest_commit(step.attempt)
 
     def sealed(self, now: float, copy: Copy) -> None:
-        """A host holds a verified copy of a shard, whole or with chunks missing."""
+        """Take a host's report of a verified copy, whole or with chunks missing."""
         if not self.take_copy(copy):
             return
         shard = copy.shard
         job = self.state.jobs[shard.job]
         attempt = job.attempts.get(shard.attempt)
         if attempt is None or copy.missing:
-            return  # what lacks a chunk is mended by repair, or given up
+            return  # what lacks a chunk is repaired or given up
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
             attempt.has_put = True
@@ -112,9 +112,9 @@ class Steps:
             self.evaluate(job, step)
 
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
-        """A rank's own host seals its puts in order: an older open step without this rank will never be whole (R12).
+        """Give up older open steps without this rank: its host seals its puts in order, so they stay incomplete (R12).
 
-        Nobody skipped it (the rank's copy failed, or it never put), and it would hold the other ranks' room for ever.
+        No rank skipped it (a copy failed, or a rank never put), and it would hold the other ranks' room for ever.
         """
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.ordinal, number)
@@ -134,9 +134,9 @@ class Steps:
             self._give_up(job, attempt, number, why)
 
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
-        """An open step with a chunk that no copy has any more would never be whole, and keep its room (R12).
+        """Give up an open step with a chunk that no copy has: it would never be whole, and keep its room (R12).
 
-        Only after `dead_after_s`: the word of another copy may be under way, a host that has one may come back.
+        Only after `dead_after_s`: a report of another copy may be under way, a host that has one may come back.
         """
         ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
@@ -152,7 +152,7 @@ class Steps:
         self.journal.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
-        """A host answered a fence with everything it has of a job (R21)."""
+        """Take a host's answer to a fence: everything it has of a job (R21)."""
         job = self.state.jobs.get(name)
         if job is not None:
             job.drop_host(host)
@@ -163,7 +163,7 @@ class Steps:
             self.evaluate_all(job)
 
     def adopt(self, job: Job, host: str | None = None) -> None:
-        """What inventories (all, or a host's) hold of the newest attempt and no fact has ended is open again."""
+        """Open again the newest attempt's steps in inventories (all, or a host's) that no fact has ended."""
         attempt = job.newest
         if attempt is None:
             return
@@ -180,7 +180,7 @@ class Steps:
                         seat.sealed_step = max(seat.sealed_step, step.step)
 
     def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
-        """A host says which step its ranks of a job train, put or not."""
+        """Take a host's report of the step that its ranks of a job train, put or not."""
         for name, (ordinal, step) in told.items():
             job = self.state.jobs.get(name)
             attempt = job.attempts.get(ordinal) if job is not None else None
@@ -188,7 +188,7 @@ class Steps:
                 attempt.told_step = max(attempt.told_step, step)
 
     def greet(self, job: Job, host: str) -> None:
-        """Tell a host's ranks of the newest commit and skip: the word may have died with a controller or a holder."""
+        """Send a host's ranks the newest commit and skip again: a dead controller or holder may not have sent them."""
         attempt = job.newest
         if attempt is None:
             return
@@ -210,7 +210,7 @@ class Steps:
                 self.evaluate(job, step)
 
     def evaluate(self, job: Job, step: StepId) -> None:
-        """Commit the step if the rule holds now; mend a degraded commit that has become whole."""
+        """Commit the step if the rule holds now; commit again a degraded one that has become whole."""
         commit = job.commits.get(step)
         if commit is not None:
             fact = self.commit_rule(job, commit.world_size, step) if commit.is_degraded else None
@@ -230,7 +230,7 @@ class Steps:
             self.journal.record(fact)
 
     def _is_recording(self, fact: StepCommitted) -> bool:
-        """True while a commit fact of the same step has not spread yet."""
+        """Return whether a commit fact of the same step is not replicated yet."""
         key = (fact.job, fact.attempt, fact.step)
         unapplied = self.journal.log.unapplied()
         return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in unapplied)
@@ -241,10 +241,10 @@ class Steps:
         """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
 
         Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
-        each of its ranks. To mend a degraded commit only a whole one will do.
+        each of its ranks. A degraded commit is replaced by a whole one only.
         """
         if self.state.is_placement_stale:
-            return None  # asked again when it is known who is to have copies: with the next tick
+            return None  # evaluated again with the next tick, when the placement is known
         newest, commit, placement = job.newest, job.commits.get(step), self.view.placement(job)
         if newest is None or placement is None:
             return None
@@ -273,11 +273,11 @@ class Steps:
     # -- facts applied ------------------------------------------------------------------------
 
     def apply_committed(self, now: float, fact: StepCommitted, *, is_replay: bool) -> None:
-        """The commit has spread: tell the ranks, supersede what is older, let retention drop."""
+        """The commit is replicated: notify the ranks, supersede older steps, let retention drop."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         step = StepId(fact.attempt, fact.step)
         job.commits[step] = fact
-        # Progress ends a crash loop; the commit of the restored step itself, or its mending, is none (R25).
+        # A commit of a newer step ends a crash loop. Committing the restored step again does not (R25).
         job.restores = [r for r in job.restores if r.step >= step]
         attempt = job.attempts.get(fact.attempt)
         if attempt is not None:
@@ -294,7 +294,7 @@ class Steps:
         self.out.emit(CommitApplied(job))
 
     def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
-        """No rank's copy of the step counts any more, nor of those up to where all put again."""
+        """Void the step, and all steps up to the one where all put again."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         attempt = job.attempts.get(fact.attempt)
         if attempt is None:
@@ -324,7 +324,7 @@ class Steps:
             self.out.send(host, order)
 
     def tell_durable(self, job: Job, step: StepId) -> None:
-        """The step is on durable storage; tickets rise to that level."""
+        """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
             order = RaiseLevel(job=job.name, attempt=attempt.ordinal, step=step.step, level="durable")
@@ -348,7 +348,7 @@ class Steps:
     # -- skip ---------------------------------------------------------------------------------
 
     def skip(self, call: Call[SkipStep]) -> None:
-        """A rank found no room within its stall budget: the step is abandoned on all ranks alike (R12)."""
+        """Abandon a step on all ranks: one found no room within its stall budget (R12)."""
         request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -367,7 +367,7 @@ class Steps:
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
             if not request.is_failed:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
-            # At once, so that no copy still under way makes it whole; the tickets hear when the fact has spread.
+            # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
             attempt.holes.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
@@ -380,5 +380,5 @@ class Steps:
 
 
 def _gap_limit(attempt: Attempt) -> int:
-    """Return how many steps ranks may be kept from putting: seconds to hear of it, not minutes of training."""
+    """Return how many steps ranks may be kept from putting: seconds to learn of it, not minutes of training."""
     return attempt.pace.steps_within(RESUME_SPAN_S) or RESUME_GAP_UNPACED

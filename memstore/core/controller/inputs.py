@@ -1,6 +1,6 @@
 """What reaches the machine from outside: time, hosts, calls of ranks and people, reports of holders. Pure.
 
-Read `reactions.py` for what follows from it.
+Read `reactions.py` for the reactions to it.
 """
 
 from __future__ import annotations

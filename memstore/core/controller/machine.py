@@ -2,7 +2,7 @@
 
     handle(now, event) -> actions
 
-`parts.py` builds its parts, `inputs.py` gives each event to one of them, `reactions.py` says what follows from what.
+`parts.py` builds its parts, `inputs.py` gives each event to one of them, `reactions.py` has the reactions.
 The controller actor and the simulator are two shells around it (R16, R17).
 """
 
@@ -56,23 +56,23 @@ class ControllerMachine:
 
     @property
     def lease(self) -> Lease:
-        """Until when this controller may record facts."""
+        """The time until which this controller may record facts."""
         return self.parts.journal.lease
 
     @property
     def actions(self) -> list[Action]:
-        """What the event that is being handled, or was last, has ordered so far."""
+        """The actions of the present, or last, event so far."""
         return self.out.actions
 
     @property
     def is_settled(self) -> bool:
-        """True once the past is known and calls are served."""
+        """Whether the past is known and calls are served."""
         return self.takeover.is_settled
 
     # -- events -------------------------------------------------------------------------------
 
     def handle(self, now: float, event: Event) -> list[Action]:
-        """Take one event at time `now` (monotonic seconds); return what is to be done."""
+        """Handle one event at time `now` (monotonic seconds); return the actions."""
         self.state.now = max(self.state.now, now)
         self.out.actions = []
         if self.is_settled:

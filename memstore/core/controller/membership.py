@@ -1,4 +1,4 @@
-"""Hosts came and went: what they held no longer counts, and copies are placed anew. Pure (R10, R13, R18, R28).
+"""Arrivals and ends of hosts: lost copies no longer count, and placements are recomputed. Pure (R10, R13, R18, R28).
 
     a host comes or goes --first since the last tick--> placed at once
                          --one more before the next----> stale: placed with that tick, together with all others
@@ -67,7 +67,7 @@ class PlacementUpdates:
 
     def _place_all(self) -> None:
         self.state.is_placement_stale, self._has_placed = False, True
-        self.parts.view.send_news()  # before anybody is told to send something there
+        self.parts.view.send_news()  # before any host is ordered to send something there
         for job in self.parts.room.in_turn():
             self.place_anew(job)
 
@@ -89,6 +89,6 @@ class PlacementUpdates:
             self.place_anew(job)
 
     def _answers_again(self, job: Job) -> None:
-        """Go on with what waited for a host that was only suspected: placement is what it was (R18, R28)."""
+        """Go on with work that waited for a suspected host: its placement has not changed (R18, R28)."""
         self.parts.repair.look_again(job)
         self.parts.steps.evaluate_all(job)

@@ -1,6 +1,6 @@
 """Every part of the controller's machine, built from the ground up: a part is given only parts built before it.
 
-This is the one place where parts meet. `reactions.py` has what a part does when one below it tells what happened.
+This is the one place where parts meet. `reactions.py` has each part's reaction to an event of a part below it.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Queries:
         self.out.answer(call, {**page, "wall_s": self.state.wall_s})
 
     def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
-        """Say what would be lost with the copies in RAM, of one job or of all."""
+        """Answer what would be lost with the copies in RAM, of one job or of all."""
         job = job_of(self.state, self.out, call) if call.request.job is not None else None
         if job is not None or call.request.job is None:
             self.parts.last_copies.ask(call, [job] if job is not None else list(self.state.jobs.values()))

@@ -2,7 +2,7 @@
 
     settling --every expected host up, or settle_s over--> serving
 
-A successor's catalog is the union of the surviving journals and inventories. What a late host adds may fill gaps of the
+A successor's state is the union of the surviving journals and inventories. A late host's facts may fill gaps of the
 past, but it changes no decision that was taken since: a commit of a step that was abandoned meanwhile is not taken.
 """
 
@@ -33,7 +33,7 @@ class Takeover:
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
         self.missed: dict[str, Seat] = {}  # nonce -> the seat of a process that its host did not know when it came
-        self.dropped: dict[str, Mapping[str, str]] = {}  # host -> what it remembers of jobs that are gone
+        self.dropped: dict[str, Mapping[str, str]] = {}  # host -> its removal records of jobs
         self.early: list[Event] = []  # calls that came while settling
 
     def settle(self, event: Event) -> list[Event]:
@@ -105,7 +105,7 @@ class Takeover:
     def _look_for_ranks(self, ranks: Mapping[str, tuple[str, ...]]) -> None:
         """Note ranks whose process is unknown to its host: it may still reconnect, or may have died unseen (R20).
 
-        Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is heard of.
+        Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is reported.
         """
         self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
         for job in self.state.jobs.values():
@@ -133,7 +133,7 @@ class Takeover:
             self.parts.journal.record(f.HostsJoined(labels))
 
     def greet(self, hosts: Sequence[str]) -> None:
-        """Send hosts what they must know before they serve: peers, fences, targets, commits."""
+        """Send hosts their state before they serve: peers, fences, targets, commits."""
         self.parts.view.greet(hosts)
         for host in hosts:
             self.parts.orphans.greet(host)
@@ -143,7 +143,7 @@ class Takeover:
         for job in self.parts.room.in_turn():
             if job.newest is not None:
                 self.parts.attempts.send_fences(hosts, job.name, job.newest)
-                if not self.state.is_placement_stale:  # else the next tick tells them
+                if not self.state.is_placement_stale:  # else the next tick sends it
                     self.parts.view.send_targets(job, only=set(hosts))
                     if job.newest.needs or job.copies:
                         self.parts.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
@@ -151,13 +151,13 @@ class Takeover:
                     self.parts.steps.greet(job, host)
 
     def host_up(self, event: HostUp) -> None:
-        """A holder's session began while serving: a newcomer, a late host or one that came back."""
+        """Take in a holder whose session began while serving: new, late or back again."""
         state, parts, host = self.state, self.parts, event.info.host_id
         if self._is_outdated(event):
             return
         known = state.hosts.states.get(host)
         if known is not None and known.info.incarnation < event.info.incarnation:
-            # Where its successor was quicker than the word of its end: what it was doing has ended all the same.
+            # Its successor may connect before its end is reported: its work has ended all the same.
             self.placing.changed(state.hosts.lost(state.now, host, "another holder has taken its place"))
         parts.journal.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
         changes = state.hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
@@ -187,7 +187,7 @@ class Takeover:
             return False
         self.out.log(
             f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
-            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is told to take a higher one",
+            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is ordered to take a higher one",
             "warning",
         )
         self.out.send(info.host_id, TakeIncarnation(above=later.incarnation))
@@ -219,7 +219,7 @@ class Takeover:
         if isinstance(fact, f.StepUnpinned):
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
-            return False  # who gave notice gave it to a controller; a late host's word may be long past
+            return False  # notices are given to a controller; a late host's may be long past
         if isinstance(fact, f.JobRemoved) or self.parts.expiry.is_void(fact):
             return False
         if isinstance(fact, f.JobForked):
@@ -235,11 +235,11 @@ class Takeover:
             return fact.name not in job.pins and self._is_pin_there(job, fact)
         if isinstance(fact, f.StepAbandoned):
             return StepId(fact.attempt, fact.step) not in job.commits
-        # The other facts tell the course of an attempt. The newest one's is decided here; an older one's is past.
+        # The other facts record the course of an attempt. Only the newest attempt's is decided here.
         return job.newest is None or fact.attempt != job.newest.ordinal
 
     def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:
-        """True if the step is committed and the late host knows of no end of the pin.
+        """Return whether the step is committed and the late host has no end of the pin.
 
         Its commit may come with the pin if it is beyond all that are known: of others the pin's end may be forgotten.
         """
@@ -255,7 +255,7 @@ class Takeover:
         return is_committed and (newest is None or step > StepId(newest.ordinal, job.newest_commit(newest.ordinal)))
 
     def _is_last_word(self, fact: f.StepRetired) -> bool:
-        """True if no later fact says otherwise of the step; the log has the late host's facts in their places."""
+        """Return whether no later fact contradicts this one; the log has the late host's facts in their places."""
         facts = [entry.fact for entry in self.parts.journal.log.entries if isinstance(entry.fact, f.StepRetired)]
         about = [x for x in facts if (x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step)]
         return about[-1] == fact

@@ -1,10 +1,10 @@
-"""Questions whether durable storage has all of a step now: what was so once says nothing. Pure (R19, R31).
+"""Checks that durable storage has all of a step now; earlier results do not count. Pure (R19, R31).
 
 asked --a host opens the step's marker and all its slices--> answered: all there, or what it lacks
   |--the host cannot read it, has another key, or died--> another host is asked --none is left--> answered: unreadable
-  '--no word for PATIENCE_S: another one as well--CHECK_DEADLINE_S--> answered: unreadable
+  '--no answer for PATIENCE_S: another one as well--CHECK_DEADLINE_S--> answered: unreadable
 
-The host whose last look found nothing wrong is asked first: one bad mount is no word about the storage.
+The host whose last look found nothing wrong is asked first: one bad mount says nothing about the storage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECK_DEADLINE_S = 300.0  # every slice is looked at; if no host is done by then
 PATIENCE_S = 30.0  # a host that hangs is not waited for alone
 HOSTS_MAX = 4  # asked for one answer
 
-#: Takes why the storage could not be read, and what it lacks of the step; both "" if all is there.
+#: Called with why the storage could not be read, and what it lacks of the step; both "" if all is there.
 Then = Callable[[str, str], None]
 
 
@@ -80,7 +80,7 @@ class DurableChecks:
         return True
 
     def answered(self, host: str, report: MarkersListed | MarkersUnread, why: str) -> None:
-        """A host has looked, and what it listed is known: `why` says what it could not read."""
+        """Take a host's look, after its listing; `why` says what it could not read."""
         call = report.call
         check, job = self._waiting(call), self.state.jobs.get(report.job)
         if check is None or job is None:
@@ -111,7 +111,7 @@ class DurableChecks:
         return next((check for check in self.checks if call in check.waits), None)
 
     def _failed(self, check: Check, call: int, why: str) -> None:
-        """A host cannot say: another one is asked, if there is one."""
+        """Ask another host, if there is one, in place of a host that could not look."""
         host = check.waits.pop(call)
         check.failed[host] = why
         self._suspect(host, check.job, why)
@@ -125,7 +125,7 @@ class DurableChecks:
         self.faults[host] = self.state.now, why
 
     def _end(self, check: Check, unread: str, lacks: str) -> None:
-        """The step is seen now, or is written again from RAM if storage lost it or nobody has its key."""
+        """Mark the step as seen, or write it again from RAM if storage lost it or no holder has its key."""
         self.checks.remove(check)
         for host in check.waits.values():
             self._suspect(host, check.job, f"no answer for {self.state.now - check.since_s:.0f} s")
@@ -140,14 +140,14 @@ class DurableChecks:
         check.then(unread, lacks)
 
     def host_died(self, host: str) -> None:
-        """Its looks died with it, though its next life may have begun."""
+        """Drop the looks of a dead host, even if its next life has begun."""
         for check in list(self.checks):
             for call in [call for call, asked in check.waits.items() if asked == host]:
                 self._failed(check, call, "it died while it looked")
         self.faults.pop(host, None)
 
     def tick(self, now: float) -> None:
-        """Deadlines."""
+        """Check deadlines."""
         for check in list(self.checks):
             if now - check.since_s > CHECK_DEADLINE_S:
                 late = dict.fromkeys(check.waits.values(), f"no answer within {CHECK_DEADLINE_S:g} s")
@@ -156,7 +156,7 @@ class DurableChecks:
                 self._ask_next(self.state.jobs[check.job], check)
 
     def forget(self, name: str) -> None:
-        """The job was removed: nothing of it is checked any more."""
+        """Forget the checks of a removed job."""
         self.checks = [check for check in self.checks if check.job != name]
 
 

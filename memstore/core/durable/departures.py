@@ -18,7 +18,7 @@ from memstore.core.durable.persist import Persists
 from memstore.core.wire.messages import Body
 from recovery.inventory import StepId
 
-LOOK_AGAIN_S = 30.0  # between two looks whether durable storage still has what a host may leave to it
+LOOK_AGAIN_S = 30.0  # between two checks that durable storage has the shards of a leaving host
 
 
 @dataclass(slots=True)
@@ -30,22 +30,22 @@ class Remains:
 
     @property
     def shards_count(self) -> int:
-        """Shards that the host must not take along."""
+        """The shards that would be lost with the host."""
         return sum(int(row["shards"]) for row in self.short)
 
     @property
     def may_come(self) -> bool:
-        """True while copies elsewhere, or a durable one, may still be made."""
+        """Return whether copies elsewhere, or a durable one, may still be made."""
         return any(row["may_come"] for row in self.short)
 
 
 class Departures:
-    """Looks at durable storage for hosts that are to go, and tells what they would take along."""
+    """Looks at durable storage for hosts that are to go, and reports what would be lost with them."""
 
     def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks, persists: Persists) -> None:
         self.state, self.out, self.checks, self.persists = state, out, checks, persists
         self.looked_s: dict[tuple[str, StepId], float] = {}  # steps for which the storage is looked at, and when
-        self.is_there: dict[tuple[str, StepId], bool] = {}  # what was found: a marker of the past says nothing
+        self.is_there: dict[tuple[str, StepId], bool] = {}  # results of looks: an old marker proves nothing
 
     def apply(self, fact: HostDraining) -> None:
         """Forget what durable storage had before a new notice."""
@@ -85,12 +85,12 @@ class Departures:
             self.looked_s[key] = float("inf")
 
     def forget(self, name: str) -> None:
-        """Forget a job that was removed: what was asked of its steps gets no answer any more."""
+        """Forget a removed job and the looks at its steps."""
         self.looked_s = {key: s for key, s in self.looked_s.items() if key[0] != name}
         self.is_there = {key: is_there for key, is_there in self.is_there.items() if key[0] != name}
 
     def remains(self, host: str) -> Remains:
-        """Return what would be short of copies if the host went now; all empty without notice."""
+        """Return the shards that would be short of copies if the host went now; all empty without notice."""
         found = Remains()
         for job in self.state.jobs.values() if self.state.is_draining(host) else ():
             self._look(job, host, found)
@@ -119,7 +119,7 @@ class Departures:
                 )  # fmt: skip
 
     def _staying(self) -> set[str]:
-        """The hosts to which a draining one may leave its copies."""
+        """Return the hosts to which a draining one may leave its copies."""
         hosts = self.state.hosts
         return {h for h in hosts.states if hosts.is_answering(h) and not self.state.is_draining(h)}
 

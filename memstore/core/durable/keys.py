@@ -30,7 +30,7 @@ class KeyState:
 
     names: dict[str, str] = field(default_factory=dict)  # host -> name of its key
     faults: dict[str, str] = field(default_factory=dict)  # host -> why it has none
-    waits: set[str] = field(default_factory=set)  # asked and not heard yet
+    waits: set[str] = field(default_factory=set)  # asked and not answered yet
     asked_s: float = 0.0
     problem: str = ""
 
@@ -79,7 +79,7 @@ class DurableKeys:
         self.states: dict[str, KeyState] = {}
 
     def of(self, job: str) -> KeyState:
-        """Return what is known of a job's keys."""
+        """Return the known keys of a job."""
         return self.states.setdefault(job, KeyState())
 
     def ask(self, job: Job) -> None:
@@ -95,7 +95,7 @@ class DurableKeys:
             self.out.send(host, order)
 
     def answered(self, host: str, report: KeyNamed) -> None:
-        """A host said the name of its key, or why it has none."""
+        """Take a host's answer: the name of its key, or why it has none."""
         state = self.of(report.job)
         state.names.pop(host, None)
         state.faults.pop(host, None)
@@ -107,7 +107,7 @@ class DurableKeys:
         self._compare(report.job, state)
 
     def is_known(self, job: str) -> bool:
-        """True once all hosts that were asked have answered or took too long."""
+        """Return whether by now all hosts that were asked have answered or took too long."""
         state = self.of(job)
         if state.waits and self.state.now - state.asked_s > ASK_S:
             for host in state.waits:
@@ -118,7 +118,7 @@ class DurableKeys:
         return not state.waits
 
     def lost(self, job: str, host: str) -> None:
-        """A host died: its key counts for nothing."""
+        """Forget the key of a dead host."""
         state = self.of(job)
         state.names.pop(host, None)
         state.faults.pop(host, None)
@@ -135,5 +135,5 @@ class DurableKeys:
         state.problem = problem
 
     def forget(self, job: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self.states.pop(job, None)

@@ -1,4 +1,4 @@
-"""What would be lost for good with the copies in RAM: durable storage is looked at before anybody is told. Pure (R19).
+"""What would be lost for good with the copies in RAM: durable storage is looked at before that is reported. Pure (R19).
 
 asked --a host looks for every step that makes up for the copies--> answered: of each job what nothing else has
 """
@@ -21,17 +21,17 @@ Look = tuple[str, StepId]  # a job's name, and a step that is looked for
 
 @dataclass(slots=True)
 class Question:
-    """Somebody wants to know before he frees the RAM of some jobs."""
+    """A question of a person who is about to free the RAM of some jobs."""
 
     call: Call[AskLastCopies]
     jobs: list[str]
     waits: set[Look] = field(default_factory=set)
     unread: dict[Look, str] = field(default_factory=dict)  # why the storage could not be looked at
-    lacks: dict[Look, str] = field(default_factory=dict)  # what it has not of a step
+    lacks: dict[Look, str] = field(default_factory=dict)  # what storage lacks of a step
 
 
 class LastCopies:
-    """Questions of people who are about to free RAM."""
+    """The open questions of people who are about to free RAM."""
 
     def __init__(self, state: ClusterState, out: Effects, checks: DurableChecks) -> None:
         self.state, self.out, self.checks = state, out, checks
@@ -87,7 +87,7 @@ class LastCopies:
         return lost + [f"step {s.step} cannot be read on durable storage: {unread[s]}" for s in sorted(unread)]
 
     def forget(self, name: str) -> None:
-        """The job was removed: nothing of it is waited for."""
+        """Drop the looks at a removed job."""
         for question in list(self.questions):
             question.waits = {look for look in question.waits if look[0] != name}
             self._finish(question)

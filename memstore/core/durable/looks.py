@@ -1,4 +1,4 @@
-"""When durable storage is looked at without being asked, so that what is said of it is no memory. Pure (R31).
+"""Periodic looks at durable storage, so that reports about it are not outdated. Pure (R31).
 
 unlisted --a host lists the markers--> listed --newest durable step not seen for LOOK_EVERY_S--> looked for
    ^                                     ^                                                           |
@@ -25,7 +25,7 @@ class DurableLooks:
         self.state, self.states, self.checks = state, states, checks
 
     def tick(self, now: float) -> None:
-        """Begin what is due; of a job at most one look at once."""
+        """Begin the looks that are due; at most one of a job at a time."""
         for job in self.state.jobs.values():
             if job.newest is not None and job.newest.config.get("durable") and self._is_due(now, job):
                 self._look(job)
@@ -36,7 +36,7 @@ class DurableLooks:
         return now >= state.look_s and (is_stale or self._is_open(job))
 
     def _is_open(self, job: Job) -> bool:
-        """True while the last look has not found what should be there."""
+        """Return whether the last look has not found what should be there."""
         state = self.states.of(job.name)
         return not state.is_listed or bool(state.unread or state.lacks)
 

@@ -1,6 +1,6 @@
 """What durable storage holds of a job, as a host listed it: its markers, and those that are left alone. Pure (R31).
 
-asked --a host lists--> taken into the job --> whoever asked goes on, with why it could not be read, or ""
+asked --a host lists--> taken into the job --> the caller goes on, with why it could not be read, or ""
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Then = Callable[[str], None]
 
 
 class DurableMarkers:
-    """Questions to hosts for a job's markers, and what they listed."""
+    """Requests to hosts for a job's markers, and their answers."""
 
     def __init__(self, state: ClusterState, out: Effects, states: DurableStates) -> None:
         self.state, self.out, self.states = state, out, states
@@ -47,7 +47,7 @@ class DurableMarkers:
         return call
 
     def answered(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
-        """Take a list of markers, and let the one who asked for it go on; return why there is none, or ""."""
+        """Take a list of markers, and let its caller go on; return why there is none, or ""."""
         why = self.listed(host_id, report)
         then = self._then.pop(report.call, None)
         if then is not None:
@@ -55,9 +55,9 @@ class DurableMarkers:
         return why
 
     def listed(self, host_id: str, report: MarkersListed | MarkersUnread) -> str:
-        """A host listed the markers of a job: they are what durable storage holds now. Return why not, or "".
+        """Take a host's list of a job's markers as the present content of durable storage. Return why not, or "".
 
-        Where all are damaged it holds what nobody can read: that is no reason to start from nothing (R23).
+        Where all are damaged it holds what no reader can use: that is no reason to start from nothing (R23).
         """
         name, call = report.job, report.call
         state = self.states.of(name)
@@ -115,9 +115,9 @@ class DurableMarkers:
 
 
 def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
-    """Tell whether a marker names an attempt that RAM knows by another moment: the same number, not the same one (R31).
+    """Return whether a marker names an attempt that RAM knows with another opening time, so another one (R31).
 
-    The moments only tell attempts apart: of two clocks nobody knows which one was right. Such a run was forgotten: its
+    The moments only tell attempts apart: of two clocks either may be wrong. Such a run was forgotten: its
     RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
     """
     known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}

@@ -1,4 +1,4 @@
-"""Where durable files lie and what they are called: `<where>/<job>/<attempt>/<step>/<file>` (R31). Pure."""
+"""Paths of durable files: `<where>/<job>/<attempt>/<step>/<file>` (R31). Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKER = "marker"
 
 
 def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> DurablePlace | None:
-    """Return what a holder needs to know to reach a job's durable storage; None if it has none.
+    """Return the place of a job's durable storage, as a holder needs it; None if the job has none.
 
     Args:
         marker: Of the step that will be read, whose slices carry its key's name.
@@ -54,7 +54,7 @@ def slice_name(rank: int, number: int, digest: str, key: str = "") -> str:
 
 
 def step_path(where: str, job: str, *names: object) -> str:
-    """Return the place of a job, attempt, step or file below `where`, after checking what came from outside.
+    """Return the place of a job, attempt, step or file below `where`, after checking names from outside.
 
     Raises:
         ConfigError: a name that memstore would not write; joined to the root it might lead elsewhere.

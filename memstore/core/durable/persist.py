@@ -1,11 +1,11 @@
-"""Steps that are written to durable storage out of turn: somebody asks for it, or their hosts are to go. Pure (R31).
+"""Steps that are written to durable storage out of turn: a caller asks for it, or their hosts are to go. Pure (R31).
 
 asked --has a marker--> looked for on the storage, now --all there--> answered
   |                         '--something is missing--> written
   '--> written ahead of the schedule, again after a failure --marker--> answered
                  '--not within its time--> answered all the same, with what went wrong
 
-All who ask for one step wait for one write; who asked for the newest is content with a newer one. A write that the
+All callers for one step wait for one write; a caller for the newest step takes a newer one too. A write that the
 schedule began makes way for it; it makes way for none.
 """
 
@@ -31,22 +31,22 @@ from recovery.inventory import StepId
 from recovery.lineage import in_lineage
 
 AGAIN_S = 2.0  # between a write that failed and the next one
-WANTED_S = 2.0  # how long a step is wanted without anybody who waits for the answer, unless it is said again
+WANTED_S = 2.0  # how long a step is wanted without a waiting caller, unless it is wanted again
 WITHIN_MAX_S = 86_400.0
 HOSTS_SHOWN_MAX = 3
 
 
 @dataclass(slots=True)
 class Wish:
-    """A step that somebody wants to be durable."""
+    """A step that is wanted to be durable."""
 
     calls: list[Call[PersistStep]] = field(default_factory=list)
     is_looked_for: bool = False  # on the storage, for it has a marker
     tried_s: float = -math.inf
-    until_s: float = -math.inf  # wanted until then although nobody waits for the answer
+    until_s: float = -math.inf  # wanted until then although no caller waits for the answer
 
     def take_newest(self) -> list[Call[PersistStep]]:
-        """Take out who asked for the newest step, and so is content with a newer one."""
+        """Take out the callers for the newest step, who take a newer one too."""
         taken = [call for call in self.calls if call.request.step is None]
         self.calls = [call for call in self.calls if call not in taken]
         return taken
@@ -90,7 +90,7 @@ class Persists:
         )  # fmt: skip
 
     def want(self, job: Job, step: StepId) -> None:
-        """Have a committed step written although nobody waits for the answer; to be said again within WANTED_S."""
+        """Have a committed step written although no caller waits; to be called again within WANTED_S."""
         if job.newest is not None and self._refusal(job, job.newest, step) is None:
             self.wishes.setdefault(job.name, {}).setdefault(step, Wish()).until_s = self.state.now + WANTED_S
 
@@ -123,7 +123,7 @@ class Persists:
         )  # fmt: skip
 
     def _looked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
-        """The storage was looked at: the step is there, or is to be written."""
+        """Take a look at the storage: the step is there, or is to be written."""
         wish = self.wishes.get(job.name, {}).get(step)
         if wish is None:
             return
@@ -143,26 +143,26 @@ class Persists:
         return max(found, default=None)
 
     def is_due(self, job: Job, step: StepId) -> bool:
-        """True unless a write of it has failed just now."""
+        """Return whether no write of it has failed just now."""
         return self.state.now - self.wishes[job.name][step].tried_s >= AGAIN_S
 
     def is_wanted(self, job: Job, step: StepId) -> bool:
-        """True while somebody waits for a step's write."""
+        """Return whether a caller waits for a step's write."""
         return step in self.wishes.get(job.name, {})
 
     def tried(self, job: Job, step: StepId) -> None:
-        """A write of the step failed, or is given up."""
+        """Note that a write of the step failed, or is given up."""
         if self.is_wanted(job, step):
             self.wishes[job.name][step].tried_s = self.state.now
 
     def refuse(self, job: Job, step: StepId, refusal: Refusal) -> None:
-        """A step cannot become durable while things are as they are."""
+        """Refuse a step that cannot become durable at present."""
         wish = self.wishes.get(job.name, {}).pop(step, Wish())
         for call in wish.calls:
             self.out.refuse(call, *refusal)
 
     def written(self, job: Job, step: StepId) -> None:
-        """The step is on durable storage; older ones that are asked for may not stay there any more."""
+        """Answer for a durable step; older steps that are asked for may not stay in storage any more."""
         wishes = self.wishes.get(job.name, {})
         calls = wishes.pop(step, Wish()).calls
         for older in [wish for s, wish in wishes.items() if s < step]:
@@ -179,7 +179,7 @@ class Persists:
         self.out.answer(call, Persisted(job=job.name, **at, is_durable=not problem, problem=problem))
 
     def tick(self, now: float) -> None:
-        """Deadlines, steps that were retired, and markers of which no host was asked."""
+        """Check deadlines, retired steps, and markers that no host was asked for."""
         for name, wishes in list(self.wishes.items()):
             job = self.state.jobs[name]
             for step, wish in list(wishes.items()):
@@ -197,14 +197,14 @@ class Persists:
                     del wishes[step]
 
     def _go_on(self, job: Job, step: StepId, wish: Wish) -> None:
-        """Who asked for the newest step goes on to a newer one, once training has left theirs behind."""
+        """Move the callers for the newest step to a newer one, once training has left theirs behind."""
         newest = self._named(job, None)[0]
         if newest is not None and newest > step and step not in job.markers and not self.states.is_whole(job, step):
             calls = wish.take_newest()
             self.wishes[job.name].setdefault(newest, Wish()).calls += calls
 
     def problem(self, job: Job, step: StepId) -> str:
-        """Say what a step's write waits for, or why it failed."""
+        """Return why a step's write waits, or why it failed."""
         state = self.states.of(job.name)
         active = state.active
         if active is not None and active.step == step and active.phase == "asking":
@@ -222,7 +222,7 @@ class Persists:
         return lacking or f"no host has all of some rank's shard of step {step.step}, or it is not its turn yet"
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         for wish in self.wishes.pop(name, {}).values():
             for call in wish.calls:
                 self.out.refuse(call, *job_removed(name))

@@ -1,6 +1,6 @@
 """Layout of a durable part: a shard's manifest and chunks, cut into slices of one file or object each (R31). Pure.
 
-A slice is a run of whole chunks, and which chunks follows from the shard's spec alone: whoever writes slice 3 of a
+A slice is a run of whole chunks, and which chunks follows from the shard's spec alone: every writer of slice 3 of a
 shard, now or in a retry, writes the same chunks under the same name. The name carries the shard's digest, so slices of
 different bytes never meet. One file:
 

@@ -62,5 +62,5 @@ class DurableStates:
         state.ordered_back_s.pop(step, None)
 
     def forget(self, name: str) -> None:
-        """Forget a job that was removed: another one of its name begins anew."""
+        """Forget a job that was removed: another one of its name begins without history."""
         self._states.pop(name, None)

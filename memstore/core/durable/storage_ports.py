@@ -47,7 +47,7 @@ class DurableTier(Protocol):
 
         Args:
             lineage: `attempt`, `parent_attempt` and `parent_step` (the last two None at the root), and
-                whatever else JSON can hold that the caller wants back.
+                anything else JSON can hold that the caller wants back.
 
         Raises:
             IntegrityError: a slice is missing, or a sound marker of other bytes is there already.
@@ -60,7 +60,7 @@ class DurableTier(Protocol):
         """Return what `markers` returns, with each step's lineage."""
 
     def lacks(self, job: str, step: StepId) -> str:
-        """Return what a step lacks of what its marker names, "" if every slice is there in its size, under any key."""
+        """Return which slices of its marker a step lacks, "" if each is there in its size, under any key."""
 
     def jobs(self) -> list[str]:
         """Return the names of all jobs that have anything stored, sorted."""
@@ -103,7 +103,7 @@ class DurableFiles(Protocol):
     where: str  # for messages
 
     def path(self, job: str, *names: object) -> str:
-        """Return the place of a job, attempt, step or file, for messages; ConfigError for what is no name of ours."""
+        """Return the place of a job, attempt, step or file, for messages; ConfigError for other names."""
 
     def write(
         self, job: str, step: StepId, name: str, pieces: Sequence[bytes | memoryview], *,
@@ -115,25 +115,25 @@ class DurableFiles(Protocol):
         """Open a file for reading; one that is gone is an IntegrityError."""
 
     def names(self, job: str, step: StepId) -> set[str]:
-        """Return what lies in a step; nothing if there is no such step."""
+        """Return the files of a step; none if there is no such step."""
 
     def has(self, job: str, step: StepId, name: str) -> bool:
         """Say whether the step has such a file; cheaper than `names`."""
 
     def steps(self, job: str) -> tuple[list[StepId], list[str]]:
-        """Return the job's steps, oldest first, and what lies in the way of one."""
+        """Return the job's steps, oldest first, and the entries that are in the way of one."""
 
     def jobs(self) -> list[str]:
         """Return the names of all jobs, sorted."""
 
     def remove_step(self, job: str, step: StepId, first: str) -> None:
-        """Remove a step's files, `first` first and durably so; what is gone already is fine."""
+        """Remove a step's files, `first` first and durably so; missing files are fine."""
 
     def remove_job(self, job: str) -> None:
-        """Remove what is left of a job without steps."""
+        """Remove the rest of a job without steps."""
 
     def tidy(self, job: str, step: StepId) -> None:
-        """Remove what a crash left half written."""
+        """Remove the partial files of a crash."""
 
     def probe(self) -> None:
         """See `DurableTier.probe`."""

@@ -20,7 +20,7 @@ class Write:
     step: StepId
     since_s: float
     place: DurablePlace
-    waits: dict[Piece, str]  # what is not written yet -> host that writes it
+    waits: dict[Piece, str]  # piece that is not written yet -> host that writes it
     specs: dict[int, ShardSpec]
     phase: Literal["asking", "writing", "marking"] = "asking"
     key: str = ""  # name of the key that all its slices are under
@@ -28,7 +28,7 @@ class Write:
     reported: set[str] = field(default_factory=set)  # hosts that wrote something
 
     def stuck(self) -> set[str]:
-        """Hosts that wrote nothing while others wrote all they owed: their way to the storage hangs."""
+        """Return the hosts that wrote nothing while others wrote all their pieces: their storage hangs."""
         owing = set(self.waits.values())
         return owing - self.reported if self.reported - owing else set()
 
@@ -47,14 +47,14 @@ class DurableState:
     problem: str = ""
     is_listed: bool = False  # its markers were listed since this controller began, and none was damaged
     unread: str = ""  # why the storage could not be read when it was last asked
-    lacks: str = ""  # what the last look found missing
+    lacks: str = ""  # the part that the last look found missing
     seen_s: dict[StepId, float] = field(default_factory=dict)  # when marker and slices were last known to be there
     look_s: float = -math.inf  # no look before
     changed: dict[StepId, int] = field(default_factory=dict)  # markers written or removed -> lists asked for by then
     left_alone: set[int] = field(default_factory=set)  # attempts of another run of the name, which was said
     key: str | None = None  # of the last write
     last_done_s: float | None = None
-    write_s: float | None = None  # what the last write took
+    write_s: float | None = None  # duration of the last write
     stuck: set[str] = field(default_factory=set)  # hosts that the next write does without, where others can
     taken_back: set[StepId] = field(default_factory=set)  # torn steps that a host has removed
     ordered_back_s: dict[StepId, float] = field(default_factory=dict)  # torn steps whose removal was ordered, and when

@@ -3,7 +3,7 @@
 idle --due--> [asking for keys] --> writing (every host its slices) --all slices reported--> marking --> done: idle
                  |  ^--------- next is due: abandoned and counted ----------'
                  |  a slice failed, or its writer died: another holder of the shard writes it
-                 |--nobody is left to write it--> idle, with the reason in status; tried again when next due
+                 |--no host is left to write it--> idle, with the reason in status; tried again when next due
                  '--the step was retired--> idle, without a marker; a torn step's marker is taken back
 
 The holders of a shard share its slices, so that each writes a part of it, all at once, and every byte is written once.
@@ -100,7 +100,7 @@ class DurableOrders:
         )
 
     def _put_first(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> bool:
-        """Write what somebody asked for before what is due; True if nothing else may begin now."""
+        """Write a requested step before a due one; True if nothing else may begin now."""
         persists = self.persists
         if state.active is not None and persists.is_wanted(job, state.active.step):
             return True
@@ -111,7 +111,7 @@ class DurableOrders:
             return True
         if state.active is not None:
             # Not counted: that says nothing of the storage's speed.
-            self._abandon(job, state, f"it made way for step {wanted.step}, which somebody asked for")
+            self._abandon(job, state, f"it made way for step {wanted.step}, which was asked for")
         self._start(now, job, attempt, state, wanted)
         return True
 
@@ -120,7 +120,7 @@ class DurableOrders:
         return optimal_every(state.write_s, mtbf_s(self.state, job)) if every.is_optimal else every
 
     def _give_up_retired(self, now: float, job: Job, attempt: Attempt, state: DurableState) -> None:
-        """A retired step gets no marker, and a torn one keeps none: RAM may forget that it is torn (R25, R31).
+        """Withhold a retired step's marker, and remove a torn step's: RAM may forget that it is torn (R25, R31).
 
         A marker that is being written is waited for, and taken back once it is there. Each controller has each torn
         step removed once, until a host says that it is: a former one may have died with the marker's order on its way.
@@ -196,7 +196,7 @@ class DurableOrders:
         return not write.key or self.keys.of(job.name).names.get(host) == write.key
 
     def _order_slices(self, job: Job, write: Write, pieces: set[Piece]) -> None:
-        """Tell every host which of `pieces` it writes."""
+        """Send every host the `pieces` that it writes."""
         numbers: dict[str, dict[int, list[int]]] = {}
         for rank, number in sorted(pieces):
             numbers.setdefault(write.waits[rank, number], {}).setdefault(rank, []).append(number)
@@ -304,7 +304,7 @@ class DurableOrders:
         self.steps.tell_durable(job, step)
         spans = job.spans(attempt.ordinal)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
-        if not self.keys.of(job.name).problem:  # else it is open whose key will be had when a step is needed
+        if not self.keys.of(job.name).problem:  # else it is unclear which key a reader will have
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
                 del job.markers[old]
                 state.changed[old] = self.states.calls_count
@@ -343,12 +343,12 @@ class DurableOrders:
         self.out.send(host_id, order)
 
     def forget(self, name: str) -> None:
-        """The job was removed: another one of its name begins anew."""
+        """Forget a removed job: another one of its name begins without history."""
         self.states.forget(name)
         self.keys.forget(name)
 
     def host_died(self, job: Job, host_id: str) -> None:
-        """A writer died: what it owed goes to other holders; if there are none the write is over."""
+        """Hand a dead writer's pieces to other holders; without one the write is over."""
         state, attempt = self.states.of(job.name), job.newest
         write = state.active
         self.keys.lost(job.name, host_id)
@@ -362,6 +362,6 @@ class DurableOrders:
             return
         owed = {piece for piece, host in write.waits.items() if host == host_id}
         if MARKER in owed or not self._move(job, write, owed, host_id):
-            state.problem = f"host {host_id} died while it wrote, and nobody else can write what it owed"
+            state.problem = f"host {host_id} died while it wrote, and no other host can write what it owed"
             self._abandon(job, state, state.problem)
             state.last_started_step = None

@@ -1,4 +1,4 @@
-"""Element types by name and size: what a layout may claim, and nothing else.
+"""Element types by name and size: the only ones that a layout may claim.
 
 Pure. Torch dtypes are a closed list of names. Numpy dtypes are their array-protocol string, such as
 "<f8", or a nested description for subarrays and structured types:

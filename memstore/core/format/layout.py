@@ -10,7 +10,7 @@ else. It is one msgpack array, without pickle:
     blobs     [[offset, nbytes], ...]     bytes-like leaves and long strings
     tree      a node, see `object_tree.py`
 
-A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before anybody
+A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before a reader
 allocates or reads by it: tensors lie inside their extents, extents inside the stream without overlap.
 """
 
@@ -106,7 +106,7 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Tell whether the elements fill their extent exactly once, in whatever order of dimensions.
+    """Return whether the elements fill their extent exactly once, in any order of dimensions.
 
     >>> is_dense((2, 3), (4, 8), 4), is_dense((2, 3), (4, 16), 4), is_dense((2, 1), (4, -99), 4)
     (True, False, True)
@@ -120,7 +120,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Tell whether two elements may share bytes: False is a proof, for no dimension steps into what smaller ones reach.
+    """Return whether two elements may share bytes. False is a proof: no dimension steps into what smaller ones reach.
 
     >>> may_overlap_itself((3, 3), (4, 4), 4), may_overlap_itself((2, 3), (-12, 4), 4)
     (True, False)

@@ -78,7 +78,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes; equal manifests give equal bytes.
 
     Raises:
-        ManifestMismatch: the manifest contradicts itself or passes a limit, so that nobody could decode it.
+        ManifestMismatch: the manifest contradicts itself or passes a limit, so that no reader could decode it.
     """
     _check(manifest)
     is_count_right = len(manifest.chunks) == -(-manifest.nbytes // manifest.chunk_bytes)

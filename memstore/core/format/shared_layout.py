@@ -1,9 +1,9 @@
-"""The layout of a natural replica's shard: what its rank shares, what is its own, and who copied. Pure (R34).
+"""The layout of a shared shard: the shared part, the rank's own part, and the ranks that wrote it. Pure (R34).
 
     stream    [shared state | zeros up to a chunk | own state]     a rank that does not copy has its own state alone
     layout    no tensors; its tree is a dict of one key, under which lie the fields of a `NaturalLayout`, packed
 
-The shared part ends where a chunk ends, so that equal shared states are equal chunks whatever the ranks' own is.
+The shared part ends where a chunk ends, so that equal shared states are equal chunks on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     nbytes: Count
 
     def chunks_count(self, chunk_bytes: int) -> int:
-        """How many chunks it lies in."""
+        """The number of its chunks."""
         return -(-self.nbytes // chunk_bytes)
 
 
@@ -56,7 +56,7 @@ class NaturalLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     @classmethod
     def decode(cls, manifest: Manifest) -> NaturalLayout | None:
-        """Return what a shard that may come from anywhere says of itself; None if it is no natural replica.
+        """Return the checked description of a shard from any source; None if it is no shared shard.
 
         Raises:
             ProtocolError: It contradicts itself or its manifest.

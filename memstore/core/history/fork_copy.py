@@ -1,4 +1,4 @@
-"""After the fact of a fork: hosts make its manifests until it is whole, whoever is the controller. Pure (R32)."""
+"""After the fact of a fork: hosts make its manifests until it is whole, under any controller. Pure (R32)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ForkMaking:
         self.ordered_s: dict[str, float] = {}
 
     def apply(self, fact: JobForked, *, is_replay: bool) -> None:
-        """The word has spread: the job is there, and hosts make its manifests."""
+        """Create the job of the replicated fact, and have hosts make its manifests."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         if fact.attempt in job.attempts:
             return
@@ -81,7 +81,7 @@ class ForkMaking:
             self.order(job, origin, StepId(fact.from_attempt, fact.step), where)
 
     def is_whole(self, job: Job) -> bool:
-        """True if every shard that the fork began with has a copy, or newer steps have taken its place."""
+        """Return whether every shard that the fork began with has a copy, or newer steps have taken its place."""
         fact, newest = job.origin, job.newest
         if fact is None or newest is None or newest.has_freed_unrestorable:
             return True
@@ -89,7 +89,7 @@ class ForkMaking:
         return all(any(not c.missing for c in ranks.get(r, {}).values()) for r in range(fact.world_size))
 
     def needs_origin(self, job: Job, origin: Job) -> bool:
-        """True while the origin's step may have bytes that the fork lacks, here or on a host that may come back.
+        """Return whether the origin's step may have bytes that the fork lacks, here or on a host that may come back.
 
         Else a chunk that rotted in both would keep the step for ever, and the origin had no room for another.
         """
@@ -105,7 +105,7 @@ class ForkMaking:
         return any(rank not in made or _lacking(made[rank]) - _lacking(there[rank]) for rank in there)
 
     def tick(self, now: float) -> None:
-        """Order again what is not made yet; answer who waits for it."""
+        """Order the missing copies again; answer the waiting calls."""
         for job in [job for job in self.state.jobs.values() if job.origin is not None]:
             self._retire_torn(job)
             if self._unmade(job):
@@ -116,7 +116,7 @@ class ForkMaking:
                     self._answer(job, call)
 
     def _retire_torn(self, job: Job) -> None:
-        """What its origin's step was seen to be after the fork, a fork's is too: a fact that outlives the origin."""
+        """Retire the fork's step as its origin's was retired after the fork, by a fact that outlives the origin."""
         fact = job.origin
         origin = self.state.jobs.get(fact.from_job) if fact is not None else None
         if fact is None or origin is None or StepId(fact.attempt, fact.step) in job.torn:
@@ -163,7 +163,7 @@ class ForkMaking:
         return set(orders)
 
     def forget(self, name: str) -> None:
-        """The fork was removed."""
+        """Forget a removed fork."""
         self.ordered_s.pop(name, None)
         for call in self.waiting.pop(name, []):
             self.out.refuse(call, *job_removed(name))
@@ -177,7 +177,7 @@ def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:
 def stand_in(
     ordinal: int, world_size: int, config: dict[str, Any], level: str, seats: dict[int, Seat], needs: Iterable[int]
 ) -> Attempt:
-    """The attempt that stands for what happened before the fork: closed, the parent of the first that connects."""
+    """Return the closed attempt that stands for the time before the fork, the parent of the first real one."""
     return Attempt(
         ordinal, world_size, None, LAUNCHER, False, None, level, config, seats, phase="closed", has_put=True,
         needs=dict(enumerate(needs)),

@@ -109,14 +109,14 @@ class Forks:
         return "ConfigError", f"job {name!r} {what}: fork to another name, or remove it first (`memstore rm {name}`)"
 
     def _hosts(self, job: Job, step: StepId, rank: int) -> list[str]:
-        """Hosts with the whole shard: those that are to hold it, or whoever does if none of these has it."""
+        """Return the hosts with the whole shard: those that are to hold it, or any if none of these has it."""
         digest = job.commits[step].digests[rank]
         whole = [h for h, lacks in whole_or_partly(self.state.hosts, job, step, rank, digest).items() if not lacks]
         wanted = self.view.wanted(job, job.newest, rank) if job.newest is not None else []
         return sorted(h for h in whole if h in wanted) or sorted(whole)
 
     def _draft(self, origin: Job, step: StepId, name: str) -> Job:
-        """The job as it will be: one closed attempt, whose ranks sit where the origin's copies are."""
+        """Return the future job: one closed attempt, whose ranks sit where the origin's copies are."""
         if origin.newest is None:
             raise ValueError("a fork needs an origin with an attempt")
         commit, newest = origin.commits[step], origin.newest
@@ -143,7 +143,7 @@ class Forks:
             return
         pending.is_listing = False
         if why:
-            what = f"whether job {name!r} has steps on durable storage cannot be told: {why}"
+            what = f"whether job {name!r} has steps on durable storage is unknown: {why}"
             self._refuse(pending, "RecoveryError", what)
         elif name in self.state.jobs:
             self._refuse(pending, *self._exists(name))
@@ -158,7 +158,7 @@ class Forks:
             pending.claimed = self.room.claim(job, job.newest, lambda h, why: self._claimed(pending, h, why))
 
     def _claimed(self, pending: PendingFork, host: str, why: str) -> None:
-        """Every host has room for what the fork would take if its origin dropped the chunks, or one has not."""
+        """Go on if every host has room for the fork without its origin's chunks; refuse it otherwise."""
         if self.state.pending_forks.get(pending.job.name) is not pending:
             return
         if why:
@@ -180,7 +180,7 @@ class Forks:
         pending.waits = self.making.order(pending.job, origin, pending.step, where, call=pending.number)
 
     def looked(self, host: str, report: CopiesLookedAt) -> None:
-        """A host says which of the origin's shards it has whole, and their digests under the new name."""
+        """Take a host's report: the origin's shards that it has whole, and their digests under the new name."""
         pending = self.state.pending_forks.get(report.job)
         if pending is None or pending.number != report.call or host not in pending.waits:
             return
@@ -191,7 +191,7 @@ class Forks:
         self._progress(pending)
 
     def _progress(self, pending: PendingFork) -> None:
-        """All hosts have looked: the fact, or a refusal."""
+        """Record the fact, or refuse the fork, once all hosts have looked."""
         pending.waits = {h for h in pending.waits if self.state.hosts.is_live(h)}
         if pending.waits or not pending.number or pending.is_recorded:
             return
@@ -236,7 +236,7 @@ class Forks:
         )  # fmt: skip
 
     def _refuse(self, pending: PendingFork, error: str, why: str) -> None:
-        """Nothing is left of it: hosts give the room back."""
+        """Give up a fork: hosts free its room."""
         job = pending.job
         self.state.pending_forks.pop(job.name, None)
         for host in sorted(pending.claimed):
@@ -248,14 +248,14 @@ class Forks:
     # -- the fact -----------------------------------------------------------------------------
 
     def apply_forked(self, fact: JobForked, *, is_replay: bool) -> None:
-        """The word has spread: who asked waits for the manifests."""
+        """Let the caller wait for the manifests: the fact is replicated."""
         pending = self.state.pending_forks.pop(fact.job, None)
         if pending is not None:
             self.making.waiting.setdefault(fact.job, []).extend(pending.calls)
         self.making.apply(fact, is_replay=is_replay)
 
     def tick(self, now: float) -> None:
-        """Give up what no fact knows after a while."""
+        """Give up forks that have no fact after a while."""
         for pending in list(self.state.pending_forks.values()):
             self._progress(pending)
             if not pending.is_recorded and now - pending.since_s > ASK_LIMIT_S:
@@ -267,20 +267,20 @@ class Forks:
     # -- for the parts ------------------------------------------------------------------------
 
     def needed(self, job: Job) -> set[StepId]:
-        """Steps of a job that a fork is being made of: not dropped now."""
+        """Return the steps of a job that are being forked, so not dropped now."""
         steps = {p.step for p in self.state.pending_forks.values() if p.origin == job.name}
         facts = [fact for fact in self.state.forks_of(job) if self.making.needs_origin(self.state.jobs[fact.job], job)]
         return steps | {StepId(fact.from_attempt, fact.step) for fact in facts}
 
     def unfinished(self, job: Job) -> list[str]:
-        """The forks of a job that are not whole yet, and may be."""
+        """Return the forks of a job that are not whole yet, but may become so."""
         pending = [name for name, p in self.state.pending_forks.items() if p.origin == job.name]
         jobs = self.state.jobs
         made = [fact.job for fact in self.state.forks_of(job) if self.making.needs_origin(jobs[fact.job], job)]
         return pending + made
 
     def forget(self, name: str) -> None:
-        """A job was removed, under either name."""
+        """Forget a removed job, origin or fork."""
         self.making.forget(name)
         for pending in list(self.state.pending_forks.values()):
             if name in (pending.origin, pending.job.name) and not pending.is_recorded:

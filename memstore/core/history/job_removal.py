@@ -2,7 +2,7 @@
 
 A job expires when its newest attempt was closed by all its ranks, `job_ttl_s` have passed without a new one, its newest
 committed step is on durable storage, no name pins a step, and no fork is being made of it. What lies only in RAM is
-never expired: nobody can tell a finished run from one whose owner is away for a long weekend.
+never expired: a finished run looks like one whose owner is away for a long weekend.
 
     over --job_ttl_s--> checked: a host looks for the step's marker and all its slices, now --all there--> removed
                            '--not listed, marker or slice missing--> kept, said, and written or checked again
@@ -45,7 +45,7 @@ class JobRemoval:
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
 
     def tick(self, now: float) -> None:
-        """Remove what has been over for its time; a new controller begins to count anew."""
+        """Remove jobs that have been over for long enough; a new controller counts from zero."""
         over = {job.name: job for job in self.state.jobs.values() if self._is_over(job)}
         self.over_since_s = {name: self.over_since_s.get(name, now) for name in over}
         for name, job in over.items():
@@ -55,7 +55,7 @@ class JobRemoval:
                 self._check(now, job)
 
     def _check(self, now: float, job: Job) -> None:
-        """Have a host look whether durable storage has the newest step now: what was so once says nothing."""
+        """Have a host check that durable storage has the newest step now; earlier checks do not count."""
         step = job.newest_committed
         if step is None or job.name in self.checking or now - self.kept_s.get(job.name, -CHECK_AGAIN_S) < CHECK_AGAIN_S:
             return
@@ -63,7 +63,7 @@ class JobRemoval:
             self.checking.add(job.name)
 
     def _checked(self, job: Job, step: StepId, unread: str, lacks: str) -> None:
-        """A host looked at the storage: why it could not be read, or what it lacks of the step."""
+        """Take a host's look at the storage: why it could not be read, or what the step lacks there."""
         self.checking.discard(job.name)
         if unread or lacks:
             self.kept_s[job.name] = self.state.now
@@ -75,14 +75,14 @@ class JobRemoval:
             self.remove(job)
 
     def _is_over(self, job: Job) -> bool:
-        """True if nothing is lost with the job's copies, and nobody works on them."""
+        """Return whether nothing is lost with the job's copies, and no process works on them."""
         attempt, newest = job.newest, job.newest_committed
         if attempt is None or attempt.phase != "closed" or newest is None or newest not in job.markers or job.pins:
             return False
         return not self.is_in_use(job)
 
     def is_in_use(self, job: Job) -> bool:
-        """True if somebody connects to the job, reads, restores, writes or forks it."""
+        """Return whether a process connects to the job, reads, restores, writes or forks it."""
         is_joining = job.name in self.attempts.gatherings or job.name in self.attempts.opening
         is_read = any(read.shard.job == job.name for read in self.state.reads.values())
         is_used = is_read or bool(self.state.holds.in_use(job)) or bool(self.forks.unfinished(job))
@@ -125,7 +125,7 @@ class JobRemoval:
         self.remove(job, (call, Removed(job=job.name, pins=pins)))
 
     def remove(self, job: Job, *waiting: tuple[Call[RemoveJob], Removed], story: str = "") -> None:
-        """Record the end of a job, with its story if it is dropped by a rule; who waits is answered once it is gone."""
+        """Record the end of a job, with the reason if a rule drops it; answer waiting calls once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]
         fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
@@ -135,12 +135,12 @@ class JobRemoval:
             self.waiters.add(fact, call, reply)
 
     def forget(self, name: str) -> None:
-        """The job was removed: nothing of it is checked any more."""
+        """Forget the checks of a removed job."""
         self.checking.discard(name)
         self.kept_s.pop(name, None)
 
     def is_void(self, fact: Fact) -> bool:
-        """True if a fact was decided of a job while the word of its end was spreading: it has no effect (R16)."""
+        """Return whether a fact is void: decided while the removal of its job was being replicated (R16)."""
         name = getattr(fact, "job", "")
         removed = self.state.removed.get(name, 0)
         if isinstance(fact, JobRemoved) or getattr(fact, "attempt", removed + 1) > removed:
@@ -152,7 +152,7 @@ class JobRemoval:
         return True
 
     def apply(self, fact: JobRemoved, *, is_replay: bool) -> None:
-        """The fact has spread: forget the job and drop every copy."""
+        """Forget the job of a replicated removal and drop every copy."""
         state, job = self.state, self.state.jobs.pop(fact.job, None)
         state.removed[fact.job] = max(fact.attempt, state.removed.get(fact.job, 0))
         self.out.emit(JobForgotten(fact, is_replay))

@@ -1,7 +1,7 @@
-"""Jobs of a store that was forgotten: when they leave RAM, and what is told to who comes back for them. Pure (R5, R23).
+"""Jobs of a forgotten store: when they leave RAM, and the error for a rank that comes back for them. Pure (R5, R23).
 
 A job is an orphan if no holder of any host that has it, or that its facts name, ran for `abandoned_arena_ttl_s`, all of
-these hosts are here again for a while, and nobody has asked for it since. Its removal is a fact with a story: which
+these hosts are here again for a while, and no rank has asked for it since. Its removal is a fact that records which
 steps it had, when and why it went. Holders keep the story outside their host's folder, so that it outlives the
 journals, and a get that finds nothing fails with it on all ranks, until the job begins afresh or is removed by name.
 """
@@ -28,11 +28,11 @@ class Orphans:
 
     def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: JobRemoval) -> None:
         self.state, self.out, self.journal, self.expiry = state, out, journal, expiry
-        self.used: set[str] = set()  # jobs that somebody asked for since this controller began
+        self.used: set[str] = set()  # jobs that a rank asked for since this controller began
         self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story
 
     def tick(self) -> None:
-        """Remove what was forgotten; where no host was idle for so long there is nothing to look at."""
+        """Remove forgotten jobs, if some host was idle for long enough."""
         ttl_s = self.state.rules.abandoned_arena_ttl_s
         if not ttl_s or all(state.idle_s < ttl_s for state in self.state.hosts.states.values()):
             return
@@ -44,7 +44,7 @@ class Orphans:
                 self.expiry.remove(job, story=story)
 
     def _idle_s(self, job: Job) -> float | None:
-        """For how long no holder of the job's hosts had run before they came; None where it is no orphan."""
+        """Return how long no holder of the job's hosts had run before they came; None if it is no orphan."""
         if job.name in self.used:
             return None
         ttl_s, hosts = self.state.rules.abandoned_arena_ttl_s, self.state.hosts.states
@@ -63,7 +63,7 @@ class Orphans:
         return idle_s if idle_s >= ttl_s else None
 
     def _named(self, job: Job) -> set[str]:
-        """Hosts that hold some of it, or may know more of it than those that are here."""
+        """Return the hosts that hold some of it, or may know more of it than those that are here."""
         named = {host for host, steps in job.on_host.items() if steps}
         newest = job.commits.get(max(job.commits, default=StepId(0, 0)))
         named |= {host for hosts in newest.hosts for host in hosts} if newest is not None else set()
@@ -81,19 +81,19 @@ class Orphans:
         what = "committed steps" if job.commits else "steps"
         return (
             f"its {what} {newest} were dropped from RAM on {_date(self.state.wall_s)}: no holder of hosts "
-            f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and nobody asked for the job then; "
+            f"{', '.join(sorted(self._named(job)))} had run for {idle_s:.0f} s, and no rank asked for the job then; "
             f"abandoned_arena_ttl_s is {self.state.rules.abandoned_arena_ttl_s:g}"
         )
 
-    # -- what is remembered -------------------------------------------------------------------
+    # -- removal records ----------------------------------------------------------------------
 
     def asked(self, name: str) -> None:
-        """Somebody asks for a job: it is none that was forgotten."""
+        """Note that a rank asks for a job, so that it does not count as forgotten."""
         if name in self.state.jobs:
             self.used.add(name)
 
     def told(self, host: str, stories: Mapping[str, str]) -> None:
-        """A host shows what it remembers of jobs; one that went on, or was removed, since is told to forget."""
+        """Take the jobs that a host remembers; order it to forget those that went on, or were removed, since."""
         for name, story in stories.items():
             if name in self.ended or self._goes_on(name):
                 self.out.send(host, ForgetStory(job=name))
@@ -101,7 +101,7 @@ class Orphans:
                 self.state.stories.setdefault(name, story)
 
     def removed(self, fact: JobRemoved, *, is_replay: bool) -> None:
-        """A job is gone: by the rule, with its story; by name, without one."""
+        """Keep the removal record of a job that a rule dropped; one removed by name has none."""
         self.used.discard(fact.job)
         before = self.state.stories.pop(fact.job, "")
         self.ended.add(fact.job)
@@ -112,13 +112,13 @@ class Orphans:
             self._send_all(KeepStory(job=fact.job, story=fact.story) if fact.story else ForgetStory(job=fact.job))
 
     def begun(self, name: str) -> None:
-        """An attempt was opened, or a step committed: what came before counts no more if it goes on without it."""
+        """Drop the removal record if an opened attempt or a commit goes on without the removed steps."""
         if name in self.state.stories and self._goes_on(name):
             del self.state.stories[name]
             self._send_all(ForgetStory(job=name))
 
     def greet(self, host: str) -> None:
-        """A host may have been away when a story began."""
+        """Send a host the removal records that it may have missed."""
         for name, story in self.state.stories.items():
             self.out.send(host, KeepStory(job=name, story=story))
 
@@ -127,7 +127,7 @@ class Orphans:
             self.out.send(host, order)
 
     def _goes_on(self, name: str) -> bool:
-        """True if a launch of the job said that it starts over, or has committed something."""
+        """Return whether a launch of the job asked to start over, or has committed something."""
         job = self.state.jobs.get(name)
         return job is not None and (bool(job.commits) or any(a.is_fresh for a in job.attempts.values()))
 

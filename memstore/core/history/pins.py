@@ -110,7 +110,7 @@ class Pins:
         )  # fmt: skip
 
     def apply_pinned(self, fact: StepPinned, *, is_replay: bool) -> None:
-        """The name has spread: retention leaves the step alone."""
+        """Apply the replicated pin: retention keeps the step."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         job.pins[fact.name] = fact
         if not is_replay and job.pin_asked == fact:
@@ -131,7 +131,7 @@ class Pins:
         self._wait(call, fact, pin)
 
     def apply_unpinned(self, fact: StepUnpinned, *, is_replay: bool) -> None:
-        """The name is gone: the step goes too if nothing else keeps it, and so does its room."""
+        """Apply the end of a pin: free its room, and drop the step if nothing else keeps it."""
         job = self.state.jobs.get(fact.job)
         if job is not None:
             job.pins.pop(fact.name, None)

@@ -22,18 +22,18 @@ class Retirement:
         self.state, self.out, self.journal, self.waiters, self.rounds = state, out, journal, waiters, rounds
 
     def ask(self, call: Call[RetireStep]) -> None:
-        """A step must not be offered again: somebody says so, or its rank saw that it is torn (R25)."""
+        """Retire a step: by command, or because its rank saw that it is torn (R25)."""
         job, request = job_of(self.state, self.out, call), call.request
         if job is None:
             return
-        reason = request.reason or "somebody said so"
+        reason = request.reason or "by request, without a reason"
         fact = StepRetired(job.name, request.attempt, request.step, reason, request.is_torn)
         if not self.waiters.is_awaited(fact):
             self.journal.record(fact)
         self.waiters.add(fact, call, Noted(), is_done_by_removal=True)
 
     def apply(self, fact: StepRetired) -> None:
-        """The word has spread: until then whoever said it would have to say it again to a successor (R16)."""
+        """Answer the call: the fact is replicated, so a successor has it too (R16)."""
         job = self.state.jobs.get(fact.job)
         if job is not None:  # else it was removed meanwhile
             job.retire(fact)

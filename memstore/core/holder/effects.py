@@ -32,7 +32,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # what tells a reader of its chunks while others still come, as `OpenHerald` gives it
+ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenHerald`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -102,7 +102,7 @@ class WaitFor(Effect):
 class Together(Effect):
     """Run procedures side by side and give what they return; the first error is raised once all have ended.
 
-    Meanwhile the herald, if there is one, tells its reader which chunks have come.
+    Meanwhile the notifier, if there is one, reports the chunks that have come to its reader.
     """
 
     procedures: Sequence[Steps[Any]]
@@ -290,7 +290,7 @@ class ClaimRoom(Effect):
 
 @dataclass(frozen=True)
 class Verify(Effect):
-    """Digest a pinned replica again, condemn what is bad, and give the chunks that this host lacks now."""
+    """Digest a pinned replica again, quarantine what is bad, and give the chunks that this host lacks now."""
 
     shelved: StoredReplica
 
@@ -382,7 +382,7 @@ class NotePut(Effect):
 
 @dataclass(frozen=True)
 class CompareShared(Effect):
-    """Compare a sealed shard with those of the same step that should be equal to it, and tell the ranks that differ."""
+    """Compare a sealed shard with those of its step that should be equal, and notify the ranks that differ."""
 
     shard: ShardId
 
@@ -443,7 +443,7 @@ class CloseLink(Effect):
 
 @dataclass(frozen=True)
 class ForgetProcess(Effect):
-    """Forget a process that is gone: what it asked, what it lent; room that no job has reserved can be given back."""
+    """Forget a process that is gone: its calls, its offers; room that no job has reserved can be given back."""
 
     owner: Owner
 
@@ -462,7 +462,7 @@ class ForgetJob(Effect):
 
 @dataclass(frozen=True)
 class OpenHerald(Effect):
-    """Give the herald that tells a reader on this host which chunks have come; None if it did not ask for one."""
+    """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
     listener: ChunkListener | None
     manifest: bytes

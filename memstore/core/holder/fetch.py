@@ -122,7 +122,7 @@ def chunks(
 ) -> Steps[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
-    With a herald the last chunks come first: they have the plain objects, which its reader needs to use the rest.
+    With a notifier the last chunks come first: they have the plain objects, which its reader needs to use the rest.
     """
     wanted: dict[str, list[int]] = {}
     missing = set(draft.missing)
@@ -168,7 +168,7 @@ def _from_planned(
         except TransportError as exc:
             lacking, problem = [], f"{host}: {exc}"
             yield Warn(f"staging from {host}: {exc}")
-        if host == source:  # another holder is asked on the chance: what it lacks is no news
+        if host == source:  # another holder may have it or not: missing chunks there are no evidence
             lost.update(lacking)
         if all(draft.slots[i] is not None or i in lost for i in indices):
             return sorted(lost), ""

@@ -44,7 +44,7 @@ class JournalWriter:
         """Write the facts of an order, or let them wait; those of before go first, unless it replaces them all.
 
         Raises:
-            IntegrityError: What is to be kept is damaged: end the session, and show the next one what is left.
+            IntegrityError: Records to be kept are damaged: end the session, and show the next one the rest.
         """
         whole = whole_order(self._pages, order)
         if whole is None:
@@ -86,7 +86,7 @@ class JournalWriter:
             self.journal.append(order.records)
 
     def forget(self) -> None:
-        """Forget what waits: another session begins, which sends what the journal lacks, by its own numbers (R16)."""
+        """Forget waiting records: another session begins, which sends the missing ones with its own numbers (R16)."""
         self._waiting.clear()
         self._pages.clear()
         self.problem = ""

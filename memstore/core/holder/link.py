@@ -19,7 +19,7 @@ class Link(Protocol):
     parent: str  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
     pin_numbers: Iterator[int]
-    is_retired: bool  # the same process came back on another link and sends again what was not sealed
+    is_retired: bool  # the same process came back on another link and sends unsealed puts again
 
     @property
     def is_open(self) -> bool:

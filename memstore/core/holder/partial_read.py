@@ -1,10 +1,10 @@
 """Some chunks of a shard, brought to this host for one reader that asked for ranges of it (R7, R27).
 
-    ordered --every chunk here and digested--> ready --its reader took it--> lent --unpinned, or its link ended--> gone
+    ordered --every chunk here and digested--> ready --its reader took it--> used --unpinned, or its link ended--> gone
       '--a source failed--> gone                 '--not taken in time, or kept too long--> gone
 
-An excerpt is a draft that is never finished: it counts and serves as no copy of the shard. Content that this host
-holds anyway, of whatever shard, is referenced, not fetched (R13). The reader digests again what it has copied.
+A partial read is an incoming replica that is never finished: it counts as no copy of the shard. Content that this host
+holds anyway, of any shard, is referenced, not fetched (R13). The reader digests again what it has copied.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
 
-PIN_S = 600.0  # longest a reader may keep an excerpt (R7)
+PIN_S = 600.0  # longest a reader may keep a partial read (R7)
 TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
 def stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
-    If other readers have the room, the read gives back what it holds and waits; only one read waits at a time.
+    If other readers have the room, the read gives its chunks back and waits; only one read waits at a time.
 
     Raises:
         TransportError, CapacityError: No evidence about the bytes (R25).
@@ -99,7 +99,7 @@ def _elsewhere(state: HolderState, order: ReadChunks) -> ReadChunks:
 
 
 def take(state: HolderState, number: int) -> Excerpt:
-    """Lend what was staged for a read to its reader. IntegrityError if it is gone."""
+    """Pin a read's staged chunks for its reader. IntegrityError if they are gone."""
     excerpt = state.excerpts.known.get(number)
     if excerpt is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
@@ -108,14 +108,14 @@ def take(state: HolderState, number: int) -> Excerpt:
 
 
 def release(state: HolderState, number: int) -> None:
-    """Let go of an excerpt: its reader has copied it, or is gone."""
+    """Release a partial read: its reader has copied it, or is gone."""
     excerpt = state.excerpts.known.pop(number, None)
     if excerpt is not None:
         state.store.abort_draft(excerpt.name, excerpt.draft.shard, only=excerpt.draft)
 
 
 def expire(state: HolderState) -> None:
-    """Let go of what no reader took, what was kept past the deadline, and what is of a dropped step (R7)."""
+    """Release reads that no reader took, that are past their deadline, or that are of a dropped step (R7)."""
     now = state.now()
     for number, excerpt in list(state.excerpts.known.items()):
         if min(excerpt.deadline_s, excerpt.draft.deadline_s) < now:

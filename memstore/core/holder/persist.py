@@ -60,11 +60,11 @@ def stop(state: HolderState, order: StopWriting) -> None:
 
 
 def slices(state: HolderState, order: WriteSlices) -> list[Steps[None]]:
-    """Return the procedures that write what an order names; slices of another step of the job stop (one at a time)."""
+    """Return the procedures that write the pieces of an order; those of another step of the job stop."""
     job, step = key = order.job, order.step.id
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
         state.stops.pop(old).is_set = True
-    if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may begin anew
+    if key not in state.stops or state.stops[key].is_set:  # more slices may be ordered, and a step may be begun again
         state.stops[key] = Stop()
     mark = state.stops[key]
     return [
@@ -114,7 +114,7 @@ def _is_wanted(
 def _copied(
     state: HolderState, shard: ShardId, digest: str, number: int
 ) -> Steps[tuple[StoredReplica, bytes, list[bytes]]]:
-    """Copy the chunks of a slice; one that went bad meanwhile is condemned, so that repair replaces it."""
+    """Copy the chunks of a slice; one that went bad meanwhile is quarantined, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:
         raise IntegrityError(f"{shard} is not here any more")
@@ -166,7 +166,7 @@ def say_key(state: HolderState, order: NameKey) -> Steps[None]:
 
 
 def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
-    """List the durable markers of a job, and report them with what is wrong with the others."""
+    """List the durable markers of a job, and report them with the faults of the others."""
     step = order.check.id if order.check is not None else None
     try:
         found: MarkersFound = yield ReadMarkers(order.durable, order.job, step)

@@ -44,7 +44,7 @@ from memstore.errors import MemstoreError, PeerRefused, ProtocolError, Transport
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
-ROOM_WAIT_S = 10.0  # a target frees room when it hears of the last commit; longer means it is really full
+ROOM_WAIT_S = 10.0  # a target frees room when it learns of the last commit; longer means it is really full
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
 
 
@@ -79,7 +79,7 @@ def begin(state: HolderState, push: Push, replication: Replication | None = None
 
 
 def run(state: HolderState, push: Push) -> Steps[None]:
-    """Make the copy. Reports a failure; tells the rank when this was the last copy of its put."""
+    """Make the copy. Report a failure; notify the rank if this was the last copy of its put."""
     why, is_final = "", True
     try:
         why, is_final = yield from _copied(state, push)
@@ -140,7 +140,7 @@ def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[
     try:
         peer = yield Reach(push.target)
     except TransportError:
-        silent_since_s.pop(push.target, None)  # dead: the controller knows, and orders what is to be done
+        silent_since_s.pop(push.target, None)  # dead: the controller knows it, and orders repairs
         raise
     try:
         if push.target in silent_since_s:

@@ -1,7 +1,7 @@
 """Links of a host's ranks: which leases go on, which link is sent what, what a process that is gone leaves (R4, R8).
 
     link:     hello --leases confirmed--> welcomed --> in the table --ended, or the same process comes back--> gone
-    process:  known by its first hello --said goodbye, or proved dead--> forgotten, its leases are free
+    process:  known by its first hello --sent `bye`, or proved dead--> forgotten, its leases are free
 
 A rank's life is its process, not its link: leases outlive links.
 """
@@ -19,11 +19,11 @@ from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel
 from memstore.core.wire.reports import RankArrived, RankGone
 from recovery.inventory import ShardId
 
-GOODBYE_S = 10.0  # longest wait for hand-overs of a process that says goodbye
+GOODBYE_S = 10.0  # longest wait for hand-overs of a process that sends `bye`
 
 
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
-    """Take a link, and say which slots are still the rank's; the older link of the same process hears no more."""
+    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more."""
     table = state.ranks
     older = table.links.get(link.nonce)
     if older is not None and older.owner == link.owner:
@@ -88,7 +88,7 @@ def grant_job(state: HolderState, job: str) -> Steps[None]:
         yield Grant(link)
 
 
-# -- what is told -------------------------------------------------------------------------------------
+# -- notices to ranks ---------------------------------------------------------------------------------
 
 
 def tell_level(state: HolderState, link: Link, level: StepLevel) -> Steps[None]:
@@ -154,7 +154,7 @@ def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]
 
 
 def leave(state: HolderState, link: Link) -> Steps[None]:
-    """Free what a process that says goodbye had leased and not handed over; not if it is connected again."""
+    """Free the slots that a process leased and did not hand over, at its `bye`; not if it is connected again."""
     yield from await_owner(state, link.owner, GOODBYE_S)
     table = state.ranks
     if table.is_current(link):

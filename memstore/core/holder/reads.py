@@ -1,4 +1,4 @@
-"""Lends a reader of this host the slots that were staged for it, until it lets go or its link ends (R7)."""
+"""Pins staged slots for a reader of this host, until it releases them or its link ends (R7)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
        --its slots are its own, and this host sees in them what the rank saw--> digested, pushed meanwhile --> sealed
        '--refused, or it failed--> its slots are free, and the controller is asked to have all ranks skip the step
 
-    fence: opened --older hand-overs are finished, or 5 s are over--> older processes told --> answered
+    fence: opened --older hand-overs are finished, or 5 s are over--> older processes notified --> answered
 
 A hand-over that came before a fence is finished under it; one that comes later is refused.
 """
@@ -79,7 +79,7 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
 
 
 def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
-    """Digest what was handed over, store it, report it, push it; return why it cannot be, or ""."""
+    """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
     sealing = state.puts.sealing
     if not (yield WaitFor(lambda: shard not in sealing, SEAL_S)):
         raise IntegrityError(f"{shard} was not sealed within {SEAL_S:g} s on behalf of a link that ended")
@@ -129,7 +129,7 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
 
 
 def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[str]:
-    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes tells, or ""."""
+    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
     try:
         found = yield CompareSample(ready.slots, ready.nbytes, ready.sample)
     except IntegrityError as exc:
@@ -188,7 +188,7 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 
 
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Tell older processes that they are refused, finish what they handed over, and answer with what is here (R21)."""
+    """Notify older processes that they are refused, finish their hand-overs, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):

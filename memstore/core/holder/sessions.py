@@ -1,7 +1,7 @@
 """The sessions of one holder with controllers: the newest of the highest term is obeyed (R16, R17).
 
 begun, of the highest term so far --> obeyed --a newer one begins, or its connection ends--> over
-  '--of a lower term--> told to go
+  '--of a lower term--> refused
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sessions(Generic[S]):
     """The session that is obeyed, and the writer of its facts. The caller lets one thread in at a time."""
 
     def __init__(self, term: int, journal: Journal, on_written: Callable[[int], None]) -> None:
-        """`term`: the highest that the journal names; `on_written` hears which order of facts was written."""
+        """`term`: the highest that the journal names; `on_written` gets the written order of facts."""
         self.term = term
         self.current: S | None = None
         self.facts = JournalWriter(journal, on_written)

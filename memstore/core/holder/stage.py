@@ -2,7 +2,7 @@
 
 ordered --it is here and whole--> kept for its reader, pinned --> reported
    '--fetched (fetch.py): every chunk came--> stored --> kept for its reader
-         '--a source lacks chunks--> reported as evidence: the controller plans anew
+         '--a source lacks chunks--> reported as evidence: the controller plans again
          '--out of reach, no room, too late--> reported as no evidence: it fails the get, never the step (R25)
 
 Of several reads of one shard one fetches and the others wait; one that brings nothing for 10 s is overtaken.
@@ -176,7 +176,7 @@ def _staged_here(
     shelved, pin = pinned
     is_kept = False
     try:
-        # A reader digests what it copies, and mends it; so its copy is not digested here first, as a round's is (R27).
+        # A reader digests what it copies and fetches bad chunks again, so it is not digested here first (R27).
         is_read = isinstance(order, ReadShard)
         lacking = sorted(shelved.missing) if is_read else (yield Verify(shelved))
         if not lacking and (yield from _has_manifest(state, order, shelved)):

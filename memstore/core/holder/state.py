@@ -18,7 +18,7 @@ from recovery.inventory import ShardId, StepId
 
 
 class Room(Protocol):
-    """The slots that a store has, and may have (shell/arena/vault_room.py)."""
+    """The slots that a store has, and may have (shell/arena/claimed_memory.py)."""
 
     def prepare(self, job: str, share: PeerShare) -> None:
         """Grow for a share that may be claimed later; CapacityError at the limit."""
@@ -40,7 +40,7 @@ class Store(Protocol):
         """Store a draft whose chunks are all here; IntegrityError if it was aborted meanwhile."""
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
-        """Give back what a draft holds, if there is one; with `only`, if it is still that one."""
+        """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
 
     @property
     def room(self) -> Room:
@@ -52,7 +52,7 @@ class Store(Protocol):
 
     @property
     def arena_identity(self) -> str:
-        """Return what tells this arena from another one in its place."""
+        """Return the identity of this arena, by which another one in its place is known."""
 
     def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
         """Take slots, if any, from the process that leases them; say whether it had them.
@@ -76,10 +76,10 @@ class Store(Protocol):
         """Free slots that were taken over and hold nothing that is to be stored."""
 
     def abort_older(self, job: str, attempt: int) -> None:
-        """Give up what is being received of a job's older attempts."""
+        """Give up the incoming replicas of a job's older attempts."""
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
-        """Write the manifest of a stored replica anew."""
+        """Write the manifest of a stored replica again."""
 
     def staged(self, key: StagedKey) -> StoredReplica | None:
         """Return what is kept for the reader of a round."""
@@ -94,7 +94,7 @@ class Store(Protocol):
         """Return the manifest of a stored replica; DigestMismatch if its file was damaged."""
 
     def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and condemn those that are bad."""
+        """Digest slots again and quarantine those that are bad."""
 
     def ensure_free(self, count: int) -> None:
         """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
@@ -162,7 +162,7 @@ class Excerpt:
 
 @dataclass
 class Excerpts:
-    """The excerpts that are ready or lent, by the controller's number of the read."""
+    """The partial reads that are ready or used, by the controller's number of the read."""
 
     known: dict[int, Excerpt] = field(default_factory=dict)
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
@@ -183,7 +183,7 @@ class HandOver:
 
     @property
     def key(self) -> tuple[str, int, Owner]:
-        """Return the key by which a fence and a goodbye wait for it."""
+        """Return the key by which a fence and a `bye` wait for it."""
         return self.link.job, self.ready.attempt, self.link.owner
 
 
@@ -202,7 +202,7 @@ class Ranks:
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
-    committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit told, for links that come back
+    committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
 
     def of_job(self, job: str) -> list[Link]:
         """Return the links of a job's ranks."""

@@ -22,10 +22,10 @@ def compact(state: ClusterState, journal: Journal) -> None:
 
 
 def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
-    """Return what is still needed of a fact; the fact itself where that is all of it.
+    """Return the part of a fact that is still needed, which may be the whole fact.
 
-    Of an attempt that is over, its number, its parent, its key and what it was asked for stay: lineage, crash loops and
-    spent keys need them (R20, R22, R25). Its processes are nobody's any more once a later attempt has committed.
+    An ended attempt keeps its number, its parent, its key and its launch options: lineage, crash loops and
+    spent keys need them (R20, R22, R25). Its processes are not needed any more once a later attempt has committed.
     """
     if not isinstance(fact, f.AttemptOpened) or not fact.hosts:
         return fact

@@ -24,16 +24,16 @@ class FactLog:
         self.waiting: list[Fact] = []  # decided without a lease: not yet an entry
         self.acked: dict[str, int] = {}  # host -> highest seq it has
         self.applied_seq = 0
-        self.last_seq = 0  # the highest sequence number given out or heard of
+        self.last_seq = 0  # the highest sequence number given out or received
         self._known: dict[tuple[int, int], Entry] = {}  # by place: entries of this log, and those that hosts showed it
         self._shortened: dict[tuple[int, int], Entry] = {}  # that hosts still have as they were
         self.journal_nbytes = 0  # of all records that the holders' journals have, needed or not
 
     @property
     def pending(self) -> list[Entry]:
-        """Entries of this term that have not spread yet. What came from older terms was applied when it came."""
+        """Return this term's entries that are not replicated yet. Those of older terms were applied when they came."""
         found: list[Entry] = []
-        for entry in reversed(self.entries):  # the newest are last; every event asks, so nobody counts through the past
+        for entry in reversed(self.entries):  # the newest are last; every event asks, so it must not walk the past
             if entry.term != self.term or entry.seq <= self.applied_seq:
                 break
             found.append(entry)
@@ -99,15 +99,15 @@ class FactLog:
         return entry
 
     def ack(self, host_id: str, seq: int) -> None:
-        """A holder's journal reaches `seq`."""
+        """Note that a holder's journal reaches `seq`."""
         self.acked[host_id] = max(self.acked.get(host_id, 0), seq)
 
     def forget(self, host_id: str) -> None:
-        """A host died: what it acknowledged no longer counts."""
+        """Forget the acknowledgements of a dead host."""
         self.acked.pop(host_id, None)
 
     def spread(self, is_enough: Callable[[list[str], Fact], bool]) -> list[Fact]:
-        """Return the facts that have now spread, in order, marking them applied.
+        """Return the facts that are now replicated, in order, marking them applied.
 
         `is_enough(hosts, fact)` decides whether those hosts cover the domains the fact needs.
         """
@@ -121,20 +121,20 @@ class FactLog:
         return ready
 
     def missing(self, journal: Sequence[Entry]) -> list[Entry] | None:
-        """Return what a journal lacks at its end, or None if it is not the first part of this log.
+        """Return the records that a journal lacks at its end, or None if it is not the first part of this log.
 
-        A journal is compared in its own order: one that is not in order of terms is written anew, whatever it has.
+        A journal is compared in its own order: one that is not in order of terms is replaced as a whole.
         """
         count = len(journal)
         return self.entries[count:] if list(journal) == self.entries[:count] else None
 
     @property
     def nbytes(self) -> int:
-        """Of the records that are left here."""
+        """Return the total size of the retained records, in bytes."""
         return sum(len(entry.record) for entry in self.entries)
 
     def shorten(self, shorter: Callable[[Fact], Fact]) -> None:
-        """Replace applied facts by what is still needed of each, in its place."""
+        """Replace applied facts by the part of each that is still needed, in its place."""
         for at, entry in enumerate(self.entries):
             fact = shorter(entry.fact)
             if fact is not entry.fact:
@@ -149,7 +149,7 @@ class FactLog:
     def compact(self, is_needed: Callable[[Fact], bool]) -> bool:
         """Forget applied facts that nothing needs; True if half of the journals' bytes are not needed: rewrite them.
 
-        What the journals have counts, not what is left here: with hundreds of hosts, each of them a fact that stays,
+        The journals' size counts, not the size here: with hundreds of hosts, each of them a fact that stays,
         the few that one commit makes needless are never half of all.
         """
         kept = [e for e in self.entries if (e.term == self.term and e.seq > self.applied_seq) or is_needed(e.fact)]

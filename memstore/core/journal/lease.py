@@ -2,8 +2,8 @@
 
 Two things say so: the membership confirmed the term, or every registered host was with this controller lately. Both
 count from the question, never from the answer's arrival: what a socket kept while this process stood still was said
-before that. So hosts are told this controller's clock, their beats echo it, and a host was here when its echo was told.
-They are asked only while the membership's word is running out.
+before that. So hosts are sent this controller's clock and echo it in heartbeats: a host was here at the time it echoes.
+The hosts are asked only while the membership lease is about to expire.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Lease:
 
     def __init__(self, state: ClusterState, out: Effects) -> None:
         self.state, self.out = state, out
-        self.until_s = state.now  # by the membership's word
+        self.until_s = state.now  # by the membership's confirmation
         self.is_outranked = False  # some holder obeys a higher term: nothing is recorded under this one any more
         self._asked_s = -math.inf
 
     def renew(self, until_s: float) -> None:
-        """The membership confirmed the term."""
+        """Extend the lease: the membership confirmed the term."""
         self.until_s = max(self.until_s, until_s)
 
     def may_record(self) -> bool:
-        """Within the membership's word, or every registered holder was with this controller within a lease.
+        """Return whether the membership's confirmation holds, or every registered holder was here within a lease.
 
         A holder that fell silent may obey a newer controller on the far side of a partition; one that is gone does not.
         """
@@ -39,7 +39,7 @@ class Lease:
         return now <= self.until_s or self.state.hosts.was_with_all(now - self.state.rules.lease_s)
 
     def tick(self) -> None:
-        """Have every host echo the time of now while the membership's word is running out."""
+        """Have every host echo the present time while the membership lease is about to expire."""
         now, lease_s = self.state.now, self.state.rules.lease_s
         if now < self.until_s - lease_s / 2 or now < self._asked_s + lease_s / 6:
             return

@@ -31,11 +31,11 @@ RECORD_VERSION = 2
 PACKED_BYTES_MIN = 4 << 10
 """A commit of more than a hundred ranks or so: most of it is the names of hosts, again and again."""
 BODY_BYTES_MAX = 64 << 20
-"""Of one fact unpacked; one of 2**20 ranks has some 50 MB."""
+"""Size limit of one unpacked fact; one of 2**20 ranks has some 50 MB."""
 BODY_ITEMS_MAX = 8 << 20
 """Elements of all arrays and maps of one fact; one of 2**20 ranks with three copies has some 5 million."""
 PAGE_BYTES = 8 << 20
-"""Of a journal in one message, which has at most twice as much: attempts of many ranks are kept for their lineage."""
+"""Bytes of a journal in one message, which has at most twice as much: attempts of many ranks are kept."""
 DIGEST_BYTES = 16
 WholeOrder = JournalAppend | JournalReplace | JournalKeep
 _PLACE, _HEAD = struct.Struct("<QQ"), struct.Struct("<QQB")
@@ -54,7 +54,7 @@ class Entry:
 
     @cached_property
     def record(self) -> bytes:
-        """The entry as holders keep it; see the module docstring."""
+        """Return the entry as holders keep it; see the module docstring."""
         values = {"fact": type(self.fact).__name__, **msgspec.structs.asdict(self.fact)}
         if "digests" in values:
             values["digests"] = _joined(values["digests"])
@@ -85,7 +85,7 @@ def entry_from_record(record: bytes) -> Entry:
             f"not a journal fact that this version of memstore understands ({str(exc)[:300] or repr(exc)}): use the "
             "one that left it, or remove the arena with `memstore down --leftovers --discard`"
         ) from exc
-    entry.__dict__["record"] = record  # what is kept elsewhere too: equal facts are equal bytes
+    entry.__dict__["record"] = record  # the same object as kept elsewhere: equal facts are equal bytes
     return entry
 
 
@@ -97,7 +97,7 @@ def _fact(body: bytes | memoryview) -> Fact:
         raise ValueError(f"of no kind that is known here: {str(values)[:80]}")
     if isinstance(values.get("digests"), bytes):
         values["digests"] = _split(values["digests"])
-    # Of one type, not of their union: msgspec prepares a union anew for every call.
+    # Of one type, not of their union: msgspec prepares a union again for every call.
     fact: Fact = msgspec.convert(values, _KINDS[values["fact"]])
     return fact
 
@@ -106,7 +106,7 @@ def whole_order(pages: list[bytes], order: JournalOrder) -> WholeOrder | None:
     """Return an order with the records of its former pages, which `pages` keeps until then.
 
     None for a page that is not the last: if the controller dies now, the journal must be what it was. All hosts may
-    be written anew at once, and what was not sent yet would be nowhere (D134).
+    be replaced at once, and what was not sent yet would be nowhere (D134).
     """
     if isinstance(order, JournalKeep):
         return order
@@ -158,7 +158,7 @@ def _unpacked(body: memoryview) -> bytes:
 
 
 def _joined(digests: tuple[str, ...]) -> bytes | tuple[str, ...]:
-    """Return digests as bytes one after the other, if that is what they are (R14)."""
+    """Return digests joined as bytes, if all values are digests (R14)."""
     try:
         data = bytes.fromhex("".join(digests))
     except ValueError:

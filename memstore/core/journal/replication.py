@@ -1,10 +1,10 @@
-"""What the holders' journals are given: new facts, what one lacks, what is to stay of them. Pure (R16).
+"""Updates of the holders' journals: new facts, missing records, compacted ones. Pure (R16).
 
     decided --within the lease--> recorded --end of the event, or an answer--> sent to all live holders
     a session begins --> what its journal lacks, or all of it
-    half of the bytes are not needed --> holders are told what to keep
+    half of the bytes are not needed --> holders are sent what to keep
 
-Read `fact_log.py` for when a fact takes effect, `records.py` for what is sent.
+Read `fact_log.py` for when a fact takes effect, `records.py` for the format.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Journal:
         out.before_answer = self.send_facts
 
     def record(self, fact: Fact) -> None:
-        """Record a decision; it takes effect once it has spread. Without a lease it waits for one."""
+        """Record a decision; it takes effect once it is replicated. Without a lease it waits for one."""
         if self.lease.may_record():
             self.unsent.append(self.log.append(fact))
         else:
             self.log.waiting.append(fact)
 
     def record_waiting(self) -> None:
-        """Record what was decided without a lease, now that there is one."""
+        """Record the facts that were decided without a lease, now that there is one."""
         while self.log.waiting and self.lease.may_record():
             self.unsent.append(self.log.append(self.log.waiting.pop(0)))
 
@@ -64,7 +64,7 @@ class Journal:
                 self.out.send(host, order)
 
     def shorten(self) -> None:
-        """Have all live holders keep what the log still has: they have it, and are not sent it again."""
+        """Have all live holders reduce their journals to the log's records, which are not sent again."""
         self.send_facts()
         log = self.log
         order = JournalKeep(

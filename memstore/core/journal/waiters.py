@@ -57,7 +57,7 @@ class Waiters:
             self.out.answer(waiting.call, waiting.reply)
 
     def fill(self, fact: Fact, **values: object) -> None:
-        """Add what is known only now to the answers of the calls that wait for a fact."""
+        """Add late fields to the answers of the calls that wait for a fact."""
         for waiting in self._waiting.get(fact, ()):
             waiting.reply = replace(waiting.reply, **values)
 

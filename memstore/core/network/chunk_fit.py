@@ -2,7 +2,7 @@
 
 Source: Gemini (SOSP 2023), section 5, Algorithm 2: fill the spans in order with pieces that cost
 f(s) = startup + s / rate, at most a safe share of each span; what does not fit goes after the last one. It is run as
-the spans come (`send_gate.py`), not ahead of them. Two gaps of the published form are mended: a span without room
+the spans come (`send_gate.py`), not ahead of them. Two gaps of the published form are closed: a span without room
 for a piece is passed over, and no piece is smaller than it is worth.
 """
 

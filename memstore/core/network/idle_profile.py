@@ -18,7 +18,7 @@ WINDOW = 16  # iterations that the profile is taken from
 LEARN_MIN = 3  # iterations of one pattern that make a profile
 QUANTILE = 0.2  # of a span's lengths: four iterations in five have at least this much
 BUSY_MAX_S = 10.0  # a collective that takes longer hangs, or its rank does: it moves no bytes
-SPANS_MAX = 8192  # in one iteration; beyond it nobody marks iterations, and there is nothing to learn
+SPANS_MAX = 8192  # in one iteration; beyond it the loop marks no iterations, and there is nothing to learn
 
 
 class Kind(enum.IntEnum):
@@ -58,7 +58,7 @@ class IdleSpans:
         self.iteration_s, self._lengths = None, []
 
     def room_s(self, now: float, share: float = 1.0) -> float:
-        """Return what is left now of this share of the present idle span: 0 if busy, inf if nobody can know.
+        """Return what is left now of this share of the present idle span: 0 if busy, inf if unknown.
 
         An idle span twice as long as the longest expected one belongs to no pattern: training pauses or has ended.
         """

@@ -1,7 +1,7 @@
 """May the next bytes of a copy go now? Not while a rank of this host has a collective under way (D87). Pure.
 
     begin --> held piece by piece into idle spans --> end
-        '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is told
+        '--> let go: a newer put of the rank begins, or `hold_s` have passed; the rest spills over, and is reported
 
 The gate runs Algorithm 2 (`chunk_fit.py`) as it goes: a span's room is what the profile (`idle_profile.py`) leaves of
 it now, less what still waits in the kernel. Without marks all goes at once. Nothing here holds a restore or a repair.
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from memstore.core.network.chunk_fit import PIECE_MIN_BYTES, SAFE_SHARE, Link, piece_bytes
 from memstore.core.network.idle_profile import BUSY_MAX_S, IdleSpans
 
-PIECE_S = 0.002  # a piece holds the link for so long; two are on their way at most when a collective begins early
+PIECE_S = 0.002  # time of a piece on the link; at most two are under way when a collective begins early
 STARTUP_S = 0.0002  # from the decision until the first byte is on the wire
 FIRST_RATE = 125e6  # bytes per second, until one was measured
 RATES_KEPT = 16
 RATE_KEPT_S = 10.0  # a rate that is older is forgotten: one too low would let nothing go, and so never be corrected
-SAMPLE_S = 0.005  # a rate is measured over so long, or until a piece has arrived
-LOOK_S = 0.002  # how often somebody who waits for an idle span looks
-TURN_S = 0.05  # a stream that has not asked for so long, or whose peer has taken nothing, has lost its turn
+SAMPLE_S = 0.005  # a rate is measured over this time, or until a piece has arrived
+LOOK_S = 0.002  # between two looks of a stream that waits for an idle span
+TURN_S = 0.05  # a stream that has not asked for this long, or whose peer took nothing, loses its turn
 CHUNK_HOLD_S = 10.0  # a chunk that has begun waits no longer: its receiver gives up after 30 s
 
 Order = tuple[int, int]  # attempt and step
@@ -67,15 +67,15 @@ class SendSchedule:
         self._rates: deque[tuple[float, float]] = deque(maxlen=RATES_KEPT)  # (when, bytes per second)
         self._stream = 0  # whose turn it is: one stream at a time, so that what waits in the kernel is known
         self._moved_s = -math.inf  # when it last asked without being stuck
-        self._unacked = 0  # what it had given away then, and nobody had acknowledged
+        self._unacked = 0  # what it had sent then without an acknowledgement
         self._sample_s = 0.0  # when the present sample of its rate began
-        self._sample_bytes = 0  # given to the kernel since, and what it had then
+        self._sample_bytes = 0  # given to the kernel since, and in the kernel then
 
     # -- the link -------------------------------------------------------------------------------
 
     @property
     def link(self) -> Link:
-        """What sending costs now, by the fastest of the last samples: slower ones shared the link."""
+        """Return the present cost of sending, by the fastest of the last samples: slower ones shared the link."""
         rate = max((rate for _, rate in self._rates), default=FIRST_RATE)
         return Link(rate, STARTUP_S, max(PIECE_MIN_BYTES, int(rate * PIECE_S)))
 
@@ -105,19 +105,19 @@ class SendSchedule:
     # -- pushes ---------------------------------------------------------------------------------
 
     def release(self, job: str, rank: int, order: Order) -> Putter:
-        """A put begins: copies of older ones of its rank are held no longer."""
+        """Begin a put: copies of older ones of its rank are held no longer."""
         putter = self._putters.setdefault((job, rank), Putter())
         putter.newest = max(putter.newest, order)
         return putter
 
     def begin(self, now: float, job: str, rank: int, order: Order) -> Sending:
-        """A put's copy is about to travel to one target."""
+        """Begin to send a put's copy to one target."""
         while self._rates and now - self._rates[0][0] > RATE_KEPT_S:
             self._rates.popleft()
         return Sending(self.release(job, rank, order), order, now)
 
     def end(self, sending: Sending) -> None:
-        """The push is over; what it could not fit is told, until one of the rank's fits."""
+        """End a push; report what it could not fit, until a push of the rank fits."""
         sending.putter.short = ""
         if sending.spilled_bytes:
             rate = self.link.rate
@@ -129,11 +129,11 @@ class SendSchedule:
 
     @property
     def short(self) -> str:
-        """Why idle time does not suffice; "" while it does."""
+        """Return why idle time does not suffice; "" while it does."""
         return next((putter.short for putter in list(self._putters.values()) if putter.short), "")
 
     def forget(self, job: str, rank: int) -> None:
-        """A rank is gone, and what was short for it."""
+        """Forget a rank that is gone, and its shortage."""
         if (job, rank) in self._putters:
             self._putters[job, rank].short = ""
 
@@ -144,7 +144,7 @@ class SendSchedule:
 
         Args:
             asked: Bytes that the stream has at hand, > 0.
-            unacked: Bytes that its kernel holds and nobody has acknowledged.
+            unacked: Bytes that its kernel holds and the peer has not acknowledged.
             held_s: How long the chunk at hand has been under way.
             rtt_s: How long an acknowledgement takes on a link without a queue: so much is on its way, not waiting.
         """
@@ -173,12 +173,12 @@ class SendSchedule:
         return Answer(nbytes)
 
     def leave(self, stream: int) -> None:
-        """A stream has given its kernel all it had: it is another one's turn."""
+        """Pass the turn on: a stream has given its kernel all its bytes."""
         if self._stream == stream:
             self._stream = self._sample_bytes = 0
 
     def room_s(self, now: float) -> float | None:
-        """Return the safe share of what is left of the present idle span; None if no rank's marks say anything."""
+        """Return the safe share of the rest of the present idle span; None if no rank marks its collectives."""
         return min((r.room_s(now, SAFE_SHARE) for r in self.ranks.values() if not _hangs(r, now)), default=None)
 
 

@@ -59,7 +59,7 @@ def drop_copy(
             "dropping it would lose the step. Wait until repair has made another (`memstore status`)",
         )  # fmt: skip
         return
-    refused_s[shard, host] = state.now  # else repair would fill it before anybody saw the gap
+    refused_s[shard, host] = state.now  # else repair would fill the gap before it was reported
     drops.order(host, [shard])
     dropped = copies[host]
     job.drop_copy(shard, host)

@@ -12,7 +12,7 @@ PUSHES_PER_SOURCE_MAX = 2
 
 @dataclass(slots=True)
 class Pushes:
-    """What repair has ordered and what it was refused, for all jobs."""
+    """The pushes that repair has ordered, and the refusals, for all jobs."""
 
     #: (shard, target) -> (source, deadline)
     under_way: dict[tuple[ShardId, str], tuple[str, float]] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class Pushes:
     load: Counter[str] = field(default_factory=Counter)  # pushes by source, in one look at a job
 
     def count_load(self) -> None:
-        """Count the pushes of each source anew."""
+        """Recount the pushes of each source."""
         self.load = Counter(source for source, _ in self.under_way.values())
 
     def is_free(self, source: str) -> bool:

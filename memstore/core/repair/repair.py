@@ -1,7 +1,7 @@
 """Missing copies of kept steps are rebuilt on the hosts placement names, newest first. Pure (R27, R29).
 
 Only death starts repair. Copies that placement no longer names are dropped once the ones it names
-are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, nobody finishes its open
+are there, so memory stays within what was reserved. Once a rank of the newest attempt is dead, none finishes its open
 steps: kept steps are rebuilt before them, and their copies give way where a host has no room for a kept step's.
 """
 
@@ -27,7 +27,7 @@ from memstore.core.wire.reports import PushFailed
 from recovery.inventory import Copy, ShardId, StepId
 
 PUSH_DEADLINE_S = 120.0  # a push that was neither finished nor refused by then is ordered again
-LOOKS_MAX = 1024  # shards of one step looked at in one go: whatever the size of a job, a tick takes milliseconds
+LOOKS_MAX = 1024  # shards of one step looked at in one go, so that a tick takes milliseconds for jobs of any size
 REFUSAL_TTL_S = 5.0  # how long a target that refused a copy, or a copy that no host can take, is left alone
 
 
@@ -67,12 +67,12 @@ class Repair:
             self.consider(now, job)
 
     def _has_copy(self, shard: ShardId, host: str) -> bool:
-        """False once the copy was ordered to go: its push ends without a word, and must not keep others waiting."""
+        """Return whether the copy is still wanted: a dropped one's push ends unreported, and must not block others."""
         job = self.state.jobs.get(shard.job)
         return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
     def consider(self, now: float, job: Job) -> None:
-        """Order what is missing of one job, newest step first."""
+        """Order the missing copies of one job, newest step first."""
         attempt = job.newest
         if attempt is None or attempt.phase == "fencing" or self._is_restoring(job):
             return
@@ -101,23 +101,23 @@ class Repair:
         return active is not None and active.is_due
 
     def _is_ended(self, attempt: Attempt) -> bool:
-        """True if no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
+        """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
         live = self.state.hosts.is_live
         return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
 
     def fact(self, name: str) -> None:
-        """A fact of a job takes effect: what is kept, who sits where, which digests are the truth."""
+        """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed."""
         if name in self.state.jobs:
             self.look_again(self.state.jobs[name])
 
     def look_again(self, job: Job) -> None:
-        """Something beside the copies has changed: hosts, seats, pins, what is kept."""
+        """Scan again: hosts, rank placement, pins or kept steps have changed."""
         job.settled.clear()
         for step in job.changes:
             self.passes.pop((job.name, step), None)
 
     def _forget(self, job: Job) -> None:
-        """Steps without copies need nothing any more."""
+        """Forget steps without copies."""
         for step in [s for s in job.changes if s not in job.copies]:
             del job.changes[step]
             job.settled.pop(step, None)
@@ -126,7 +126,7 @@ class Repair:
             self.passes.pop((job.name, step), None)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
-        """True while a dead host of the job died so lately that it may be back with its memory (R3, R28).
+        """Return whether a host of the job died so lately that it may be back with its memory (R3, R28).
 
         A killed holder is replaced within seconds and adopts its arena: copying everything away at
         once would be work for nothing, in the moment when a restore needs the network.
@@ -156,7 +156,7 @@ class Repair:
         self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
         look: StandIns, *, may_drop: bool,
     ) -> bool:  # fmt: skip
-        """Order what one shard lacks, and drop what it has too many of; True if there was neither."""
+        """Order the copies that one shard lacks, and drop surplus ones; True if there was neither."""
         hosts, copies = self.state.hosts, job.copies[step].get(rank, {})
         shard = ShardId(job.name, step.attempt, step.step, rank)
         good = {
@@ -183,7 +183,7 @@ class Repair:
         return not lacking and not surplus and not stand_ins  # these are free when the probation ends
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
-        """True if the hosts that placement names are enough by themselves: all answer, in as many domains as asked.
+        """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.
 
         While the cluster cannot hold that many apart, every copy more is worth its room.
         """
@@ -197,13 +197,13 @@ class Repair:
         if key in pushes.under_way or key in pushes.refused_s or not hosts.is_answering(target):
             return False
         is_open = StepId(shard.attempt, shard.step) not in self.state.jobs[shard.job].commits
-        # An open step's owner pushes there anyway, and waits for it. Of a kept one a stand-in is sought first; where
+        # An open step's owner pushes there anyway, and waits for it. For a kept step a stand-in is sought first; where
         # none is found, a copy that may be gone soon is better than none.
         is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
         if is_last_resort and shard not in self.pushes.vain_s:
             return False
         sources = [h for h, c in good.items() if h != target and hosts.is_answering(h) and not c.missing]
-        # A copy with bad chunks can be mended from several: any source that has a chunk the target lacks helps.
+        # A copy with bad chunks can be repaired from several sources: any that has a chunk the target lacks helps.
         if not sources and target in good:
             sources = [h for h, c in good.items() if h != target and good[target].missing - c.missing]
         free = [h for h in sources if self.pushes.is_free(h)]
@@ -217,11 +217,11 @@ class Repair:
         return True
 
     def pushed(self, shard: ShardId, target: str) -> None:
-        """The target sealed the shard."""
+        """Note that the target sealed the shard."""
         self.pushes.under_way.pop((shard, target), None)
 
     def push_failed(self, now: float, report: PushFailed) -> None:
-        """A push was refused or broke: count the step without it, try again later (R18)."""
+        """Note a refused or broken push: count the step without it, try again later (R18)."""
         shard, target, why = report.shard.id, report.target, report.why
         job = self.state.jobs.get(shard.job)
         self.pushes.under_way.pop((shard, target), None)
@@ -237,10 +237,10 @@ class Repair:
             self.steps.evaluate(job, StepId(shard.attempt, shard.step))
 
     def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
-        """A host refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
+        """Make room on a host that refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
 
-        It claims room for the newest attempt, which may have ended before its first put did so. If it has, as much of
-        what no rank will finish goes from there: what is not whole first, then the oldest.
+        It claims room for the newest attempt, which may have ended before its first put did so. If it has, steps
+        that no rank will finish are dropped there for it: incomplete ones first, then the oldest.
         """
         attempt, spec = job.newest, job.spec(shard)
         if attempt is None or spec is None or not self._is_ended(attempt):
@@ -262,7 +262,7 @@ class Repair:
                     job.drop_copy(other, target)
 
     def host_died(self, host_id: str) -> None:
-        """Pushes from or to a dead host will not finish."""
+        """Drop pushes from or to a dead host."""
         self.pushes.under_way = {
             (shard, target): (source, deadline)
             for (shard, target), (source, deadline) in self.pushes.under_way.items()

@@ -17,7 +17,7 @@ SEARCHES_MAX = 32  # copies of a step in one look for which a host is sought amo
 
 
 class StandIns:
-    """One look at a step of a job: what is the same for all its shards is found once."""
+    """A scan of one step of a job: values that are the same for all its shards are computed once."""
 
     def __init__(
         self, state: ClusterState, view: ClusterView, room: Reservations, pushes: Pushes, job: Job, attempt: Attempt,
@@ -31,9 +31,9 @@ class StandIns:
         self._beside: dict[str, set[ShardId]] = {}  # host -> the job's shards there that placement does not ask of it
 
     def of(self, shard: ShardId, wanted: list[str], good: Mapping[str, Copy]) -> list[str]:
-        """Return who stands in for a shard.
+        """Return the stand-in hosts for a shard.
 
-        Who has the copy, or is being sent it, keeps it; a new one is only chosen for what a host that dies often lacks:
+        A host that has the copy, or is being sent it, keeps it; a new one is chosen where a flapping host lacks it:
         first of another failure domain, then with the fewest copies of the step. None is asked for more than its room
         for repairs takes.
         """
@@ -78,7 +78,7 @@ class StandIns:
         return [host for host in hosts if self._has_room(shard, host)]
 
     def _has_room(self, shard: ShardId, host: str) -> bool:
-        """True if a host has room for this copy among those that placement does not ask of it: one version of its own.
+        """Return whether a host has room for this copy among those that placement does not ask of it: one version.
 
         Beyond that a copy would take the room of steps that are still to be put, and nothing would be committed.
         """
@@ -96,7 +96,7 @@ class StandIns:
         return taken <= sum(self.room.need(job, attempt, rank) for rank in here)
 
     def pushed(self, shard: ShardId, target: str) -> None:
-        """A copy was ordered meanwhile."""
+        """Note a copy that was ordered meanwhile."""
         if target in self._beside and target not in self.view.wanted(self.job, self.attempt, shard.rank):
             self._beside[target].add(shard)
 

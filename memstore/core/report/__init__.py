@@ -1,1 +1,1 @@
-"""What people and metrics are told of a store; nothing that decides imports it. Pure."""
+"""What people and metrics are shown of a store; nothing that decides imports it. Pure."""

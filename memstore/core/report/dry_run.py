@@ -81,7 +81,7 @@ class DryRuns:
         if there.isdisjoint(hosts):
             states = self.state.hosts.states
             seats, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
-        gone = gone_steps(self.state, self.states, job)  # before the loss: what it takes is told step by step
+        gone = gone_steps(self.state, self.states, job)  # before the loss, to report step by step what it takes
         return what_if(
             job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal),
             {*lost, *(host for host in hosts if host not in there)},

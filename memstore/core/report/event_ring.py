@@ -1,7 +1,7 @@
 """What happened to a store, in the order it happened, for people and metrics: a bounded memory, no decisions. Pure.
 
-`memstore events` prints it, `metrics.py` counts it. "Event" there is not `events.py`'s word: that names what reaches
-the catalog. Nothing in the store depends on a happening, so one that is lost costs a line, never a decision.
+`memstore events` prints it, `metrics.py` counts it. These are not the events of `events.py`, which name what reaches
+the machine. Nothing in the store depends on these, so a lost one costs a line, never a decision.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class StoreEvent:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-able; what a happening of its kind does not have is left out."""
+        """Return plain values for JSON; fields that an event of this kind lacks are left out."""
         own = {"job": self.job, "attempt": self.attempt, "step": self.step, "rank": self.rank, "host": self.host}
         named = {key: value for key, value in own.items() if value not in (None, "")}
         return {"seq": self.seq, "event": self.kind, "wall_s": round(self.wall_s, 3), **named, **self.fields}
 
 
 class RecentEvents:
-    """The newest happenings of one controller's term."""
+    """The newest store events of one controller's term."""
 
     def __init__(self, term: int) -> None:
         self.last_seq = term * TERM_SEQ
-        self.unwritten_count = 0  # happenings the shell could not log in time; it says so here
+        self.unwritten_count = 0  # events that the shell could not log in time; it sets this
         self._first_seq = self.last_seq + 1
         self._routine: deque[StoreEvent] = deque(maxlen=KEPT)
         self._rare: deque[StoreEvent] = deque(maxlen=KEPT)
@@ -66,7 +66,7 @@ class RecentEvents:
     ) -> None:  # fmt: skip
         """Note one thing that happened; ValueError if its kind has no name here."""
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not one of the kinds of happenings: {sorted(KINDS)}")
+            raise ValueError(f"{kind!r} is not one of the kinds of events: {sorted(KINDS)}")
         self.last_seq += 1
         ring = self._routine if kind in ROUTINE else self._rare
         if len(ring) == KEPT:
@@ -74,7 +74,7 @@ class RecentEvents:
         ring.append(StoreEvent(self.last_seq, kind, wall_s, job, attempt, step, rank, host, fields))
 
     def since(self, seq: int) -> list[StoreEvent]:
-        """Return what is remembered of what came after `seq`, oldest first."""
+        """Return the remembered events after `seq`, oldest first."""
         if seq >= self.last_seq:
             return []
         found: list[StoreEvent] = []

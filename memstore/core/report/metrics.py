@@ -1,4 +1,4 @@
-"""The numbers of a store for Prometheus: what there is, and how each follows from a status or a happening. Pure.
+"""The numbers of a store for Prometheus, each derived from a status or a store event. Pure.
 
 Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watches them. The tag of a job is
 `job_name`: in Prometheus `job` is the scrape's own label. Every metric also has the tag `store`.
@@ -33,14 +33,14 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A value for one metric: what a gauge stands at, what a counter grows by, what a histogram is to observe."""
+    """A value for one metric: a gauge's level, a counter's increment, or a histogram's observation."""
 
     name: str
     value: float
     tags: tuple[str, ...] = ()  # values, in the order of the metric's tags
 
 
-Row = tuple[str, tuple[str, ...], str]  # name, tags, what it says
+Row = tuple[str, tuple[str, ...], str]  # name, tags, description
 _GAUGES: tuple[Row, ...] = (
     ("controller_term", (), "Term of the controller that serves; absent while none does."),
     ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
@@ -156,7 +156,7 @@ def holder_gauges(host: str, stats: Mapping[str, Any]) -> list[Sample]:
 
 
 def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]) -> list[Sample]:
-    """Return what the counters of one holder grew by between two heartbeats."""
+    """Return the increments of one holder's counters between two heartbeats."""
     keys = {
         "memstore_scrub_findings_total": ("scrub",),
         "memstore_link_damage_total": ("digest_errors", "broken_frames"),
@@ -171,7 +171,7 @@ def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]
 
 
 def counted(happening: StoreEvent) -> list[Sample]:
-    """Return what a happening adds to counters and histograms of the controller."""
+    """Return an event's values for the controller's counters and histograms."""
     count = _COUNTED.get(happening.kind)
     return [] if count is None else [sample for sample in count(happening, happening.fields) if sample is not None]
 

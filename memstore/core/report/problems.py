@@ -13,8 +13,8 @@ from memstore.core.attempts.launches import come_text
 from memstore.core.cluster.text import listed, plural
 from memstore.core.wire.messages import Body
 
-#: Severities, worst first: what the newest committed step of some job cannot do any more, can only do barely,
-#: and what is worth knowing although the promise holds.
+#: Severities, worst first: the newest committed step of some job cannot be restored; barely can be;
+#: and facts worth knowing although every promise holds.
 UNRECOVERABLE, DEGRADED, NOTE = "unrecoverable", "degraded", "note"
 REMOVED_REMEDY = (
     "find what removes files there: systemd does when its user's last session ends (RemoveIPC=no in logind.conf, a "
@@ -29,7 +29,7 @@ SEVERITIES = (UNRECOVERABLE, DEGRADED, NOTE)
 
 
 def problems(status: Body) -> list[Body]:
-    """Return rows {severity, about, cause, since_s, remedy}; `since_s` is None where nobody knows."""
+    """Return rows {severity, about, cause, since_s, remedy}; `since_s` is None if unknown."""
     found: list[Body] = []
     for host in status["hosts"]:
         found += _host_problems(host, status["jobs"])
@@ -86,7 +86,7 @@ def _host_problems(host: Body, jobs: list[Body]) -> Iterator[Body]:
     if short:
         yield _row(
             NOTE, name, f"the network is idle for too short between collectives to carry the copies: {short}", None,
-            "put less often or less (bf16 states, natural replicas), or accept that the rest travels beside them",
+            "put less often or less (bf16 states, shared shards), or accept that the rest travels beside them",
         )  # fmt: skip
     yield from _limit_problems(host)
     yield from _descriptor_problems(host)
@@ -147,7 +147,7 @@ def _descriptor_problems(host: Body) -> Iterator[Body]:
 
 
 def drain_text(host: Body) -> str:
-    """Return what a host that is to go would take along: "train step 9: 1 of 2 copies elsewhere", or that it can go."""
+    """Return what would be lost with a leaving host, as "train step 9: 1 of 2 copies elsewhere", or that it can go."""
     short, durable = host["drain_short"], host["drain_durable"]
     if short:
         return _few([_short_text(row) for row in short])
@@ -166,7 +166,7 @@ def _few(parts: list[str]) -> str:
 
 
 def _launch_problems(launch: Body) -> Iterator[Body]:
-    """Yield what a launch waits for that is not complete after a while."""
+    """Yield a problem for each launch that is incomplete after a while."""
     if launch["since_s"] < LAUNCH_IS_SLOW_S:
         return
     what, call = ("a rewind", "rewind()") if launch["is_rewind"] else ("a launch", "connect()")
@@ -181,7 +181,7 @@ def _launch_problems(launch: Body) -> Iterator[Body]:
 
 
 def _copy_problems(job: Body, hosts: list[Body]) -> Iterator[Body]:
-    """Fewer or nearer copies than asked, or none."""
+    """Yield a problem if there are fewer or nearer copies than asked, or none."""
     step, name = job["committed_step"], job["job"]
     if step is None:
         return
@@ -236,7 +236,7 @@ def _copies_remedy(job: Body, hosts: list[Body]) -> str:
             "hosts with ranks of the job, or label spare ones memstore=replica"
         )
     if job["is_level_finer"]:
-        return f"it mends itself when hosts in another {job['level_asked']} are back"
+        return f"it recovers when hosts in another {job['level_asked']} are back"
     if job["refusals"]:
         return "make room where it was refused (memstore rm, a larger arena_bytes); repair tries again by itself"
     return "none needed: repair begins by itself"
@@ -252,12 +252,12 @@ def _job_problems(job: Body) -> Iterator[Body]:
             "their launcher has to restart them; steps already committed wait for them",
         )  # fmt: skip
     if job["skipped"]:
-        why = job["skip_why"] or "the controller that was told why is gone, the log of its rank says it"
+        why = job["skip_why"] or "the controller that got the reason is gone, the log of its rank has it"
         yield _row(
             NOTE, name, f"{plural(job['skipped'], 'step')} skipped; the newest: {why}", job["committed_s"],
             "put less often, raise arena_bytes, or find the slow peer above"
             if job["is_skip_for_room"]
-            else f"if it goes on, mend that; `memstore events {name} --level problem` tells of each skipped step",
+            else f"if it goes on, fix that; `memstore events {name} --level problem` shows each skipped step",
         )  # fmt: skip
     for pair in job.get("twins_differ", ()):
         first, second = pair["ranks"]
@@ -295,7 +295,7 @@ def _durable_problems(job: Body) -> Iterator[Body]:
     elif job["durable_problem"]:
         yield _row(
             DEGRADED, name, f"durable {job['durable']}: {job['durable_problem']}", job["durable_s"],
-            "mend that, on every host where it is so; the next write is tried by itself",
+            "fix that, on every host where it is so; the next write is tried by itself",
         )  # fmt: skip
     elif job["durable_unseen"]:
         yield _row(

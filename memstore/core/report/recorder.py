@@ -1,6 +1,6 @@
-"""Turns what the catalog does into happenings: who put what and how long it took, what became of it, and why. Pure.
+"""Turns the controller's decisions into store events: puts with their times, their outcome and its reason. Pure.
 
-The catalog calls it beside its decisions, never for one. Times of a put count from its begin on the rank's host, which
+The controller calls it beside decisions, never for one. Times of a put count from its begin on the rank's host, which
 the seal's report carries (R11: nothing travels for this alone).
 """
 
@@ -32,14 +32,14 @@ from recovery.inventory import Copy, StepId
 
 PUTS_MAX = 256  # steps under way, over all jobs; more are forgotten, oldest first
 SKIPS_MAX = 64
-NAMED_MAX = 32  # hosts named in one happening
+NAMED_MAX = 32  # hosts named in one event
 P = ParamSpec("P")
 
 
 def never_raises(
     method: Callable[Concatenate[EventRecorder, P], None],
 ) -> Callable[Concatenate[EventRecorder, P], None]:
-    """Let no mistake in telling a thing undo the decision that is told: the note in the log is all that comes of it."""
+    """Catch and log any exception of the wrapped recorder method: recording must never break a decision."""
 
     @functools.wraps(method)
     def wrapped(self: EventRecorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -48,7 +48,7 @@ def never_raises(
         except Exception as exc:
             problem = f"{method.__name__}: {exc!r}"
             if problem != self.problem:
-                self.out.log(f"an event could not be told, and nothing else is wrong: {problem}", "warning")
+                self.out.log(f"an event could not be recorded; nothing else is affected: {problem}", "warning")
             self.problem = problem
 
     return wrapped
@@ -68,7 +68,7 @@ class Putting:
 
 
 class EventRecorder:
-    """Happenings of all jobs and hosts."""
+    """Records the events of all jobs and hosts."""
 
     def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
         self.state, self.out, self.term = state, out, term
@@ -79,7 +79,7 @@ class EventRecorder:
         self.problem = ""  # the last mistake in telling; tests look at it
         self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
-        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks it has told of
+        self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks already reported
 
     def add(self, kind: str, **fields: Any) -> None:
         """Note one thing that happened now."""
@@ -89,14 +89,14 @@ class EventRecorder:
 
     @never_raises
     def sealed(self, copy: Copy, host: str, put: PutTimes | None) -> None:
-        """A host holds a copy; `put` has what the rank and its holder measured, if it is a rank's own."""
+        """Record a copy; `put` has the measurements of the rank and its holder, if it is a rank's own."""
         self.watch.sealed(copy, host)
         job = self.state.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
         if put is None or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
             return
         if copy.shard.step <= job.newest_commit(attempt.ordinal):
-            return  # told again after a link or a controller broke
+            return  # reported again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
         began_s = self.state.now - seconds(put.age_s)
         putting = self.puts.setdefault(key, Putting(began_s))
@@ -113,7 +113,7 @@ class EventRecorder:
             del self.puts[next(iter(self.puts))]
 
     def _put(self, key: tuple[str, StepId], putting: Putting) -> None:
-        """Every rank has put the step: one happening for all of them (D52)."""
+        """Record that every rank has put the step, as one event (D52)."""
         putting.is_told = True
         job, step = key
         slowest = max(putting.stalls_s, key=lambda rank: putting.stalls_s[rank])
@@ -130,7 +130,7 @@ class EventRecorder:
             self._unchanged(job, step, putting.unchanged)
 
     def _unchanged(self, job: str, step: StepId, befores: dict[int, int]) -> None:
-        """Ranks put the bytes of the step before: told when it begins, and not for every step that goes on with it."""
+        """Record that ranks put the bytes of the step before: once when it begins, not for every further step."""
         ranks = sorted(befores)
         why = "the optimizer did not step, or the same object was put"
         self.add(
@@ -143,7 +143,7 @@ class EventRecorder:
 
     @never_raises
     def twins_differ(self, event: e.ReplicasDiffer) -> None:
-        """Two ranks that are to hold equal state put different bytes; training decides what comes of it (R34)."""
+        """Record that two ranks that should hold equal state put different bytes (R34)."""
         job, attempt, step, ranks, names, chunks = (
             event.job, event.attempt, event.step, event.ranks, event.names, event.chunks_count,
         )  # fmt: skip
@@ -157,7 +157,7 @@ class EventRecorder:
 
     @never_raises
     def twins_agree(self, event: e.ReplicasAgree) -> None:
-        """Two ranks put equal bytes again."""
+        """Record that two ranks put equal bytes again."""
         self.add(
             "twins_agree", job=event.job.name, attempt=event.attempt.ordinal, step=event.step, rank=event.ranks[0],
             ranks=list(event.ranks),
@@ -165,7 +165,7 @@ class EventRecorder:
 
     @never_raises
     def skipped(self, host: str, request: SkipStep) -> None:
-        """A rank, or the holder for it, gives a put up: its word waits for the fact that all give it up (R12)."""
+        """Keep a rank's or holder's report of a skipped put until the fact that all skip it (R12)."""
         self.skips[request.job, request.attempt, request.step] = host, request
         while len(self.skips) > SKIPS_MAX:
             del self.skips[next(iter(self.skips))]
@@ -174,7 +174,7 @@ class EventRecorder:
 
     @never_raises
     def fact(self, fact: f.Fact) -> None:
-        """A decision has spread and is about to take effect."""
+        """Record a replicated fact, just before it takes effect."""
         job = self.state.jobs.get(getattr(fact, "job", ""))
         if isinstance(fact, f.StepCommitted) and job is not None:
             self._committed(job, fact)
@@ -237,7 +237,7 @@ class EventRecorder:
                 del self.puts[job.name, step]
 
     def _pass_over(self, job: Job, newest: StepId) -> None:
-        """A commit ends the older steps: those that were never committed are superseded (R12)."""
+        """Record the older steps that a commit supersedes (R12)."""
         for key, putting in list(self.puts.items()):
             if key[0] == job.name and key[1] < newest:
                 del self.puts[key]
@@ -267,7 +267,7 @@ class EventRecorder:
 
     @never_raises
     def restored(self, event: e.RoundReleased) -> None:
-        """A round was released: every rank has the step (R23)."""
+        """Record a restored step: every rank has it (R23)."""
         active, report = event.round, event.report
         self.add(
             "restore", job=active.job, attempt=active.attempt, step=event.step.step, verdict=report.verdict,
@@ -280,7 +280,7 @@ class EventRecorder:
 
     @never_raises
     def restore_failed(self, event: e.RoundFailed) -> None:
-        """A round ended with the same error on all ranks."""
+        """Record a get that failed with the same error on all ranks."""
         active = event.round
         waited_s = rounded(self.state.now - active.since_s)
         self.add(
@@ -290,14 +290,14 @@ class EventRecorder:
 
     @never_raises
     def tick(self) -> None:
-        """After everybody's turn: what began or ended meanwhile."""
+        """Record, at the end of an input, the conditions that began or ended."""
         self.watch.tick(self.state.now)
 
     # -- hosts, storage -------------------------------------------------------------------------
 
     @never_raises
     def settled(self) -> None:
-        """A controller begins to serve (R17)."""
+        """Record that a controller begins to serve (R17)."""
         state = self.state
         self.add(
             "term", term=self.term, hosts=state.hosts.live_ids()[:NAMED_MAX], jobs=len(state.jobs),
@@ -317,14 +317,14 @@ class EventRecorder:
 
     @never_raises
     def host_changed(self, change: Change) -> None:
-        """A host is live, suspect or dead (R28)."""
+        """Record that a host is live, suspect or dead (R28)."""
         kind = "host_joined" if change.why.startswith("joined") else f"host_{change.status}"
         held = sum(newest_held(job, change.host_id) for job in self.state.jobs.values())
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @never_raises
     def heard(self, host: str, stats: HostStats | None) -> None:
-        """A heartbeat's counts: what the scrub of that host found since the last one (R30), what spilled (D87)."""
+        """Record what a host's scrub found since its last heartbeat (R30), and what spilled (D87)."""
         state = self.state.hosts.states.get(host)
         if state is None:
             return
@@ -337,7 +337,7 @@ class EventRecorder:
             self.add("files_lost", host=host, what=lost)
         self.files_lost[host] = lost
         key = (host, state.info.incarnation)
-        if key not in self.scrubbed:  # what a holder found before this controller knew it was told by the one before
+        if key not in self.scrubbed:  # the previous controller has reported what a holder found before this one knew it
             self.scrubbed = {k: n for k, n in self.scrubbed.items() if k[0] != host}
         elif found > self.scrubbed[key]:
             self.add("scrub", host=host, found=found - self.scrubbed[key])
@@ -345,18 +345,18 @@ class EventRecorder:
 
     @never_raises
     def not_expired(self, event: e.JobKept) -> None:
-        """A closed job keeps its RAM: durable storage does not have all of its newest step (R19)."""
+        """Record that a closed job keeps its RAM: durable storage lacks part of its newest step (R19)."""
         step = event.step
         self.add("not_expired", job=event.job, attempt=step.attempt, step=step.step, why=event.why[:300])
 
     @never_raises
     def durable_keys(self, event: e.DurableKeysDiffer) -> None:
-        """Hosts do not have one durable_key_file (R31)."""
+        """Record that hosts do not have the same durable_key_file (R31)."""
         self.add("durable_keys", job=event.job, why=event.why[:300])
 
     @never_raises
     def durable(self, event: e.DurableWriteEnded) -> None:
-        """A durable write ended as asked, failed or was abandoned (R31)."""
+        """Record that a durable write ended as asked, failed or was abandoned (R31)."""
         took_s = rounded(self.state.now - event.since_s)
         kind = f"durable_{event.outcome}" if event.outcome else "durable"
         reason = {"why": event.why[:300]} if event.why else {}
@@ -365,21 +365,21 @@ class EventRecorder:
 
 
 def newest_held(job: Job, host: str) -> int:
-    """Shards of the newest committed step that has copies of which the host has one."""
+    """Return the shards that the host holds of the newest committed step with copies."""
     step = max((s for s in job.commits if s in job.copies), default=None)
     return 0 if step is None else len(job.on_host.get(host, {}).get(step, ()))
 
 
 def fewest(hosts_by_rank: Iterable[Collection[str]]) -> int:
-    """Copies of the shard that has the fewest."""
+    """Return the number of copies of the shard with the fewest."""
     return min((len(hosts) for hosts in hosts_by_rank), default=0)
 
 
 def rounded(value_s: float) -> float:
-    """Microseconds are enough."""
+    """Round to microseconds."""
     return round(value_s, 6)
 
 
 def phases(**took_s: float | None) -> dict[str, float]:
-    """Seconds by phase, without those that nobody measured."""
+    """Return the seconds by phase, without those that were not measured."""
     return {name: value for name, value in took_s.items() if value is not None}

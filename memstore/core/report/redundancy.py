@@ -1,6 +1,6 @@
-"""What has a beginning and an end, told at both: a job short of copies, a repair under way. Pure (R18, R29).
+"""Conditions with a beginning and an end, both recorded: a job short of copies, a repair under way. Pure (R18, R29).
 
-Looks at the catalog on ticks and seals, for the observer; changes nothing in it.
+Looks at the controller's state on ticks and seals, for the recorder; changes nothing in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memstore.core.wire.messages import Body
 from recovery.inventory import Copy, ShardId, StepId
 
 LOOK_S = 1.0  # how often jobs are counted through
-ROWS_MAX = 32  # steps named in one happening
+ROWS_MAX = 32  # steps named in one event
 
 
 @dataclass(slots=True)
@@ -35,17 +35,17 @@ class RedundancyMonitor:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.mending: dict[str, OpenRepair] = {}
-        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last told to be short
+        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last reported short
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
-        """A copy arrived: if repair ordered it there, it is one of its own."""
+        """Note a copy that arrived, if repair ordered it there."""
         if (copy.shard, host) in self.pushes.under_way and self._is_kept(copy.shard):
             mending = self._begin(copy.shard.job)
             mending.shards, mending.nbytes = mending.shards + 1, mending.nbytes + copy.spec.nbytes
 
     def tick(self, now: float) -> None:
-        """After repair had its turn: what it has under way, and who is short of copies."""
+        """Note, after repair's scan, its pushes under way and the jobs short of copies."""
         busy = {shard.job for shard, _ in self.pushes.under_way if self._is_kept(shard)}
         for name in sorted(busy):
             self._begin(name)
@@ -60,13 +60,13 @@ class RedundancyMonitor:
             self._look_at_drains()
 
     def short_for_s(self, job: str) -> float:
-        """Seconds since the job's newest commit has had too few or too near copies; 0 while it has enough."""
+        """Return for how long the job's newest commit has had too few or too near copies; 0 while it has enough."""
         return self.state.now - self.short_s[job] if job in self.short_s else 0.0
 
     # -- hosts that are to go -------------------------------------------------------------------
 
     def _look_at_drains(self) -> None:
-        """Tell once of every host with notice whether it can go, and again when that has changed."""
+        """Report once for every host with notice whether it can go, and again when that has changed."""
         self.drained = {host: rows for host, rows in self.drained.items() if self.state.is_draining(host)}
         for host in self.state.draining:
             remains = self.departures.remains(host)

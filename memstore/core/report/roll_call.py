@@ -1,4 +1,4 @@
-"""Calls that are answered when all ranks made them: how many have, and who or what is awaited. Pure (R20, R23)."""
+"""Calls that are answered when all ranks made them: how many have, and which ranks are awaited. Pure (R20, R23)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memstore.core.wire.replies import RollCalled
 
 
 class RollCalls:
-    """Tells ranks that wait, and people, who has come."""
+    """Shows waiting ranks, and people, which ranks have come."""
 
     def __init__(
         self, state: ClusterState, view: ClusterView, room: Reservations, attempts: Attempts, mesh_orders: MeshOrders

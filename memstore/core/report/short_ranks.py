@@ -21,7 +21,7 @@ RANKS_NAMED_MAX = 64  # looked at for one status; how many there are is counted 
 
 @dataclass(frozen=True, slots=True)
 class RepairView:
-    """What tells why a copy is not made: hosts, targets, room and what repair leaves alone."""
+    """Reasons why a copy is not made: hosts, targets, room and what repair leaves alone."""
 
     state: ClusterState
     view: ClusterView

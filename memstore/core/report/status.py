@@ -1,4 +1,4 @@
-"""What `memstore status` and `memstore ls` show of a catalog. Pure; read `problems.py` for what follows from it."""
+"""The answers to `memstore status` and `memstore ls`. Pure; read `problems.py` for the problems derived from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StatusReport:
     """Plain values about hosts, jobs and steps, for people, for --json and every two seconds for metrics.
 
     All shards are looked at again only if copies or hosts have changed: with 16,384 ranks that takes 0.2 s, and the
-    catalog hears nobody meanwhile.
+    controller receives nothing meanwhile.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StatusReport:
         self._shards: dict[str, Shards] = {}
 
     def body(self) -> Body:
-        """The answer to `memstore status`, but for the problems that follow from it."""
+        """Return the answer to `memstore status`, without the problems derived from it."""
         now = self.state.now
         self._shards = {name: shards for name, shards in self._shards.items() if name in self.state.jobs}
         hosts, holds = [], self._holds()
@@ -88,7 +88,7 @@ class StatusReport:
         }
 
     def _holds(self) -> dict[str, list[str]]:
-        """Host -> hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
+        """Return by host the hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
         table: dict[str, dict[str, None]] = {}
         for job in self.state.jobs.values():
             newest, attempt = job.newest_committed, job.newest
@@ -112,7 +112,7 @@ class StatusReport:
         return known
 
     def _survives(self, job: Job, step: StepId) -> list[Body]:
-        """What may be lost now with every shard of the step keeping a copy, per level of failure domains."""
+        """Return how many failure domains of each level may be lost while every shard of the step keeps a copy."""
         commit, ranks = job.commits[step], job.copies.get(step, {})
         shards = [
             [c for c in ranks.get(rank, {}).values() if c.spec.digest == commit.digests[rank]]
@@ -184,13 +184,13 @@ class StatusReport:
         return body
 
     def _refusals(self, job: Job) -> list[str]:
-        """Rows "host: why" of who takes no copy; a host without room for the job says why, not only that (R10)."""
+        """Return rows "host: why" of the hosts that take no copy, with the reason of a host without room (R10)."""
         unroomed = {host: row.why for (name, host), row in self.room.unroomed.items() if name == job.name}
         found = {host: why for (_, host), why in job.refusals.items()}
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
     def odds_table(self, job: Job, replicas: int) -> list[OddsRow]:
-        """Rows of the newest committed step: hosts lost at once, chance that every shard keeps a copy, is it exact."""
+        """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
         step, hosts = job.newest_committed, self.state.hosts.live_ids()
         if step is None:
             return []

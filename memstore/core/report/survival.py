@@ -1,4 +1,4 @@
-"""What may be lost now without losing a shard: counted from the copies that are there, not from what was planned (R18).
+"""The losses that the present copies survive, counted from the copies that exist, not from the planned ones (R18).
 
 Pure. A chunk survives the loss of any k domains exactly if more than k domains hold it, so the answer for a level is
 the least number of domains that hold one chunk, less one. Read `problems.py` next.

@@ -18,7 +18,7 @@ ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 
 def timeline(state: ClusterState, states: DurableStates, job: Job) -> Body:
-    """Return what is known of a job's steps and attempts, newest first.
+    """Return the known steps and attempts of a job, newest first.
 
     Keys: `steps`, `gone` (a row for each run of committed steps of which no byte is left), `attempts`, `pins` by name,
     and `origin`, where the job was forked from.
@@ -35,7 +35,7 @@ def timeline(state: ClusterState, states: DurableStates, job: Job) -> Body:
 
 
 def attempt_rows(state: ClusterState, job: Job) -> list[Body]:
-    """Every attempt that a fact or a durable marker names, newest first."""
+    """Return every attempt that a fact or a durable marker names, newest first."""
     spans = _spans(job)
     lineage = {span.attempt for span in spans}
     rows = [_attempt_row(state, job, attempt) for attempt in job.attempts.values()]
@@ -77,7 +77,7 @@ def _spans(job: Job) -> tuple[Span, ...]:
 
 
 def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:
-    """Every step that has a copy or a durable marker, or a commit that a late host may bring back, newest first.
+    """Return every step with a copy, a durable marker, or a commit that a late host may bring back, newest first.
 
     Args:
         state: Of the store.
@@ -119,7 +119,7 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
 
 
 def step_state(job: Job, step: StepId) -> str:
-    """Return what a step is; "durable": in no host's RAM, "waiting": of what was committed, no byte is here.
+    """Return a step's state; "durable": in no host's RAM, "waiting": committed, but no byte is here.
 
     Others: "retired", "degraded", "committed", "abandoned", "superseded" or "open".
     """
@@ -138,7 +138,7 @@ def step_state(job: Job, step: StepId) -> str:
 
 
 def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:
-    """Distinct host-level domains of the shard with the fewest."""
+    """Return the number of host-level domains of the shard with the fewest."""
     commit, ranks = job.commits[step], job.copies.get(step, {})
     if len(ranks) < commit.world_size:
         return 0

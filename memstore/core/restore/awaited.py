@@ -30,7 +30,7 @@ def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[lis
 
 
 def awaited_text(state: ClusterState, job: Job, attempt: Attempt) -> str:
-    """Return what a get() that all ranks have called waits for; "" if there is none."""
+    """Return the reason why a get() that all ranks have called waits; "" if there is none."""
     found = awaited_by_get(state, job, attempt)
     if found is None:
         return ""
@@ -39,7 +39,7 @@ def awaited_text(state: ClusterState, job: Job, attempt: Attempt) -> str:
 
 
 def ran_out_text(missing: list[int], world_size: int, awaited: str) -> str:
-    """Return what a get() whose time is over has to say: who never asked, or what all who asked waited for."""
+    """Return the error of a get() after its timeout: the ranks that never asked, or the reason for the wait."""
     if missing:
         return f"{who_is_missing(missing, world_size, 'called get()')}. Every rank must call get()"
     return f"all ranks have called get(), waiting for {awaited}. Raise timeout_s of get()"

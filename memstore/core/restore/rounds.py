@@ -1,6 +1,6 @@
 """A get is one numbered round for all ranks alike. Pure (R23, R24, R25, R26, R27).
 
-gathering --all ranks--> listing (durable markers) --> planning --fact spread--> staging
+gathering --all ranks--> listing (durable markers) --> planning --fact replicated--> staging
     |                                                    |  ^                       |
     |                                             wait for hosts (grace)   a source failed: next plan
     '--deadline--> failed                                                           v
@@ -69,7 +69,7 @@ class Rounds:
     # -- gathering ----------------------------------------------------------------------------
 
     def get(self, now: float, call: Call[Get]) -> None:
-        """A rank called get(); the round closes for all ranks at once."""
+        """Handle a rank's get(); the round ends for all ranks at once."""
         request, found = call.request, attempt_of(self.state, self.out, call)
         if found is None:
             return
@@ -112,16 +112,16 @@ class Rounds:
         if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
             return
         if active.phase == "gathering" and len(active.calls) == attempt.world_size:
-            is_empty = attempt.is_fresh and active.is_adopting  # what others left is not its past (R23)
+            is_empty = attempt.is_fresh and active.is_adopting  # steps of earlier runs are not its past (R23)
             self._restore_nothing(now, active) if is_empty else self._list_markers(now, active, job, attempt)
 
     def _is_over(self, attempt: Attempt, rank: int) -> bool:
-        """This attempt's get was released, and the rank has not gone on from it: its answer was lost (R23)."""
+        """Return whether the rank's answer was lost: the get has ended and the rank has not trained since (R23)."""
         seat = attempt.seats.get(rank)
         return attempt.is_released and seat is not None and seat.step < 0
 
     def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
-        """Give a rank what the others have: no barrier, they may be training already."""
+        """Give a rank the step of the others, without a barrier: they may be training already."""
         if attempt.parent is None or attempt.parent_step is None:
             self.out.answer(call, NothingStored())
             return
@@ -193,7 +193,7 @@ class Rounds:
     def _plan_in_place(
         self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
     ) -> RecoveryPlan:
-        """Nobody is given a shard: each is verified where a copy lies, or brought to a rank's host if none is whole."""
+        """Stage for no rank: verify each shard where a copy lies, or bring it to a rank's host if none is whole."""
         step, seated = result.step, sorted({call.host_id for call in active.calls.values()})
         copies = job.copies.get(step, {}) if step is not None else {}
         active.homes = {}
@@ -207,7 +207,7 @@ class Rounds:
         )  # fmt: skip
 
     def plan_again(self, now: float, active: Round) -> None:
-        """The next candidate, or the same one from other sources, under a new number (R23)."""
+        """Plan the next candidate, or the same one from other sources, under a new number (R23)."""
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         attempt.rounds_count += 1
         active.number = attempt.rounds_count
@@ -281,7 +281,7 @@ class Rounds:
         )
 
     def _has_another(self, active: Round, job: Job, attempt: Attempt, step: StepId) -> bool:
-        """Whether a get that did without this step would have another one; the only one is better than none (R25)."""
+        """Return whether a get has another step than this one; the only one is better than none (R25)."""
         other = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
             job.spans(attempt.ordinal), world_size=attempt.world_size,
@@ -295,13 +295,13 @@ class Rounds:
         recent = [
             r for r in job.restores
             if r.step == step and abs(self.state.wall_s - r.wall_s) <= window_s  # clocks may have been set back
-            # An attempt that was closed by all its ranks did not die of what it restored.
+            # An attempt that all its ranks closed did not fail because of the restored step.
             and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
         ]  # fmt: skip
         return len(recent) >= int(attempt.config["max_restores"])
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
-        """The decision has spread: bind the lineage, then stage (R22, R23)."""
+        """Bind the lineage to the replicated decision, then stage (R22, R23)."""
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None
         if job is None or attempt is None:
@@ -331,7 +331,7 @@ class Rounds:
             self._act(now, active, self.staging.staged(now, active, report))
 
     def checked(self, now: float, report: IntoChecked) -> None:
-        """Take a rank's word on its `into=`."""
+        """Take a rank's report on its `into=`."""
         active = self._current(report)
         if active is not None:
             self._act(now, active, self.staging.checked(now, active, report))
@@ -369,11 +369,11 @@ class Rounds:
         active.calls.refuse_all(self.out, name, message)
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """End the rounds of a removed job."""
         self.abort(name, *job_removed(name))
 
     def rank_gone(self, job: Job, rank: int) -> None:
-        """A rank died: it asks no more; what is being brought to it can be given to nobody (R20)."""
+        """Note a rank's death: it asks no more, and what is being brought to it has no reader (R20)."""
         active = self.state.rounds.get(job.name)
         if active is None or rank not in active.calls or active.phase == "releasing":
             return
@@ -386,7 +386,7 @@ class Rounds:
         self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
 
     def torn(self, now: float, job: Job, step: StepId) -> None:
-        """A rank of an older attempt saw it torn while it is being restored: the next candidate (R25)."""
+        """Go on to the next candidate if a rank of an older attempt reports the restoring step torn (R25)."""
         active = self.state.rounds.get(job.name)
         under_way = ("deciding", "staging", "checking")
         if active is not None and active.phase in under_way and active.plan and active.plan.step == step:
@@ -398,7 +398,7 @@ class Rounds:
             self.fail(self.state.rounds[job], name, message)
 
     def withdraw(self, call: Call[Withdraw]) -> None:
-        """A rank's deadline passed: it leaves if nothing is decided yet, else it takes the result (R23)."""
+        """Let a rank leave whose deadline passed if nothing is decided yet; else it takes the result (R23)."""
         active = self.state.rounds.get(call.request.job)
         self.out.answer(call, Noted())
         if active is None or active.phase not in ("gathering", "listing", "waiting"):
@@ -418,7 +418,7 @@ class Rounds:
             active.phase = "gathering"
 
     def tick(self, now: float) -> None:
-        """Deadlines of listing and of the grace for late hosts; hosts lost while staging."""
+        """Check deadlines of listings and of late hosts, and hosts lost while staging."""
         for active in list(self.state.rounds.values()):
             waited_s = now - active.phase_since_s
             if active.phase == "listing" and waited_s > MARKERS_DEADLINE_S:
@@ -441,7 +441,7 @@ class Rounds:
                     self.staging.tick(now, active)
 
     def source_died(self, now: float, host_id: str) -> None:
-        """A host died: rounds that fetch from it are planned again."""
+        """Plan rounds again that fetch from a dead host."""
         for active in list(self.state.rounds.values()):
             if active.phase != "staging" or active.plan is None:
                 continue
@@ -451,10 +451,10 @@ class Rounds:
 
 
 def _way_back(job: Job) -> str:
-    """How a step that is retired, and not torn, is had after all (R25)."""
+    """Return how a retired step that is not torn can be restored after all (R25)."""
     return f", run `memstore verify {job.name}` to lift what is retired" if job.retired.keys() - job.torn else ""
 
 
 def _share(attempt: Attempt, other: Attempt | None) -> bool:
-    """Whether the ranks of both name the same shards: then those of one get what those of the other shared (R34)."""
+    """Return whether the ranks of both name the same shards, so that one can get what the other shared (R34)."""
     return other is not None and bool(attempt.shard_of) and set(attempt.shard_of) == set(other.shard_of)

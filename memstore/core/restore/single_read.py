@@ -115,7 +115,7 @@ class SingleReads:
         self.state.reads[self._count] = Read(call, shard, result.verdict, result.why)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
-        """What it takes to bring all ranks' shards to one host; nothing is planned for another world size (R27)."""
+        """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
         return plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
@@ -145,7 +145,7 @@ class SingleReads:
 
 
 def _told(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
-    """Return what the reader's holder is told: what lies there for it."""
+    """Return the answer for the reader's holder: the slots staged for it."""
     step, attempt, verdict, why = read.shard.step, read.shard.attempt, read.verdict, read.why
     if isinstance(read.call.request, ReadRanges):
         return ChunksStaged(step=step, attempt=attempt, verdict=verdict, why=why, read=report.read)

@@ -1,8 +1,8 @@
-"""What was decided is brought to every rank's host, verified, checked and adopted; then all hear of it. Pure (R23-R26).
+"""Bring the decided step to every rank's host, verify, check and adopt it; then answer all ranks. Pure (R23-R26).
 
-Works on one round and returns what is to become of it; `rounds.py` owns the rounds and acts on that.
+Works on one round and returns its outcome; `rounds.py` owns the rounds and acts on that.
 
-staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact spread--> answered
+staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact replicated--> answered
    '--a source lacks chunks--> planned again under a new number (`rounds.py`)
 """
 
@@ -32,7 +32,7 @@ CHECK_AGAIN_S = 2.0  # an order given to a rank whose link is down is lost
 
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
-    """The step is to be planned anew, from other sources or another one."""
+    """The step is to be planned again, from other sources, or another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The get is over: ranks may be told."""
+    """The get is over: ranks may be answered."""
 
 
 Outcome = PlanAgain | Failed | Released | None
@@ -102,7 +102,7 @@ class Staging:
         return None
 
     def _staging_failed(self, active: Round, report: StageEnded, problem: str) -> Outcome:
-        """Plan anew without the chunks that their sources say they lack; anything else fails the get, never the step.
+        """Plan again without the chunks that their sources say they lack; anything else fails the get, never the step.
 
         A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
         """
@@ -127,12 +127,12 @@ class Staging:
             else:
                 job.add_copy(Copy(copy.shard, copy.spec, copy.host, missing))
         active.notes.append(f"rank {rank}: {problem}")
-        if set(bad) == {"durable"}:  # the plan turns to it only for what is nowhere else
+        if set(bad) == {"durable"}:  # the plan uses it only for chunks without another source
             active.failed_steps[step] = problem
         return PlanAgain()
 
     def tick(self, now: float, active: Round) -> None:
-        """A rank whose link was down has not heard its check order: give it again, it may be repeated."""
+        """Send a rank whose link was down its check order again: it may be repeated."""
         if now >= active.check_again_s:
             self._order_checks(now, active)
 
@@ -143,7 +143,7 @@ class Staging:
                 self.out.send(call.host_id, OrderCheck(job=active.job, round=active.number, rank=rank))
 
     def checked(self, now: float, active: Round, report: IntoChecked) -> Outcome:
-        """Take a rank's word that it compared `into=` with the manifest (R26)."""
+        """Take a rank's report that it compared `into=` with the manifest (R26)."""
         if active.phase != "checking":
             return None
         if report.error is not None:
@@ -152,7 +152,7 @@ class Staging:
         return self._adopt(now, active) if len(active.checked) == len(active.calls) else None
 
     def _adopt(self, now: float, active: Round) -> Outcome:
-        """Every byte is there and verified: the step becomes this attempt's own, then all ranks hear of it (R22)."""
+        """Adopt the verified step as this attempt's own, then answer all ranks (R22)."""
         job, result = self.state.jobs[active.job], active.plan
         attempt = job.attempts[active.attempt]
         if result is None or result.step is None:
@@ -174,7 +174,7 @@ class Staging:
         return None
 
     def release(self, now: float, active: Round) -> None:
-        """Tell every rank what it has, and where its bytes lie."""
+        """Answer every rank with its shard and the slots of its bytes."""
         job, result = self.state.jobs[active.job], active.plan
         if result is None or result.step is None:
             raise ValueError("a release needs a plan")

@@ -69,9 +69,9 @@ def parse_every(value: str | int | None) -> Every:
 
 
 def optimal_every(write_s: float | None, mtbf_s: float) -> Every:
-    """Return the distance that wastes least (`cadence.optimal_interval_s`), never less than a write takes.
+    """Return the distance that wastes least (`put_interval.optimal_interval_s`), never less than a write takes.
 
-    No put waits for a durable write, so what it really costs is a share of the network and the storage for that long:
+    No put waits for a durable write, so its real cost is a share of the network and the storage for that time:
     all of its time counts, as if training stood still, and every failure, as if RAM never survived one. Both are upper
     bounds, and the optimum grows with the one and shrinks with the other.
 
@@ -97,7 +97,7 @@ def next_durable(
 ) -> Decision:
     """Decide whether a durable write starts now, and which unfinished one makes way for it.
 
-    The first committed step of an attempt goes at once, then whatever is newest when `every` has passed.
+    The first committed step of an attempt goes at once, then the newest one each time `every` has passed.
     Each write abandoned in a row doubles the distance until one finishes: without that, storage slower than
     `every` would abandon every write and never hold a single step.
 

@@ -97,7 +97,7 @@ def decide_steps(every: Every, measured: Iterable[Measured], mtbf_s: float, last
     """Return how many steps from one put to the next, by the slowest rank; never so few that commits lag behind.
 
     Seconds, percent and the optimum are rounded to the nearest step, up for percent: it is a budget. Where nothing
-    was measured that they need, the `last` distance stays: no put in a long one says nothing of what a put costs.
+    was measured that they need, the `last` distance stays: no put in a long one says nothing about the cost of a put.
     """
     if every.steps is not None:
         return every.steps
@@ -130,16 +130,16 @@ class Schedule:
 
     @property
     def is_fixed(self) -> bool:
-        """True if nothing is ever asked."""
+        """Return whether no round is ever needed."""
         return self.every.steps is not None
 
     @property
     def holds_from(self) -> int:
-        """The step from which the next round's answer counts."""
+        """Return the step from which the next round's answer counts."""
         return self.asks_at + LEAD_STEPS
 
     def is_open(self, step: int) -> bool:
-        """True if the answer for this step takes the next round's first."""
+        """Return whether the answer for this step needs the next round first."""
         return not self.is_fixed and step >= self.holds_from
 
     def come_to(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""How long a step of training takes, by when ranks were first heard of at each. Pure (R12)."""
+"""How long a step of training takes, from the first report of a rank at each. Pure (R12)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pace:
             self._reached.append((step, now))
 
     def step_s(self) -> float | None:
-        """Return how long a step takes, those without a put included; None until two were heard of."""
+        """Return how long a step takes, those without a put included; None until two were reported."""
         intervals = [(at - before_at) / (step - before) for (before, before_at), (step, at) in pairwise(self._reached)]
         return median(intervals) if intervals else None
 

@@ -1,11 +1,11 @@
-"""Hosts with notice of their end: what they hold is copied elsewhere while they still can send it. Pure (R29).
+"""Hosts with notice of their end: their copies are made elsewhere while they can still send them. Pure (R29).
 
     (none) --notice: a person or Ray says when--> draining --dead, and past its time or replaced--> (none)
                                                      '--cancelled, or live OVERDUE_S past its time--> (none)
 
-Time is counted by each controller from when it heard of the notice, a new one begins anew, and it is not over while Ray
+Each controller counts time from when it learned of the notice; a new controller begins again. It is not over while Ray
 repeats it: a wall clock set ahead ends none early.
-A draining host is no target while enough others are there. Its ranks go on putting: the copies of what they put go to
+A draining host is no target while enough others are there. Its ranks go on putting: the copies of their puts go to
 an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. `durable/departures.py`
 says whether such a host can go.
 """
@@ -23,7 +23,7 @@ from memstore.core.journal.replication import Journal
 from memstore.core.wire.calls import DrainHost
 from memstore.core.wire.replies import DrainNoted
 
-OVERDUE_S = 60.0  # a host that is still there so long after its moment was spared
+OVERDUE_S = 60.0  # a host that is still there this long after its deadline was spared
 SAME_S = 1.0  # moments nearer than this are one
 WITHIN_MAX_S = 30 * 86_400.0
 
@@ -34,11 +34,11 @@ class Drains:
     def __init__(self, state: ClusterState, out: Effects, journal: Journal) -> None:
         self.state, self.out, self.journal = state, out, journal
         self.end_s: dict[str, float] = {}  # when its time is over, or Ray last repeated the notice after that
-        self.ended_s: dict[str, float] = {}  # moments of notices that have ended: whoever repeats one says nothing new
+        self.ended_s: dict[str, float] = {}  # deadlines of drains that ended, to ignore repeated notices
         self.left: set[str] = set()  # hosts that were gone when their notice ended
 
     def went(self, host: str) -> bool:
-        """True if the host is to go, or went with notice and is not back: no loss."""
+        """Return whether the host is to go, or went with notice and is not back: no loss."""
         return host in self.state.draining or host in self.left
 
     def ask(self, call: Call[DrainHost]) -> None:
@@ -57,7 +57,7 @@ class Drains:
         self.out.answer(call, DrainNoted(host=host, until_s=until_s))
 
     def seen(self, until_s: Mapping[str, float]) -> None:
-        """What the cluster manager says now, again and again. The earliest word counts; its silence is none."""
+        """Take the cluster manager's repeated list of notices. The earliest one counts; a missing one lifts nothing."""
         now = self.state.now
         for host, moment_s in until_s.items():
             if not self.state.hosts.is_live(host) or _is_same(moment_s, self.ended_s.get(host)):
@@ -71,13 +71,13 @@ class Drains:
                 self._record(host, moment_s, within_s)
 
     def returned(self, host: str, *, has_memory: bool) -> None:
-        """A host joined. Without memory it is another machine of that name, and the notice was for the one before."""
+        """Drop the notice of a host that joined without memory: it was for an earlier machine of that name."""
         self.left.discard(host)
         if self.state.is_draining(host) and not has_memory:
             self._record(host, None)
 
     def apply(self, fact: HostDraining, *, is_replay: bool) -> None:
-        """The word has spread, or is of the past."""
+        """Apply a replicated or replayed notice."""
         before = self.state.is_draining(fact.host_id)
         if fact.until_s is not None:
             self.state.draining[fact.host_id] = fact.until_s
@@ -91,7 +91,7 @@ class Drains:
             self._changed(fact.host_id)
 
     def tick(self) -> None:
-        """A host that outlived its time is one like the others again; what returns after it has no notice."""
+        """Lift the notice of a host that outlived its deadline; one that returns after it has none."""
         for host, end_s in self.end_s.items():
             spare_s = OVERDUE_S if self.state.hosts.is_live(host) else 0.0
             if end_s + spare_s <= self.state.now:
@@ -101,7 +101,7 @@ class Drains:
         return [x for x in self.journal.log.unapplied() if isinstance(x, HostDraining) and x.host_id == host]
 
     def _record(self, host: str, until_s: float | None, within_s: float = 0.0) -> None:
-        """Record a notice, unless the same is the last word that is under way already."""
+        """Record a notice, unless the last one being replicated is the same."""
         unapplied = self._undone(host)
         if not unapplied or not _is_same(unapplied[-1].until_s, until_s):
             self.journal.record(HostDraining(host, until_s, within_s))
@@ -125,7 +125,7 @@ class Drains:
 
 
 def _is_same(moment_s: float | None, other_s: float | None) -> bool:
-    """Tell whether two notices are one."""
+    """Return whether two notices are one."""
     if moment_s is None or other_s is None:
         return moment_s is other_s
     return abs(moment_s - other_s) <= SAME_S

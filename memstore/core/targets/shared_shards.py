@@ -1,4 +1,4 @@
-"""Ranks with equal state: who of them copies, where a copier's copies go, what is told when twins differ. Pure.
+"""Ranks with equal state: which of them write, where a writer's copies go, what is reported when they differ. Pure.
 
 Ranks of one launch that name one shard are *twins*; those of them that copy the shared state are its *copiers* (R34).
 Copiers are chosen when the attempt opens and stand in its fact. Their hosts are one another's targets before any other
@@ -24,7 +24,7 @@ from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
 
-NAMED_MAX = 10  # tensors named in one happening
+NAMED_MAX = 10  # tensors named in one event
 NAME_CHARS_MAX = 200
 
 
@@ -94,7 +94,7 @@ class Twins:
         return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
     def joined(self, attempt: Attempt, rank: int) -> SharedShardPlace | None:
-        """What a rank is told of its shard; rank 0 keeps the list of all copiers, for readers of its shard (R27)."""
+        """Return a rank's role in its shard; rank 0 keeps the list of all writers, for readers of its shard (R27)."""
         if not attempt.shard_of:
             return None
         table = self._copiers_by_shard(attempt)
@@ -112,7 +112,7 @@ class Twins:
     # -- targets ------------------------------------------------------------------------------
 
     def targets(self, job: Job, attempt: Attempt, rank: int, owner: str, ordinary: Iterable[str]) -> list[str]:
-        """Return the hosts that hold a rank's shard besides its owner's: of the other copiers first (R13, R34).
+        """Return the hosts that hold a rank's shard besides its owner's: those of the other writers first (R13, R34).
 
         What placement names comes after them, as far as there are too few in domains of their own.
         """
@@ -145,7 +145,7 @@ class Twins:
         return known
 
     def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[CopierTargets]]:
-        """By host: [copier, its targets, the ranks that copy the same] of every copier that puts there."""
+        """Return, by host, [writer, its targets, the ranks that write the same] of every writer that puts there."""
         table: dict[str, list[CopierTargets]] = {}
         for ranks in self._copiers_by_shard(attempt).values():
             for rank in ranks:
@@ -156,7 +156,7 @@ class Twins:
     # -- what differs -------------------------------------------------------------------------
 
     def told(self, call: Call[TellDiffering]) -> None:
-        """A rank names what it and another copier put differently, or its holder says that they are equal again."""
+        """Take a rank's report of tensors in which two writers differ, or its holder's that they are equal again."""
         told = call.request
         self.out.answer(call, Noted())
         job = self.state.jobs.get(told.job)
@@ -175,7 +175,7 @@ class Twins:
             self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, told.chunks))
 
     def status(self, job: Job, attempt: Attempt) -> Body:
-        """What `memstore status` shows of it."""
+        """Return what `memstore status` shows of it."""
         now = self.state.now
         found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
         return {
@@ -188,7 +188,7 @@ class Twins:
         }
 
     def forget(self, name: str) -> None:
-        """The job was removed."""
+        """Forget a removed job."""
         self.routes.pop(name, None)
         self.differing.pop(name, None)
 

@@ -1,6 +1,6 @@
 """Which hosts hold copies of a job, and what every host must know of the others. Pure (R13, R18, R29).
 
-Placement is kept per job and moved as little as possible when hosts come and go. Read `commits.py` for what is asked of
+Placement is kept per job and moved as little as possible when hosts come and go. Read `commits.py` for the rules of
 these hosts, `repair.py` for how copies get there.
 """
 
@@ -49,13 +49,13 @@ class ClusterView:
     def __init__(self, state: ClusterState, out: Effects, told: SentOrders, drains: Drains) -> None:
         self.state, self.out, self.told, self.drains = state, out, told, drains
         self.twins = Twins(state, out)
-        self.news: set[str] = set()  # hosts that came, moved or went, and not all have been told
-        self._told: dict[str, HostAddress] = {}  # host -> where it is, as all were told
+        self.news: set[str] = set()  # hosts that came, moved or went, not yet announced to all
+        self._told: dict[str, HostAddress] = {}  # host -> where it is, as last sent to all
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
     ) -> set[str]:
-        """Hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
+        """Return the hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
 
         Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
         are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
@@ -65,7 +65,7 @@ class ClusterView:
         wanted = set(rank_hosts)
         leaving = [h for h in hosts.live_ids() if self.state.is_draining(h)]
         if leaving == hosts.live_ids():
-            leaving = []  # nobody stays: moving copies about gains nothing
+            leaving = []  # no host stays: moving copies about gains nothing
         live = {h for h in wanted if hosts.is_live(h) and h not in leaving}
         others = [h for h in hosts.live_ids() if h not in wanted and h not in leaving]
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
@@ -88,7 +88,7 @@ class ClusterView:
         return chosen | set(leaving[: max(0, replicas - len(chosen))])
 
     def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
-        """The coarsest spread level the job ever had: what fewer racks must be measured against (R18).
+        """Return the coarsest spread level the job ever had, by which fewer racks are measured (R18).
 
         A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
         count. A host that went with notice is no loss.
@@ -112,7 +112,7 @@ class ClusterView:
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go, among the hosts that are not dead.
 
-        A host that comes back before anything was copied in its place finds everything as it was: the moves count from
+        If a host comes back before anything was copied in its place, nothing has moved: the moves count from
         `Job.home`, not from what held while it was away.
         """
         attempt = job.newest
@@ -134,7 +134,7 @@ class ClusterView:
         return job.placement
 
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
-        """The host whose targets a rank's copies follow: the rank's own, or a live holder if that is dead."""
+        """Return the host whose targets a rank's copies follow: its own, or a live holder's if that is dead."""
         seat = attempt.seats.get(rank)
         if seat is not None and self.state.hosts.is_live(seat.host_id):
             return self._heir(job, seat.host_id) if self.state.is_draining(seat.host_id) else seat.host_id
@@ -142,23 +142,23 @@ class ClusterView:
             live = sorted(h for h in job.copies[step].get(rank, {}) if self.state.hosts.is_live(h))
             if live:
                 placed = job.placement.targets if job.placement is not None else {}
-                # The only holder may be about to go too: what it holds then follows its heir.
+                # The only holder may be about to go too: then its copies follow its stand-in.
                 return next((h for h in live if h in placed), None) or self._heir(job, live[0])
         return seat.host_id if seat is not None else ""
 
     def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
-        """The hosts that are to hold a rank's shard: its owner, and the owner's targets or those of its twins (R34)."""
+        """Return the hosts that are to hold a rank's shard: its owner, and its targets or other writers' (R34)."""
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
         targets = placement.targets.get(owner, ()) if placement is not None else ()
         return [owner, *self.twins.targets(job, attempt, rank, owner, targets)]
 
     def guests(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
-        """The hosts that are to hold a rank's shard besides the rank's own."""
+        """Return the hosts that are to hold a rank's shard besides the rank's own."""
         seat = attempt.seats.get(rank)
         return [h for h in self.wanted(job, attempt, rank) if seat is None or h != seat.host_id]
 
     def _heir(self, job: Job, leaving: str) -> str:
-        """A host that stays and takes the place of one that is to go; one that has its copies already, if there is."""
+        """Return a staying host to replace one that is to go; one that has its copies already, if there is one."""
         placement = self.placement(job)
         if placement is None or leaving in placement.targets:
             return leaving  # there is no other
@@ -171,7 +171,7 @@ class ClusterView:
         return job.stand_ins_for[leaving]
 
     def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
-        """Tell hosts (all of the job, only some, or those to which it is news) where to push what is put (R13)."""
+        """Send hosts (all of the job, some, or those to which it is news) where to push what is put (R13)."""
         placement, attempt = self.placement(job), job.newest
         if placement is None or attempt is None or attempt.phase == "fencing":
             return
@@ -191,7 +191,7 @@ class ClusterView:
                     self.out.send(host, order)
 
     def greet(self, hosts: Iterable[str]) -> None:
-        """Tell hosts whose session has just begun how to reach every other one, and which jobs there are.
+        """Send hosts whose session has just begun the addresses of all others, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
         """
@@ -201,7 +201,7 @@ class ClusterView:
             self.out.send(host, order)
 
     def send_news(self) -> None:
-        """Tell all hosts what has changed of the others' addresses, if anything has (R3, R28)."""
+        """Send all hosts the changes of the others' addresses, if there are any (R3, R28)."""
         rows, gone = [], []
         for host in sorted(self.news):
             row = self._row(host) if self.state.hosts.is_live(host) else None
@@ -217,7 +217,7 @@ class ClusterView:
                 self.out.send(host, order)
 
     def settled(self, hosts: Iterable[str]) -> None:
-        """A new controller tells all hosts of all at once."""
+        """Send all hosts all addresses at once, as a new controller."""
         self._told = {host: self._row(host) for host in hosts}
         self.news.clear()
 

@@ -59,7 +59,7 @@ class Join(Request[Joined], frozen=True, tag="join"):
 
 
 class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):
-    """The base of what a rank of an attempt asks."""
+    """The base of the calls of a rank of an attempt."""
 
     job: Name
     attempt: Ordinal

@@ -23,7 +23,7 @@ from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX, Kind, pack_
 from memstore.errors import ProtocolError
 
 ERROR_CHARS_MAX = 300
-"""Of what the decoder says: it may quote the peer."""
+"""Most characters of a decoder's error: it may quote the peer."""
 
 Scalar = None | bool | int | float | str
 """A plain value of a type that only the reader knows."""
@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="k"):
-    """The base of all messages: what a frame's body is."""
+    """The base of all messages: the type of a frame's body."""
 
 
 class Request(Message, Generic[R], frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Decoder(Generic[T]):
-    """Decodes bodies of one type, or of one of several types that are told apart by name."""
+    """Decodes bodies of one type, or of one of several types that are distinguished by name."""
 
     def __init__(self, kind: Any, *, items_max: int = BODY_ITEMS_MAX, bytes_max: int = BODY_BYTES_MAX) -> None:
         """`kind` is T: a Message, or a union of some."""
@@ -64,7 +64,7 @@ class Decoder(Generic[T]):
         self._items_max, self._bytes_max = items_max, bytes_max
 
     def __call__(self, data: bytes | bytearray | memoryview) -> T:
-        """Return the message that a body is; ProtocolError says what is wrong with it."""
+        """Decode a body to its message; ProtocolError names its fault."""
         try:
             check_body(data, items_max=self._items_max, bytes_max=self._bytes_max)
             message: T = self._decoder.decode(data)

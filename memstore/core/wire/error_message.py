@@ -28,7 +28,7 @@ class ErrorMessage(Message, frozen=True, tag="error"):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorMessage:
-        """Describe an error; what is no MemstoreError is described as an InternalError that names its type."""
+        """Describe an error; one that is no MemstoreError becomes an InternalError that names its type."""
         known = isinstance(error, errors.MemstoreError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         return cls(

@@ -76,7 +76,7 @@ class Header(NamedTuple):
 
 
 def pack_header(kind: Kind, request_id: int = 0, body: bytes = b"", bulk_bytes: int = 0) -> bytes:
-    """Return the HEADER_BYTES that precede `body`; raises ProtocolError for what no peer would accept."""
+    """Return the HEADER_BYTES that precede `body`; raises ProtocolError if no peer would accept them."""
     if not 0 <= request_id <= _U64_MAX:
         _refuse(f"request id {request_id} does not fit 64 unsigned bits")
     _check_lengths(len(body), bulk_bytes, authenticated=True)

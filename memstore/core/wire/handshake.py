@@ -31,7 +31,7 @@ class ServerProof(Message, frozen=True, tag="server_proof"):
 
 
 class ClientProof(Message, frozen=True, tag="client_proof"):
-    """Prove that the client knows it, and say who the client is: in an AUTH2 frame."""
+    """Prove that the client knows it, and name the client: in an AUTH2 frame."""
 
     identity: bytes
     """An Identity as a body: the proof covers its bytes, so it is decoded only once they are proved."""
@@ -39,7 +39,7 @@ class ClientProof(Message, frozen=True, tag="client_proof"):
 
 
 class ServerIdentity(Message, frozen=True, tag="server_identity"):
-    """Say who the server is: in an AUTH3 frame."""
+    """Name the server: in an AUTH3 frame."""
 
     identity: bytes
     proof: Proof

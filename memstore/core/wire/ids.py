@@ -14,7 +14,7 @@ from memstore.core.wire.codec import Row
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 ORDINAL_LIMIT = 1 << 62
-"""Of attempts, steps, ranks, sizes and counts, as in manifests."""
+"""Largest attempt, step, rank, size and count, as in manifests."""
 
 Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
 Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]

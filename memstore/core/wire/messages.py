@@ -1,6 +1,6 @@
-"""Every event that can reach the controller's catalog and every action it can order. Pure.
+"""Every event that can reach the controller's machine and every action it can order. Pure.
 
-The catalog is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
+The controller is a state machine: `handle(now, event) -> list[Action]`. The controller actor feeds it
 from sockets and a clock; a simulator feeds it from a seeded schedule. What travels: `reports.py`, `orders.py`.
 """
 
@@ -43,16 +43,16 @@ class HostUp:
     info: HostInfo
     copies: tuple[Copy, ...] = ()
     journal: tuple[bytes, ...] = ()
-    ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not told
+    ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not reported
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
     up_s: float = 0.0  # how long its holder had been up then, by its own clock
-    idle_s: float = 0.0  # for how long no holder had run there before it, if nobody has used it since
+    idle_s: float = 0.0  # for how long no holder had run there before it, if no rank has used it since
     dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A heartbeat; it echoes what `clock` last told the host in this session."""
+    """A heartbeat; it echoes the last `clock` that the host was sent in this session."""
 
     host_id: str
     stats: HostStats | None = None
@@ -62,7 +62,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """A reset connection or Ray's word: the holder process is gone (R28)."""
+    """A reset connection or Ray's notice: the holder process is gone (R28)."""
 
     host_id: str
     why: str
@@ -109,7 +109,7 @@ class DrainsSeen:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; who was heard meanwhile, unless that was told one by one."""
+    """Time passed; which hosts sent something meanwhile, unless each was an event of its own."""
 
     heard: tuple[Heard, ...] = ()
 

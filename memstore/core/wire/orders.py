@@ -1,4 +1,4 @@
-"""Controller to holder: what a holder is to do, and the answers to its ranks' calls. Pure.
+"""Controller to holder: orders, and the answers to its ranks' calls. Pure.
 
 In EVENT frames, in the order in which they were decided; what one of them comes to is reported (`reports.py`).
 """
@@ -100,7 +100,7 @@ class Fence(Message, frozen=True, tag="fence"):
 
 
 class CopierTargets(Row, frozen=True):
-    """Where the shard of a rank goes that copies what others hold too (R34)."""
+    """The targets of a rank that writes a shared shard (R34)."""
 
     rank: Ordinal
     targets: tuple[str, ...]
@@ -171,7 +171,7 @@ class FreeCopies(Message, frozen=True, tag="free"):
 
     shards: tuple[WireShard, ...]
     number: DropNumber | None
-    """None: of a rank that no attempt has."""
+    """None: the rank is in no attempt."""
 
 
 class DropJob(Message, frozen=True, tag="drop_job"):
@@ -223,7 +223,7 @@ class VerifyCopies(Message, frozen=True, tag="verify"):
 
 
 class RaiseLevel(Message, frozen=True, tag="raise_level"):
-    """Tell the tickets of this host's ranks what their step has reached (R15)."""
+    """Send the tickets of this host's ranks the level of their step (R15)."""
 
     job: Name
     attempt: Ordinal
@@ -234,7 +234,7 @@ class RaiseLevel(Message, frozen=True, tag="raise_level"):
 
 
 class AbandonStep(Message, frozen=True, tag="abandon_step"):
-    """Forget an uncommitted step and tell its tickets (R12)."""
+    """Forget an uncommitted step and notify its tickets (R12)."""
 
     job: Name
     attempt: Ordinal

@@ -96,7 +96,7 @@ class ChunksSent(Message, frozen=True, tag="sent"):
 
 
 class Verified(Message, frozen=True, tag="verified"):
-    """The holder has digested its copy again and lacks these chunks; the controller is told the same (R25)."""
+    """The holder has digested its copy again and lacks these chunks; the controller is sent the same (R25)."""
 
     missing: tuple[Ordinal, ...]
 

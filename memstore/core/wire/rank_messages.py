@@ -3,7 +3,7 @@
     rank -> holder   a hello, then calls, puts and what else it has to say
     holder -> rank   Welcome, or an ErrorMessage and the end; then answers, leases, levels, fences
 
-In EVENT frames. Nothing of it is acknowledged: a link that comes back says what it holds, and what was not answered is
+In EVENT frames. Nothing of it is acknowledged: a link that comes back reports its leases, and unanswered messages are
 sent again.
 """
 
@@ -28,7 +28,7 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
 
     nonce: str
     life: Ordinal
-    """Tells the leases of one process's stores apart."""
+    """Distinguishes the leases of one process's stores."""
     pid: Ordinal
     job: Name
     rank: Ordinal
@@ -75,14 +75,14 @@ class LendSlots(Message, frozen=True, tag="lend"):
 
 
 class AdoptSlots(Message, frozen=True, tag="adopt"):
-    """Take over what the parent process offers."""
+    """Take over the slots that the parent process offers."""
 
     id: Ordinal
     step: Ordinal
 
 
 class UnlendSlots(Message, frozen=True, tag="unlend"):
-    """End an offer: what no child has adopted is this process's again."""
+    """End an offer: slots that no child has adopted are this process's again."""
 
     id: Ordinal
     step: Ordinal
@@ -110,7 +110,7 @@ class PutReady(Message, frozen=True, tag="put_ready"):
 
 
 class Unpin(Message, frozen=True, tag="unpin"):
-    """Let go of what an answer pinned."""
+    """Release the pin of an answer."""
 
     pin: Ordinal
 
@@ -134,7 +134,7 @@ class PutWaiting(Message, frozen=True, tag="put_waiting"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The store is closed: what it leased and did not hand over is free."""
+    """The store is closed: slots that it leased and did not hand over are free."""
 
 
 Hello = RankHello | ToolHello

@@ -55,7 +55,7 @@ class Joined(Message, frozen=True, tag="joined"):
     world_size: Ordinal
     rank: Ordinal
     order: tuple[Ordinal, ...]
-    """By rank: what the launcher calls it; empty: the same."""
+    """By rank: the launcher's number; empty: the same."""
     restored_step: Ordinal | None
     resume_step: Ordinal
     put_every: str | int
@@ -75,7 +75,7 @@ class Skipped(Message, frozen=True, tag="skipped"):
 
 
 class RollCalled(Message, frozen=True, tag="roll_called"):
-    """Which ranks have come to a call that all make, and what is awaited."""
+    """The ranks that have made a collective call, and the awaited ones."""
 
     come: str
     awaited: str

@@ -1,4 +1,4 @@
-"""Holder to controller: its inventory, heartbeats, what it has done, and its ranks' calls. Pure.
+"""Holder to controller: its inventory, heartbeats, results, and its ranks' calls. Pure.
 
 In EVENT frames. A session begins with InventoryPages, if the journal is long, and an Inventory (R16).
 """
@@ -22,7 +22,7 @@ class InventoryPage(Message, frozen=True, tag="inventory_page"):
 
 
 class Inventory(Message, frozen=True, tag="inventory"):
-    """What a controller must know of a host first: who it is, what it holds, its journal."""
+    """A host's first report to a controller: its identity, its inventory, its journal."""
 
     incarnation: Ordinal
     address: str
@@ -37,7 +37,7 @@ class Inventory(Message, frozen=True, tag="inventory"):
     """Nonces of the processes that live there."""
     up_s: float
     idle_s: float
-    """How long no holder had run there before this one, if nobody has used it since."""
+    """How long no holder had run there before this one, if no rank has used it since."""
     dropped: dict[str, str]
     """By job: what this host remembers of its end (R5)."""
 
@@ -50,7 +50,7 @@ class TrainedStep(Row, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """The holder lives; it echoes the controller's clock as it was told last in this session (R17, R28)."""
+    """The holder lives; it echoes the controller's clock as it was sent last in this session (R17, R28)."""
 
     stats: HostStats
     trained: dict[str, TrainedStep]
@@ -125,7 +125,7 @@ class PushFailed(Message, frozen=True, tag="push_failed"):
 
 
 class Fenced(Message, frozen=True, tag="fenced"):
-    """Older processes are refused, and this is what is here of the job (R21)."""
+    """Older processes are refused; the job's inventory here (R21)."""
 
     job: Name
     attempt: Ordinal

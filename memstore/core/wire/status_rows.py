@@ -1,4 +1,4 @@
-"""What `memstore status`, `ls` and `plan` are told of hosts, jobs, attempts and steps: rows of replies. Pure.
+"""What `memstore status`, `ls` and `plan` are sent of hosts, jobs, attempts and steps: rows of replies. Pure.
 
 A field that is named `..._s` is in seconds; an age is as of the answer. `report/` makes the rows.
 

@@ -124,7 +124,7 @@ class Canary:
             self._play(job)
             report.outcome = BROKEN if self.broken else PASS
             back = size_text(report.bytes_by_tier.get("peer"))
-            words = f"{back} came back over the network, every byte equal to one made anew"
+            words = f"{back} came back over the network, each byte equal to a state made again"
             report.words = "; ".join(self.broken) or words
         except MemstoreError as exc:
             report.outcome, report.words = ERROR, f"{type(exc).__name__}: {exc}"
@@ -218,7 +218,7 @@ class Canary:
                                     f"on {right} of {len(results)} ranks"))  # fmt: skip
         if not report.is_verified:
             found = [f"rank {r.rank}: {d}" for r in results for d in r.differences]
-            self.broken.append(f"restored state differs from the one made anew: {'; '.join(found[:3])}")
+            self.broken.append(f"restored state differs from the one made again: {'; '.join(found[:3])}")
         if len({r.step for r in results}) != 1 or first.step != 1:
             self.broken.append(f"steps {sorted({str(r.step) for r in results})} came back, step 1 was committed")
         if not report.bytes_by_tier.get("peer"):

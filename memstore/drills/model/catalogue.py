@@ -111,7 +111,7 @@ _DRILLS = (
     ),
     Drill(
         "memory-pressure", "hosts",
-        "a task of somebody else on one host takes memory until Ray's memory monitor kills it, while all ranks put",
+        "a task of another job on one host takes memory until Ray's memory monitor kills it, while all ranks put",
         "a task of the drill's own, which takes 1.5 to 4 GiB of this machine",
         meanwhile(f"the holder and its arena stay, {GOES_ON_WELL}, commits go on"),
         flow=GOES_ON, runs_on=(TIGHT,), is_standard=False,
@@ -175,8 +175,8 @@ _DRILLS = (
     ),
     Drill(
         "durable-error", "storage",
-        "the durable directory of the scratch job: every write to it fails until it is mended, while all ranks put",
-        OWN_DIRECTORY, meanwhile(f"{ERROR_SHOWN} it is mended"), flow=GOES_ON, needs_durable=True,
+        "the durable directory of the scratch job: every write to it fails until it is fixed, while all ranks put",
+        OWN_DIRECTORY, meanwhile(f"{ERROR_SHOWN} it is fixed"), flow=GOES_ON, needs_durable=True,
     ),
     Drill(
         "durable-full", "storage",

@@ -48,7 +48,7 @@ def judge_bytes(context: DrillContext, results: Sequence[Restored]) -> None:
     """Require that every byte of every shard equals that of a fresh state; every drill promises this."""
     if not context.report.is_verified:
         found = [f"rank {r.rank}: {d}" for r in results for d in r.differences]
-        context.broken_promises.append(f"restored state differs from the one made anew: {'; '.join(found[:3])}")
+        context.broken_promises.append(f"restored state differs from the one made again: {'; '.join(found[:3])}")
 
 
 def judge_restore(context: DrillContext, results: Sequence[Restored]) -> None:

@@ -113,7 +113,7 @@ def seconds_text(value: float | None) -> str:
 def _drill(row: Mapping[str, Any], at: int) -> str:
     fault = next((text for _, label, text in row["timeline"] if label == "inject"), row["breaks"])
     detected = next((text for _, label, text in row["timeline"] if label == "detected"), "-")
-    verified = f"{row['bytes_compared']:,} bytes compared with states made anew, " + (
+    verified = f"{row['bytes_compared']:,} bytes compared with states made again, " + (
         "every one equal" if row["verified"] else "not all of them equal" if row["bytes_compared"] else "none restored"
     )
     facts = [

@@ -93,7 +93,7 @@ class Scene:
         return "; ".join(str(why) for why in found) if all(found) else None
 
     def recover(self) -> None:
-        """End the fault if it does not end by itself (thaw, mend, reconnect); or wait for the victim's successor."""
+        """End the fault if it does not end by itself (thaw, repair, reconnect); or wait for the victim's successor."""
 
     def restore(self) -> list[Restored]:
         """Let all ranks of the next attempt get and compare; called only if a launcher restarts the ranks."""

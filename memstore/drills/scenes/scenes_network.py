@@ -24,7 +24,7 @@ PAYLOAD_MIN = 4096
 
 
 class NetworkScene(Scene):
-    """A fault of a victim host's links; the cleanup mends every link."""
+    """A fault of a victim host's links; the cleanup repairs every link."""
 
     struck = "the links of {0.cut_text}"
     job_fields: ClassVar[Mapping[str, Any]] = {"stall_budget_s": BUDGET_S}
@@ -86,7 +86,7 @@ class PartitionOneWay(NetworkScene):
         home, target = self.holders[:2]
         self.net.check_silent_between(target, home)
         if not self.net.hears(home, target):
-            raise DrillError(f"{home} does not hear {target} either: this is no one-way fault")
+            raise DrillError(f"{home} receives nothing from {target} either: this is no one-way fault")
         return f"a datagram from {home} to {target} is lost, one back arrives (checked)"
 
     def recover(self) -> None:
@@ -118,7 +118,7 @@ class SlowLink(NetworkScene):
 
 
 class SwizzleClog(NetworkScene):
-    """Cuts of the links of random hosts one by one, which are mended one by one in another order."""
+    """Cuts of the links of random hosts one by one, which are repaired one by one in another order."""
 
     name = "swizzle-clog"
     hold_s = 4.0  # together with the pauses between cuts, long enough for the first host to count as dead

@@ -69,7 +69,7 @@ class PartitionHalf(NetworkScene):
         (there if self.is_beyond else here).append(net.controller_host)
         net.rig.partition(here, there)
         if self.is_beyond:
-            return f"{', '.join(here)} cut from everybody else, with every copy of rank {self.rank}'s shard"
+            return f"{', '.join(here)} cut from all other hosts, with every copy of rank {self.rank}'s shard"
         net.cut_membership()
         self.lease_end_s = (
             time.time() + net.cluster.config.lease_s
@@ -83,7 +83,7 @@ class PartitionHalf(NetworkScene):
             net.check_silent_between(a, b)
         if not self.is_beyond:
             if not net.hears(self.minority[0], net.spare_host):
-                raise DrillError(f"{self.minority[0]} does not hear its controller: these are no two halves")
+                raise DrillError(f"{self.minority[0]} receives nothing from its controller: these are no two halves")
             everywhere = net.commits([*self.minority, *self.majority])
             self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.context.job.name)
         return "nothing crosses, checked in both directions; within a half all is well"

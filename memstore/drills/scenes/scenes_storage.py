@@ -162,7 +162,7 @@ class DurableScene(Scene):
         self.say("mended", "the directory is back")
 
     def wait_for_recovery(self) -> None:
-        self.wait_durable(self.durable_before, "a durable step after the directory was mended")
+        self.wait_durable(self.durable_before, "a durable step after the directory was repaired")
 
     def cleanup(self) -> None:
         if self.mounted is not None:
@@ -171,7 +171,7 @@ class DurableScene(Scene):
 
 
 class DurableError(DurableScene):
-    """A file in the place of the scratch job's durable folder, so that every write fails until it is mended."""
+    """A file in the place of the scratch job's durable folder, so that every write fails until it is removed."""
 
     name = "durable-error"
 

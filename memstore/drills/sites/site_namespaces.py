@@ -81,7 +81,7 @@ class NamespacesSite(Site):
         raise DrillError(f"{host} is not lost by a drill of the network")
 
     def end_drill(self, hosts: list[str]) -> None:
-        """Mend what the drill left broken, and wait until the hosts are live."""
+        """Repair what the drill left broken, and wait until the hosts are live."""
         self.heal()
         super().end_drill(hosts)
 
@@ -107,7 +107,7 @@ class NamespacesSite(Site):
     def check_silent_between(self, target: str, source: str) -> None:
         """Raise DrillError if a datagram from `source` arrives at `target`: then the fault did not take effect."""
         if self.hears(target, source):
-            raise DrillError(f"{target} still hears {source}: the fault did not take effect")
+            raise DrillError(f"{target} still receives from {source}: the fault did not take effect")
 
     def bits_per_s(self, source: str, target: str, nbytes: int) -> float:
         """Send `nbytes` from one host to another over TCP; return the rate."""
@@ -132,7 +132,7 @@ class NamespacesSite(Site):
         return nbytes * 8 / took_s
 
     def heal(self) -> None:
-        """Mend all links, connect every controller to the membership, and end a controller that was replaced."""
+        """Repair all links, connect every controller to the membership, and end a controller that was replaced."""
         self.rig.heal_all()
         self.unreachable_hosts.clear()
         self.connect_membership()

@@ -19,7 +19,7 @@ def adopt(
     now: float,
     is_alive: Callable[[int, int], bool],
 ) -> list[str]:
-    """Fill an empty shelf from an arena; slots whose header must be rewritten are left dirty. Return what was dropped.
+    """Fill an empty index from an arena; slots whose header must be rewritten are left dirty. Return the dropped ones.
 
     Args:
         now: Time of day, seconds: the slots are verified now.
@@ -58,7 +58,7 @@ def adopt(
 
 
 def _adopt_manifest(replica_index: ReplicaIndex, name: str, data: bytes) -> str:
-    """Put a manifest's shard on the shelf; return why it cannot be, or ""."""
+    """Add a manifest's shard to the index; return why it cannot be, or ""."""
     try:
         manifest, digest = decode_manifest(data), shard_digest(data)
         if name != ManifestFolder.name_of(manifest.shard, digest):

@@ -53,12 +53,12 @@ class Arena:
     def open(cls, folder: str | os.PathLike[str], *, limit_bytes: int, chunk_bytes: int) -> Arena:
         """Create the arena, or adopt the one a predecessor left.
 
-        A limit above the predecessor's lengthens the file; one below it keeps what is claimed.
+        A limit above the predecessor's lengthens the file; one below it keeps the claimed slots.
         Records that cannot be true are freed and listed in `freed`; digests are the caller's to check.
 
         Raises:
             ConfigError: A bad size, or the arena was made with another chunk size.
-            CapacityError: No room for the slot table or for what was claimed.
+            CapacityError: No room for the slot table or for the claimed slots.
             IntegrityError: The slot table is damaged.
         """
         path = check_folder(folder)
@@ -123,7 +123,7 @@ class Arena:
         Each step is allocated and pre-faulted; the new slots count only when all of them are there.
         If they cannot all be there, or `should_stop` says so, what this call had claimed is given
         back by punching a hole, and earlier slots stay as they were. Returns the slots there are.
-        One call at a time; meant for a background thread. `on_step` hears the bytes done, of those wanted.
+        One call at a time; meant for a background thread. `on_step` gets the bytes done and the bytes wanted.
 
         Raises:
             CapacityError: Beyond the limit, or the file system or memory is full.
@@ -147,7 +147,7 @@ class Arena:
         self._claim(slots, None, on_step)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
-        """Give back the pages of free slots that are leased to nobody; return those that some process still needs."""
+        """Give back the pages of unleased free slots; return the slots that some process still needs."""
         kept = set(slots)
         for first, count in runs(sorted(slots)):
             for free, free_count in lock_free(self._records_fd, first, count):
@@ -178,7 +178,7 @@ class Arena:
 
     @property
     def identity(self) -> str:
-        """What tells this arena from every other one; see ArenaMapping."""
+        """The identity of this arena; see ArenaMapping."""
         return self.mapping.identity
 
     def files_present(self) -> dict[str, bool]:
@@ -186,7 +186,7 @@ class Arena:
         return self.mapping.files_present(self._fd)
 
     def write_again(self) -> None:
-        """Write again what was removed, with the sealed slots as they are; all others are free in it.
+        """Write the removed files again, with the sealed slots as they are; all others are free in them.
 
         Their bytes move to the new file slot by slot, so that both take the memory of one: this one has lost them then.
 
@@ -285,7 +285,7 @@ def _with_holes(fd: int, chunk_bytes: int, slots_count: int) -> list[int]:
 
 
 def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, done_bytes: int, wanted_bytes: int) -> None:
-    """posix_fallocate a range, the next part of some; it releases the GIL."""
+    """Allocate a range with posix_fallocate, in parts; it releases the GIL."""
     try:
         os.posix_fallocate(fd, at, nbytes)
     except OSError as error:
@@ -305,7 +305,7 @@ def _allocate(folder: Path, fd: int, at: int, nbytes: int, *, done_bytes: int, w
 
 
 def _punch_hole(fd: int, at: int, nbytes: int) -> None:
-    """Give pages back without changing the file's length, which everybody has mapped."""
+    """Give pages back without changing the file's length, which every process has mapped."""
     if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, at, nbytes) != 0:
         reason = ctypes.get_errno()
         raise OSError(reason, f"cannot give back {nbytes} bytes of the arena at {at}: {os.strerror(reason)}")

@@ -21,7 +21,7 @@ from memstore.shell.arena.memory_limits import (
 )
 
 log = logging.getLogger("memstore")
-SMALL_BYTES = 1 << 30  # an "auto" limit below this is seldom what somebody wants
+SMALL_BYTES = 1 << 30  # an "auto" limit below this is seldom wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ArenaLimit:
 
     nbytes: int
     why: str = "arena_bytes"
-    warning: str = ""  # it is small, or more than can be had now; with the remedy
+    warning: str = ""  # it is small, or more than is available now; with the remedy
 
 
 def arena_limit(config: Config, folder: Path, *, hosts_on_machine: int = 1) -> ArenaLimit:
@@ -71,7 +71,7 @@ def _asked(limits: MemoryLimits, nbytes: int) -> ArenaLimit:
         why = f"arena_bytes is {gib(nbytes)}, and {gib(most)} can ever be had here: the {name}; do one of: {remedy}"
         if not limits.held_bytes:
             raise ConfigError(why, field="arena_bytes", value=nbytes)
-        return ArenaLimit(nbytes, warning=why)  # what is stored there must not be lost for a wrong limit
+        return ArenaLimit(nbytes, warning=why)  # stored replicas must not be lost for a wrong limit
     now = limits.held_bytes + max(0, min(room.room_bytes for room in rooms(limits)))
     if nbytes > now:
         tight = min(rooms(limits), key=lambda room: room.room_bytes)

@@ -1,17 +1,17 @@
 """The private folder that holds one host's arena: made, checked and opened safely (R5).
 
     <arena_dir>/memstore-<uid>/<store>/<host>/
-        lock         exclusive flock, and who holds it       lock.py
+        lock         exclusive flock, and its owner          lock.py
         slots        header table of the arena               slot_headers.py
         arena        the bytes                               arena.py
-        manifests/   what is in each shard                   manifests.py
+        manifests/   the content of each shard               manifests.py
         journal      facts                                   journal_file.py
         secret       the store's secret
         holder.sock  the holder's Unix socket
 
-Every level we make is 0700 and ours. `/dev/shm` is writable by everyone, so anybody may have put a
+Every level we make is 0700 and ours. `/dev/shm` is writable by everyone, so another user may have put a
 link or a folder of that name there first: each level is checked, top down, before it is used. Once
-a level is ours and closed, nobody else can change what lies below it.
+a level is ours and closed, no other user can change what lies below it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def arena_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) ->
 
 
 def make_folder(arena_dir: str | os.PathLike[str], *, store: str, host: str) -> Path:
-    """Create what is missing of a host's folder, check every level, return it.
+    """Create the missing levels of a host's folder, check every level, return it.
 
     Raises:
         ConfigError: `arena_dir` is absent or unsafe, or a level is a link, not ours or open to others.
@@ -128,7 +128,7 @@ def _remedy(error: OSError) -> str:
 
 
 def is_at(path: Path, status: os.stat_result) -> bool:
-    """Return whether the file of this status is the one at a path; False for whatever keeps it from being reached."""
+    """Return whether the file of this status is the one at a path; False for any error on the way to it."""
     try:
         return os.path.samestat(os.lstat(path), status)
     except OSError:

@@ -1,4 +1,4 @@
-"""For how long no holder has run on an arena, by a clock that only counts up: what an orphan is told by (R5).
+"""For how long no holder has run on an arena, by a clock that only counts up: it shows an orphan (R5).
 
 The file says at which moment of which boot a holder was there last. Nothing that is done to the wall clock makes an
 arena old; time before this boot, and time in which the machine slept, does not count.
@@ -38,7 +38,7 @@ class IdleTime:
         return max(0.0, time.monotonic() - seen_s)
 
     def used(self) -> None:
-        """Somebody uses the arena: it is not idle, however long it was before."""
+        """Reset the idle time: the arena is in use."""
         self.idle_s = 0.0
 
     def keep(self) -> None:
@@ -54,5 +54,5 @@ class IdleTime:
     def close(self) -> None:
         """Write it for the last time."""
         self.mark()
-        fd, self._fd = self._fd, -1  # whoever still keeps it writes into no other file of that number
+        fd, self._fd = self._fd, -1  # a late caller must not write into another file of that number
         os.close(fd)

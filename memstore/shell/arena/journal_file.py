@@ -2,7 +2,7 @@
 
 Frame: u32 length, u64 xxh3-64 of the payload, payload; little-endian. The payload is the caller's.
 A journal is read up to the first record that is torn or damaged; the rest is cut off and counted.
-No fsync: like the arena it outlives processes, not machines. What makes a fact safe is that it is
+No fsync: like the arena it outlives processes, not machines. A fact is safe because it is
 in the journals of several hosts.
 """
 
@@ -48,9 +48,9 @@ class Journal:
         return cls(path, fd, nbytes=good, dropped_nbytes=total - good)
 
     def records(self) -> list[bytes]:
-        """Return every payload, oldest first, as the open file has them now, whatever became of its name.
+        """Return every payload, oldest first, from the open file, even if its name is gone.
 
-        A damaged rest is cut off, or nobody would ever read what is appended behind it.
+        A damaged rest is cut off: else no reader would reach what is appended behind it.
         """
         self._check_open()
         found = list(_scan(os.dup(self._fd)))

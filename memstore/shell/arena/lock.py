@@ -1,6 +1,6 @@
-"""One holder per arena: an exclusive flock held for life, and who holds it (R2, R5, R8).
+"""One holder per arena: an exclusive flock held for life, and the owner's name in it (R2, R5, R8).
 
-The lock is the kernel's, so it ends with its owner, however the owner ends. What the file says
+The lock is the kernel's, so it ends with its owner, however the owner ends. The file's text
 (pid, start time, machine, cluster, address) is for people and for replacing a frozen owner; it is
 cleared on a clean release. No lock, no service.
 """
@@ -8,14 +8,15 @@ cleared on a clean release. No lock, no service.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from memstore.errors import ConfigError
 from memstore.shell.arena.folder import check_folder, commands_for, is_at, open_file
@@ -67,8 +68,8 @@ class ArenaLock:
         Args:
             folder: An arena folder that exists.
             timeout_s: How long to wait for a lock that its owner is giving up.
-            cluster: Written beside the pid for whoever is refused.
-            address: Written beside the pid for whoever is refused.
+            cluster: Written beside the pid, for the error of a holder that is refused.
+            address: Written beside the pid, for the error of a holder that is refused.
             replace_frozen: Called with the live owner; True means it is stopped or does not answer,
                 and exactly that process is killed. None: a live owner is never killed.
 
@@ -98,7 +99,7 @@ class ArenaLock:
             time.sleep(_POLL_S)
 
     def describe(self, *, cluster: str = "", address: str = "") -> None:
-        """Rewrite what the lock file tells others, once the holder knows its address."""
+        """Rewrite the lock file's text for other processes, once the holder knows its address."""
         now = self._owner
         self._owner = LockOwner(now.pid, now.start_time, now.boot_id, now.pid_namespace, cluster, address)
         self._write()
@@ -114,7 +115,7 @@ class ArenaLock:
             self._close()
 
     def _write(self) -> None:
-        record = json.dumps(asdict(self._owner)).encode()
+        record = msgspec.json.encode(self._owner)
         if len(record) > _RECORD_NBYTES:
             raise ConfigError(f"cluster and address make a lock record of {len(record)} bytes, limit {_RECORD_NBYTES}")
         os.pwrite(self._fd, record.ljust(_RECORD_NBYTES), 0)
@@ -127,7 +128,7 @@ class ArenaLock:
 
 
 def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
-    """Return who wrote itself into the lock file last, None if nobody; takes no lock.
+    """Return the owner that the lock file names last, None if it names none; takes no lock.
 
     The process may be gone: ask `is_alive()`, or `is_held(folder)`.
     """
@@ -140,16 +141,8 @@ def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
     finally:
         os.close(fd)
     try:
-        fields = json.loads(text)
-        return LockOwner(
-            int(fields["pid"]),
-            int(fields["start_time"]),
-            str(fields["boot_id"]),
-            int(fields["pid_namespace"]),
-            str(fields["cluster"]),
-            str(fields["address"]),
-        )
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(text, type=LockOwner)
+    except msgspec.MsgspecError:
         return None
 
 
@@ -218,7 +211,7 @@ def _is_current(folder: Path, fd: int) -> bool:
 
 
 def _kill_exactly(folder: Path, victim: LockOwner) -> None:
-    """Kill the frozen owner and nobody else: the pidfd pins the process before it is checked (R2)."""
+    """Kill the frozen owner and no other process: the pidfd pins the process before it is checked (R2)."""
     if victim.pid_namespace != pid_namespace():
         raise ConfigError(
             _refusal(folder, victim) + " (it runs in another container, so it cannot be replaced from here)"

@@ -48,7 +48,7 @@ class ManifestFolder:
 
     @staticmethod
     def name_of(shard: ShardId, digest: str) -> str:
-        """Return the file name for a shard's manifest: safe whatever the job is called.
+        """Return the file name for a shard's manifest: safe for every job name.
 
         Copies of one shard with different digests are different shards and get different names (R14).
         """
@@ -108,7 +108,7 @@ class ManifestFolder:
             self.problem = ""
 
     def load_all(self) -> Iterator[tuple[str, bytes]]:
-        """Yield every manifest as (name, bytes), in name order; remove what a dead writer left half done.
+        """Yield every manifest as (name, bytes), in name order; remove a dead writer's partial files.
 
         A file that is no manifest of ours, or is too large, is not read: `skipped` says why.
         """
@@ -146,7 +146,7 @@ class ManifestFolder:
             return [os.fstat(fd).st_size for fd in self._fds.values()]
 
     def copy_to(self, other: ManifestFolder) -> None:
-        """Save there what was saved here, as far as it is not there."""
+        """Save these manifests there too, unless they are there."""
         there = set(os.listdir(other.path))
         for name in self._fds.keys() - there:
             other.save(name, self._read(name))

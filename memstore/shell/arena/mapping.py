@@ -1,6 +1,6 @@
 """The arena file mapped into one process: views of slots, pre-faulting, and forks (R8, R9).
 
-The holder and every rank map the whole file once, whatever is claimed of it; only claimed slots have memory behind
+The holder and every rank map the whole file once, claimed or not; only claimed slots have memory behind
 them, and only those can be viewed, since touching another could be a SIGBUS. A claimed slot that nothing uses may be
 hollow, its pages given back: it gets them again before it is leased.
 """
@@ -67,7 +67,7 @@ class ArenaMapping:
         self._view = memoryview(mapped)
         self._entered: set[int] = set()  # slots whose pages this process has
         self._address = np.frombuffer(mapped, np.uint8).ctypes.data
-        self._close_slots = weakref.finalize(self, os.close, slots_fd)  # one that nobody closes goes with its last view
+        self._close_slots = weakref.finalize(self, os.close, slots_fd)  # an unclosed one goes with its last view
         self._close_slots.atexit = False
         _OPEN.add(self)
 
@@ -107,7 +107,7 @@ class ArenaMapping:
 
         Raises:
             ClosedError: The mapping was closed, or this process is a forked child.
-            IndexError: The slot is not claimed, or lies beyond what was mapped (the limit was raised
+            IndexError: The slot is not claimed, or lies beyond the mapping (the limit was raised
                 since: map again).
         """
         self._check_open()
@@ -173,13 +173,13 @@ class ArenaMapping:
         return done
 
     def populate(self, at: int, nbytes: int) -> int:
-        """Fault in one range that has memory behind it; returns `nbytes`. The caller answers for the range.
+        """Fault in one range with memory behind it, which the caller guarantees; return `nbytes`.
 
         By reading: the kernel then enters sixteen pages at a time, for writing too, the file being shared and in
         memory. By writing it enters them one by one and needs twice the time.
         """
         self._check_open()
-        with self._view[at : at + nbytes] as held:  # an exported view: nobody can unmap it under the call
+        with self._view[at : at + nbytes] as held:  # an exported view: it cannot be unmapped during the call
             if _libc.madvise(self._address + at, nbytes, _MADV_POPULATE_READ) == 0:
                 return nbytes
             reason = ctypes.get_errno()

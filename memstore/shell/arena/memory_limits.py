@@ -16,9 +16,9 @@ from memstore.errors import ConfigError
 from memstore.shell.arena.folder import held_bytes
 
 MONITOR_SHARE = 0.9  # stay this far below Ray's memory-monitor threshold
-FREE_SHARE = 0.9  # of what is free in arena_dir, for "auto"
+FREE_SHARE = 0.9  # share of the free bytes of arena_dir, for "auto"
 ENLARGE = "enlarge arena_dir (mount -o remount,size=..., docker --shm-size, a larger emptyDir) or set another one"
-RESTART = "`memstore down` and `memstore up`"  # what is stored stays; limits are measured anew
+RESTART = "`memstore down` and `memstore up`"  # replicas stay; limits are measured again
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
@@ -33,7 +33,7 @@ class MemoryLimits:
     fs_total_bytes: int
     fs_free_bytes: int
     ray_object_store_bytes: int = 0  # length of Ray's object store files in the same file system
-    ray_object_store_claim_bytes: int = 0  # what they have still to claim there: they are sparse
+    ray_object_store_claim_bytes: int = 0  # bytes they have still to claim there: they are sparse
     cgroup_limit_bytes: int | None = None
     cgroup_used_bytes: int | None = None  # without reclaimable page cache
     ray_threshold: float = 0.95
@@ -117,7 +117,7 @@ def measure(
 def auto_bytes(limits: MemoryLimits) -> int:
     """Return what `arena_bytes="auto"` means: a ceiling for one host's arena, not a promise of room.
 
-    Half of what the memory limit leaves beside Ray's object store, at most 0.9 of what would be free in `arena_dir`
+    Half of the memory limit without Ray's object store, at most 0.9 of the bytes that would be free in `arena_dir`
     with Ray's own claimed and the store's arenas empty: parted evenly among the hosts on this machine, but for those
     that hold more than such a part already. They keep it, and the others part the rest.
     """
@@ -155,7 +155,7 @@ def beyond_limit(why: str) -> str:
 
 
 def most_bytes(limits: MemoryLimits) -> tuple[int, str]:
-    """Return what an arena could have with nothing else running, and what sets that bound."""
+    """Return the bytes an arena could have with nothing else running, and the reason of that bound."""
     found = [(limits.fs_total_bytes, f"size of the file system {limits.arena_dir}")]
     found.append(
         (_usable(limits, limits.ram_total_bytes), "memory of this machine less what Ray's memory monitor keeps")

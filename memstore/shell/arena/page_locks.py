@@ -30,7 +30,7 @@ def hold(fd: int, first: int, count: int) -> bool:
 
 
 def lock_free(fd: int, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Lock what no other process holds of some slots, and yield it as (first, count); unlocked when that is used."""
+    """Lock the slots that no other process holds, and yield them as (first, count); unlock each after its use."""
     if _lock(fd, fcntl.F_WRLCK, first, count):
         try:
             yield first, count
@@ -76,7 +76,7 @@ class PageHold:
         _OPEN.add(self)
 
     def add(self, slots: Iterable[int]) -> None:
-        """Hold some more. One that is being emptied is not the reader's any more: what it copies fails its digest."""
+        """Hold more slots. One that is being emptied is lost to the reader: its copy fails the digest."""
         for first, count in runs(sorted(set(slots))):
             hold(self._fd, first, count)
 

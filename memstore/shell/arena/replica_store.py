@@ -1,9 +1,9 @@
-"""The shelf with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
+"""The replica index with its arena: bytes, headers and manifests in the order R7 demands. One lock; decides nothing.
 
 In:  bytes, digest, slot header, manifest (temp + rename), then the caller acknowledges.
 Out: unlink the manifest, then free the slots.
 
-Digesting and copying happen outside the lock, on slots that nobody else may write (receiving) or
+Digesting and copying happen outside the lock, on slots that no other thread may write (receiving) or
 that are referenced (sealed). Read core/arena/replica_index.py and core/arena/slot_table.py first.
 """
 
@@ -32,11 +32,11 @@ from memstore.core.format.manifest import (
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError
 from memstore.shell.arena.adoption import adopt
 from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
 from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
-from memstore.shell.arena.vault_room import Admit, VaultRoom
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
@@ -46,7 +46,7 @@ VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offere
 
 
 class Clock(Protocol):
-    """Seconds: of the day, and since some moment. The `time` module is one."""
+    """Wall clock and monotonic clock, in seconds. The `time` module is one."""
 
     def time(self) -> float:
         """Return the time of day."""
@@ -85,11 +85,11 @@ class ReplicaStore:
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
         self.index = ReplicaIndex(self.table)
-        self.room = VaultRoom(
+        self.room = ClaimedMemory(
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
-        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # hears of copies found damaged on the way
+        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # gets copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.index, clock.time(), is_alive)
         self.flush()
 
@@ -98,7 +98,7 @@ class ReplicaStore:
         cls, folder: Path, *, limit_bytes: int, chunk_bytes: int, limit_why: str = "arena_bytes",
         admit: Admit | None = None,
     ) -> ReplicaStore:  # fmt: skip
-        """Create what a host stores in an arena folder, or adopt what an earlier holder left there (R6)."""
+        """Create the replica store of a host in an arena folder, or adopt an earlier holder's (R6)."""
         arena = Arena.open(folder, limit_bytes=limit_bytes, chunk_bytes=chunk_bytes)
         return cls(
             arena, ManifestFolder.open(folder), limit_bytes=limit_bytes, chunk_bytes=chunk_bytes, limit_why=limit_why,
@@ -136,15 +136,15 @@ class ReplicaStore:
     def claim(
         self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
     ) -> None:
-        """Reserve room for a job; see VaultRoom.claim."""
+        """Reserve room for a job; see ClaimedMemory.claim."""
         self.room.claim(job, share, on_step)
 
     def ensure_free(self, count: int) -> None:
-        """Have so many slots free for staging; see VaultRoom.ensure_free."""
+        """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
         self.room.ensure_free(count)
 
     def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
-        """Lease what the rank's share still allows beside what it and its save processes have (R10)."""
+        """Lease the slots that the rank's share still allows beside its own and its save processes' (R10)."""
         with self.lock:
             count = self.index.leasable(job, rank, self.table.held_count([owner, *stand_ins_for]))
             numbers = self.table.lease(owner, count, attempt=attempt)
@@ -208,7 +208,7 @@ class ReplicaStore:
 
     @property
     def arena_identity(self) -> str:
-        """Return what tells this arena from another one in its place."""
+        """Return the identity of this arena, by which another one in its place is known."""
         return self.arena.identity
 
     def take_over(self, shard: ShardId, owner: Owner, slots: Sequence[int] | None) -> tuple[StoredReplica | None, bool]:
@@ -220,7 +220,7 @@ class ReplicaStore:
             return self.index.find(shard), slots is not None and self.table.hand_over(owner, slots)
 
     def abort_older(self, job: str, attempt: int) -> None:
-        """Give up what is being received of a job's older attempts."""
+        """Give up the incoming replicas of a job's older attempts."""
         with self.lock:
             self.index.abort_older(job, attempt)
             self.flush()
@@ -238,7 +238,7 @@ class ReplicaStore:
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
         excerpt: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
-        """Begin what a restore brings: a shard, or an excerpt of it; what is here and good now is held (R23)."""
+        """Begin to receive a shard for a restore, or a part of it; hold the good chunks that are here (R23)."""
         self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
             draft = self.index.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
@@ -260,7 +260,7 @@ class ReplicaStore:
             return [i for i in indices if draft.slots[i] is None]
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
-        """Before an old slot answers for an offered chunk, its bytes are digested again (R13)."""
+        """Digest old slots again before they answer for offered chunks (R13)."""
         now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
@@ -301,7 +301,7 @@ class ReplicaStore:
     def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
         """Save the manifest and turn the draft into a stored replica.
 
-        One step under the lock: no abort comes between, and no drop of the same shard unlinks what was just saved.
+        Under one lock: no abort comes between, and no drop of the same shard unlinks the manifest just saved.
 
         Raises:
             IntegrityError: The draft was aborted meanwhile, lacks chunks, or has others than the manifest says.
@@ -322,7 +322,7 @@ class ReplicaStore:
         return shelved
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
-        """Give back what a draft holds; with `only`, if it is still that one."""
+        """Give back an incoming replica's slots; with `only`, if it is still that one."""
         with self.lock:
             if only is None or self.index.draft(name, shard) is only:
                 self.index.abort_draft(name, shard)
@@ -343,7 +343,7 @@ class ReplicaStore:
         return data
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
-        """Write the manifest of a stored replica anew, from another copy, unless the replica was dropped meanwhile."""
+        """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
             if self.index.find(shelved.shard, shelved.spec.digest) is shelved:
                 self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
@@ -360,7 +360,7 @@ class ReplicaStore:
             return shelved, self.index.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
     def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> None:
-        """Keep what was pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
+        """Keep a replica pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
         with self.lock:
             self._discard(self.index.keep_staged(key, shelved, pin))
             if key not in self.index.staged:
@@ -381,9 +381,9 @@ class ReplicaStore:
         return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
 
     def verify(self, shelved: StoredReplica, spread: Spread = map) -> list[int]:
-        """Re-digest a pinned replica; condemn what is bad; return the chunk indices this host now lacks (R30).
+        """Re-digest a pinned replica; quarantine what is bad; return the chunk indices this host now lacks (R30).
 
-        `on_hurt` hears of the other replicas that used the same slots. `spread` is a `map` that may use threads.
+        `on_hurt` gets the other replicas that used the same slots. `spread` is a `map` that may use threads.
         """
         hurt: dict[int, StoredReplica] = {}
         held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
@@ -399,7 +399,7 @@ class ReplicaStore:
         return sorted(shelved.missing)
 
     def verify_slot(self, number: int) -> list[StoredReplica]:
-        """Re-digest one slot if it is sealed; return the replicas hurt if it is bad (R30)."""
+        """Re-digest one slot if it is sealed; return the replicas that it damages if it is bad (R30)."""
         with self.lock:
             slot = self.table.slots[number]
             if slot.state is not SlotState.SEALED or slot.refs <= 0:
@@ -438,7 +438,7 @@ class ReplicaStore:
             return known
 
     def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and condemn those that are bad; `on_hurt` hears of the replicas that used them."""
+        """Digest slots again and quarantine the bad ones; call `on_hurt` with the replicas that used them."""
         for number in slots:
             for hurt in self.verify_slot(number):
                 self.on_hurt(hurt)
@@ -446,7 +446,7 @@ class ReplicaStore:
     # -- dropping -----------------------------------------------------------------------------
 
     def drop(self, shard: ShardId) -> None:
-        """Remove every replica of a shard, and let go of what a restore staged of it (R7)."""
+        """Remove every replica of a shard, also those that a restore staged (R7)."""
         with self.lock:
             self._discard(self.index.drop(shard, self.clock.monotonic() + DROPPED_READ_S))
 
@@ -478,14 +478,14 @@ class ReplicaStore:
             self._discard(expired)
 
     def _discard(self, gone: Sequence[StoredReplica]) -> None:
-        """Unlink, then free (R7); the caller holds the lock since it took the replicas off the shelf."""
+        """Unlink, then free (R7); the caller holds the lock since it took the replicas out of the index."""
         for shelved in gone:
             self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
             self.index.free(shelved)
             self.flush()
 
     def stats(self) -> dict[str, int]:
-        """Bytes used, reserved, claimed and allowed, for status."""
+        """Return the bytes used, reserved, claimed and allowed, for status."""
         with self.lock:
             used = self.table.claimed_count - len(self.table.free)
             reserved = sum(share.total for share in self.index.shares.values())

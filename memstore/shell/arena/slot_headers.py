@@ -32,7 +32,7 @@ _MAGIC = b"MEMSLOTS"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, version, chunk_bytes, slots_count, arena_id
 _SLOTS_COUNT_AT = 16
 _U64 = struct.Struct("<Q")
-_BODY = struct.Struct("<I16sIIQQd")  # what follows the state byte and three bytes of padding
+_BODY = struct.Struct("<I16sIIQQd")  # after the state byte and three bytes of padding
 _BODY_AT = 4
 
 RECORD_DTYPE = np.dtype(
@@ -129,7 +129,7 @@ class SlotHeaders:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the table's file."""
+        """Return the size of the table's file."""
         return len(self._map)
 
     @classmethod

@@ -1,7 +1,7 @@
 """A look at the bytes of slots by two processes: do a rank that filled them and its holder see the same memory? (R8)
 
-Of every chunk some cache lines are digested, at places that a seed names: the rank draws it afresh for every put and
-sends it along with what it saw, the holder looks at the same places. The digests of whole chunks cannot tell it: they
+Some cache lines of every chunk are digested, at places given by a seed: the rank draws a new one for every put and
+sends it along with its digests, the holder looks at the same places. The digests of whole chunks cannot show it: they
 are the holder's alone, and say of the wrong memory that it is unchanged ever since.
 """
 
@@ -33,7 +33,7 @@ def differing(mapping: ArenaMapping, slots: Sequence[int], nbytes: int, seen: Sl
     """Return the chunks of which another process has seen other bytes than this one sees.
 
     Raises:
-        IntegrityError: What it says it has seen is no sample of so many chunks.
+        IntegrityError: The rank's sample does not fit the number of chunks.
     """
     if len(seen.digests) != len(slots) * DIGEST_BYTES:
         raise IntegrityError(f"it came without a sample of its {len(slots)} chunks")

@@ -1,4 +1,4 @@
-"""What a host remembers of jobs that were dropped: in the store's folder, so that it outlives the host's (R5, R23).
+"""A host's records of dropped jobs, in the store's folder, so that they outlive the host's folder (R5, R23).
 
 <arena_dir>/memstore-<uid>/<store>/.dropped-<host>      {"job": "its committed steps ... were dropped ..."}
 """
@@ -22,7 +22,7 @@ def tombstone_path(folder: Path) -> Path:
 
 
 class Tombstones:
-    """Stories by job, as the file has them. One writer, which holds the lock of the host's arena."""
+    """The reasons by job, as the file has them. One writer, which holds the lock of the host's arena."""
 
     def __init__(self, folder: Path) -> None:
         self._path = tombstone_path(folder)
@@ -35,11 +35,11 @@ class Tombstones:
         except FileNotFoundError:
             return {}
         except (ConfigError, OSError, ValueError, AttributeError) as exc:
-            log.warning("what was dropped before cannot be read in %s: %s", self._path, exc)
+            log.warning("the records of dropped jobs cannot be read in %s: %s", self._path, exc)
             return {}
 
     def take(self, job: str, story: str) -> None:
-        """Remember a job's story, or forget it."""
+        """Record why a job was dropped, or forget the job ("")."""
         if self.stories.get(job, "") == story:
             return
         stories = {name: kept for name, kept in {**self.stories, job: story}.items() if kept}
@@ -51,4 +51,4 @@ class Tombstones:
         with os.fdopen(open_file(self._path.parent, temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump(stories, file, indent=1)
         os.rename(self._path.parent / temporary, self._path)
-        self.stories = stories  # not before: what could not be written is written when it is said again
+        self.stories = stories  # not before: after a failed write a repeated order writes it

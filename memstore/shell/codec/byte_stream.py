@@ -1,4 +1,4 @@
-"""What a state is built from: the bytes of a shard."""
+"""The source of a restored state: the bytes of a shard."""
 
 from __future__ import annotations
 

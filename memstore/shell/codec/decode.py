@@ -20,7 +20,7 @@ from memstore.shell.tensors import registry, subclasses
 from memstore.shell.tensors.memory import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes, leaf_of_array, leaf_of_tensor
 from memstore.shell.tensors.slot_stream import SlotStream
 
-WAITING_BYTES_MAX = 256 << 20  # of host memory on its way to a device
+WAITING_BYTES_MAX = 256 << 20  # host memory in transit to a device
 
 
 def check_into(layout: bytes, into: object) -> None:
@@ -43,8 +43,8 @@ def decode_state(
 ) -> Any:
     """Return the state that `plan_state` and `copy_into` stored.
 
-    With `into`, tensors and arrays are filled in place and stand in the returned state themselves;
-    Stateful objects get load_state_dict() and stand there, too; entries of dicts, lists and dataclasses
+    With `into`, tensors and arrays are filled in place and are part of the returned state;
+    Stateful objects get load_state_dict() and are part of it, too; entries of dicts, lists and dataclasses
     get the other values. Nothing is written unless everything fits. Without it, tensors are new, on
     their kind of device if this process has one, else in host memory.
 
@@ -89,7 +89,7 @@ def build_state(layout: Layout, stream: ByteStream, match: StateMatch | None, *,
 
 
 def guarded(work: Callable[[], Any]) -> Any:
-    """Run what interprets names and values from a layout; a bad one is the layout's fault, not the caller's."""
+    """Run code that interprets names and values of a layout; raise its errors as faults of the layout."""
     try:
         return work()
     except _Malformed as error:
@@ -97,11 +97,11 @@ def guarded(work: Callable[[], Any]) -> Any:
 
 
 class _Malformed(Exception):
-    """A value that passed the layout's checks and still means nothing."""
+    """A value that passed the layout's checks but has no meaning."""
 
 
 class StateBuild:
-    """Builds objects out of nodes; `match` says which tensors and Stateful objects are there already."""
+    """Builds objects out of nodes; `match` has the live tensors and Stateful objects."""
 
     def __init__(
         self, layout: Layout, stream: ByteStream | None, match: StateMatch | None = None, *, is_alias: bool = False
@@ -114,8 +114,8 @@ class StateBuild:
         self._tensors: dict[int, Any] = {}
         self._loads: list[tuple[Any, Any]] = []
         self._values: dict[int, Any] = {}  # id of a node that is assigned -> its object
-        self._later: list[Callable[[], object]] = []  # what needs bytes that were read, in order
-        self._waiting_bytes = 0  # of host memory that is kept for them
+        self._later: list[Callable[[], object]] = []  # steps that need bytes that were read, in order
+        self._waiting_bytes = 0  # host memory kept for them
 
     def node(self, node: Any) -> Any:
         """Return the object of a node."""
@@ -145,7 +145,7 @@ class StateBuild:
                 self._fill(self._layout.tensors[node.data], target)
 
     def settle(self) -> None:
-        """Wait for the bytes read so far, then do what needs them."""
+        """Wait for the bytes read so far, then run the steps that need them."""
         if self._stream is not None:
             self._stream.settle()
         later, self._later, self._waiting_bytes = self._later, [], 0
@@ -213,7 +213,7 @@ class StateBuild:
         return alias
 
     def _on_device(self, stream: ByteStream, offset: int, nbytes: int, device: str) -> torch.Tensor:
-        """Return device memory that gets the bytes: straight, if the stream does that, else by way of host memory."""
+        """Return device memory that gets the bytes: directly, if the stream can, else through host memory."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if not stream.read_to(offset, buffer):
             if self._waiting_bytes > WAITING_BYTES_MAX:
@@ -239,7 +239,7 @@ class StateBuild:
     def _array(self, spec: TensorSpec) -> np.ndarray:
         dtype = dtype_of(spec.dtype)
         if spec.extent is None:
-            # Not np.empty: it makes a character of none, and of "<U0" with many elements an allocation.
+            # Not np.empty: it turns "<U0" into "<U1", and so allocates memory for many empty elements.
             nothing: np.ndarray = np.ndarray(spec.shape, dtype, bytearray())
             return nothing
         buffer = self._extent(spec.extent, None).numpy()
@@ -268,7 +268,7 @@ class StateBuild:
             raise ManifestMismatch("the state holds DTensors: pass into= with the live, sharded state")
         local = self.node(node.children[0])
         if local.device.type != mesh.device_type:
-            self.settle()  # its bytes, before they are copied from where they are to lie
+            self.settle()  # its bytes must have arrived before they are copied
         return subclasses.build_dtensor(local.to(mesh.device_type), node.data, mesh)
 
     def blob(self, data: Any) -> bytes:
@@ -316,7 +316,7 @@ class StateBuild:
 
 
 def has_device(kind: str) -> bool:
-    """Tell whether this process can hold tensors on this kind of device."""
+    """Return whether this process can hold tensors on this kind of device."""
     try:
         return bool(torch.get_device_module(kind).is_available())
     except (RuntimeError, AttributeError):

@@ -36,7 +36,7 @@ class StatePlan:
     layout: bytes
     nbytes: int
     placed: tuple[tuple[int, Source], ...]
-    shared_chunks: int | None = None  # leading chunks that other ranks put too; None: the rank names no shard (R34)
+    shared_chunks: int | None = None  # leading chunks that other ranks put too; None: no shared shard (R34)
     parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
 
     def name_at(self, offset: int) -> str:

@@ -1,7 +1,7 @@
-"""How the interpreter is set while a put blocks training or a get copies; whoever waits in between lifts all of it.
+"""Interpreter settings while a put blocks training or a get copies; they are lifted while the copy waits.
 
-The cyclic collector stands still: a plan of a thousand tensors makes ten thousand containers in a row, all of which die
-when put returns; a get makes as many from a layout. To the collector they look like growth: it looks at all objects of
+The cyclic collector is off: a plan of a thousand tensors makes ten thousand containers in a row, all of which die
+when put returns; a get makes as many from a layout. The collector takes them for growth and looks at all objects of
 the process every few puts, 100 ms for what torch alone imports. By the time it may run again they are gone.
 
 Threads take turns every 20 microseconds, not every 5 ms: a copy asks for the interpreter's lock after every move, and
@@ -36,7 +36,7 @@ class _Passes:
         self.lock = threading.RLock()  # a signal's handler may copy
         self.copying: dict[object, FrameType] = {}  # by pass, the call that it belongs to
         self._before: tuple[bool, float] | None = None  # None: nothing is set
-        self.here = threading.local()  # of the thread that asks
+        self.here = threading.local()  # of the calling thread
 
     @property
     def own(self) -> dict[object, FrameType]:
@@ -45,20 +45,20 @@ class _Passes:
         return known
 
     def begin(self, one: object, call: FrameType) -> None:
-        """This thread copies from now on."""
+        """Begin a copy of this thread."""
         for over in [over for over, its_call in self.own.items() if not is_running(its_call)]:
             self.end(over)
         self.own[one] = self.copying[one] = call
         self.settle()
 
     def end(self, one: object) -> None:
-        """It copies no more."""
+        """End a copy."""
         self.copying.pop(one, None)
         self.own.pop(one, None)
         self.settle()
 
     def settle(self) -> None:
-        """Set, or leave, what the copies under way ask for."""
+        """Apply the settings if copies are under way, else restore them."""
         with self.lock:
             if self.copying and self._before is None:
                 self._before = gc.isenabled(), sys.getswitchinterval()
@@ -68,7 +68,7 @@ class _Passes:
                 self.restore()
 
     def restore(self) -> None:
-        """Set again what was; what somebody else has set meanwhile stays."""
+        """Restore the earlier settings, except those that other code has changed meanwhile."""
         if self._before is None:
             return
         was_enabled, interval_s = self._before
@@ -83,7 +83,7 @@ _passes = _Passes()
 
 
 def _begin_anew() -> None:
-    """A forked child has none of the other threads, nor whoever held the lock; its own pass ends with the old ones."""
+    """Reset the passes in a forked child, which has neither the other threads nor the lock's owner."""
     global _passes
     _passes.restore()
     _passes.lock = threading.RLock()
@@ -100,7 +100,7 @@ def copying() -> Iterator[None]:
     """Set the interpreter for a copy; any number of threads may, to any depth."""
     passes, one = _passes, object()
     try:
-        passes.begin(one, sys._getframe(2))  # of whoever enters it
+        passes.begin(one, sys._getframe(2))  # the frame of the caller
         yield
     finally:
         passes.end(one)
@@ -108,7 +108,7 @@ def copying() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Within a pass of this thread: it copies nothing now and waits, perhaps for minutes, with all as it was before."""
+    """Restore the settings while a copying thread waits, perhaps for minutes."""
     passes = _passes
     try:
         for one in passes.own:

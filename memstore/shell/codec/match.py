@@ -1,4 +1,4 @@
-"""Check a stored state against the live one it shall be restored into, before a byte is written (R26).
+"""Check a stored state against the live one that it is restored into, before a byte is written (R26).
 
 Paths, kinds, dtypes, shapes and ties must agree; plain values may differ, and go where `plain_places` says.
 What a Stateful object has no place for yet, such as the state of an optimizer that has not stepped, is left to its
@@ -49,7 +49,7 @@ class StateMatch:
         self.places: Places = {}
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
-        self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets of which one element may take many values
+        self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets in which several elements share memory
         self.plain = PlainPlaces()
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
@@ -63,7 +63,7 @@ class StateMatch:
         self._check_ties()
 
     def check_overlapping(self, value: Callable[[TensorSpec], Any]) -> None:
-        """Compare filled views whose elements share memory with what was stored: they hold it only if it was like them.
+        """Compare filled views whose elements share memory with the stored values: they can hold only like values.
 
         Raises:
             ManifestMismatch: One does not.
@@ -158,7 +158,7 @@ class StateMatch:
         return stored
 
     def _match_items(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
-        if is_strict and len(node.children) < len(target):  # what only the checkpoint has comes back
+        if is_strict and len(node.children) < len(target):  # the live entry has no counterpart in the checkpoint
             raise ManifestMismatch(f"{path} was stored with {len(node.children)} items and has {len(target)} in `into`")
         is_open, since = isinstance(target, list), len(self.plain.assignments)
         parts = target if isinstance(target, list) else list(target)
@@ -267,7 +267,7 @@ class StateMatch:
 
 
 def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) -> Leaf:
-    """Describe a live target; one that could not even be stored cannot be filled."""
+    """Describe a live target; raise a mismatch for one that could not be stored."""
     try:
         return describe(target)
     except ValueError as error:
@@ -275,7 +275,7 @@ def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) ->
 
 
 def _same_view(first_spec: TensorSpec, spec: TensorSpec, first_leaf: Leaf, leaf: Leaf) -> bool:
-    """Tell whether two stored tensors lie to each other as two live ones do."""
+    """Return whether two stored tensors overlap in memory as two live ones do."""
     if (spec.offset, spec.shape, spec.strides) == (first_spec.offset, first_spec.shape, first_spec.strides):
         return (leaf.address, leaf.shape, leaf.strides) == (first_leaf.address, first_leaf.shape, first_leaf.strides)
     pairs = ((first_spec, first_leaf), (spec, leaf))
@@ -291,12 +291,12 @@ def _holds_bytes(node: Any) -> bool:
 
 
 def _within(place: Place) -> Place:
-    """Return the place of an item of what cannot be changed."""
+    """Return the place of an item in an immutable container."""
     return handled if place is handled else None
 
 
 def _unequal_keys(target: dict[Any, Any]) -> dict[bytes, list[Any]]:
-    """Return the keys of a dict that may not equal what was stored of them, by what would be stored now."""
+    """Return the keys of a dict that may not equal their stored form (NaNs), by the form stored now."""
     found: dict[bytes, list[Any]] = {}
     for key in target:
         if not isinstance(key, str | int | bytes):

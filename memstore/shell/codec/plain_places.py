@@ -20,7 +20,7 @@ Place = Callable[[Any], object] | None  # assigns a value; None: there is no ent
 
 
 def handled(value: Any) -> None:
-    """Be the place of what goes with something else: a load_state_dict, or an entry further out."""
+    """Assign nothing: the value is set with its container, by a load_state_dict or an outer entry."""
 
 
 class PlainPlaces:
@@ -32,7 +32,7 @@ class PlainPlaces:
         self.not_filled: list[str] = []
 
     def take(self, node: Any, target: Any, path: str, place: Place) -> None:
-        """Note where a stored value goes instead of `target`; what is live stays, for others may look at it."""
+        """Note where a stored value goes instead of `target`, which is not changed: other code may refer to it."""
         if place is handled:
             return
         if place is None or _is_live(target):
@@ -86,7 +86,7 @@ def field(place: Place, owner: Any, name: str) -> Place:
 
 
 def is_mutable(record: Any) -> bool:
-    """Tell whether the fields of a registered class's instance can be assigned."""
+    """Return whether the fields of a registered class's instance can be assigned."""
     return dataclasses.is_dataclass(record) and not getattr(record, "__dataclass_params__").frozen  # noqa: B009
 
 

@@ -1,10 +1,10 @@
-"""Reads of a shard whose slots others may yet lose: copied chunk by chunk, each digested right after (R7, R26).
+"""Reads of a shard whose slots may be lost meanwhile: copied chunk by chunk, each digested right after (R7, R26).
 
-A chunk is copied and then digested where it lay, piece by piece, while the copy has left the piece in the cache: that
+A chunk is copied and then digested in its slot, piece by piece, while the copy has left the piece in the cache: that
 costs a tenth of the copy, a pass of its own over memory costs half of it. The digest after proves the copy. A chunk
 found bad is brought again from another copy and copied again; only when none is good does the read fail.
 
-A GPU copies chunks itself from where they lie, on a stream of its own, some flights of them at a time; each is digested
+A GPU copies chunks itself out of the slots, on a stream of its own, some flights of them at a time; each is digested
 when the event behind its copy has come, on other threads, while the next are on their way: the same proof.
 """
 
@@ -34,7 +34,7 @@ from memstore.shell.device.side_stream import (
 )
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
-MEND_TRIES = 3  # the first may only find out that this host's copy is bad, and the next is planned without it
+MEND_TRIES = 3  # the first may only show that this host's copy is bad; the next avoids it
 
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
 DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
@@ -42,7 +42,7 @@ Views = list[tuple[int, memoryview]]  # of chunks, by index
 
 
 class Copies(NamedTuple):
-    """What is to be copied out of each chunk."""
+    """The planned copies out of each chunk."""
 
     host: dict[int, list[Move]]
     device: dict[int, list[DeviceMove]]
@@ -52,13 +52,13 @@ class ChunkSource(Protocol):
     """Chunks of one shard on this host, unverified."""
 
     def take(self, wanted: Sequence[int]) -> Views:
-        """Return those of the chunks that have come, at least one; wait for it. What it leaves out may come later."""
+        """Wait until at least one of the chunks has come; return those that have. Ask again for the others."""
 
     def pin(self, views: Views, device: int) -> None:
-        """Let a CUDA device read chunks that were taken where they lie; not called in a thread that computes."""
+        """Register the slots of taken chunks with a CUDA device; not called in a thread that computes."""
 
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        """Bring chunks again, from copies that were digested, and let `use` have them."""
+        """Bring chunks again, from copies that were digested, and pass them to `use`."""
 
 
 class CheckedStream:
@@ -103,7 +103,7 @@ class CheckedStream:
         return b"".join(self._own(chunk)[start : start + size] for chunk, start, _, size in parts)
 
     def alias(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return None: nobody may look into slots that were not verified."""
+        """Return None: slots that were not verified must not be read."""
         return None
 
     def settle(self) -> None:
@@ -112,7 +112,7 @@ class CheckedStream:
         Raises:
             DigestMismatch: Some chunk is bad in every copy there is; what was read is unusable.
             StepDropped: There is no copy any more.
-        MemstoreError: The source's, if chunks do not come.
+        MemstoreError: From the source, if chunks do not come.
         """
         copies, self._copies = self._copies, Copies({}, {})
         self._copy(copies, is_target=True)
@@ -128,7 +128,7 @@ class CheckedStream:
     def _copy(self, copies: Copies, *, is_target: bool = False) -> None:
         left, bad = dict.fromkeys([*copies.host, *copies.device]), []
         streams: dict[torch.device, SideStream] = {}
-        # What copies itself needs threads for its digests alone, however few torchrun leaves to torch (one).
+        # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
         with ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers:  # starts them on demand
@@ -147,7 +147,7 @@ class CheckedStream:
             self._mend(sorted(bad), copies)
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
-        """Copy chunks to host memory; return those that did not hold afterwards what the manifest names."""
+        """Copy chunks to host memory; return those whose digest was wrong afterwards."""
         return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i))]
 
     def _copy_to_devices(
@@ -208,7 +208,7 @@ class CheckedStream:
 def order_chunks(
     flight: Views, moves: Mapping[int, list[DeviceMove]], streams: dict[torch.device, SideStream]
 ) -> list[Arrival]:
-    """Have devices copy parts of chunks from where they lie; return the end of it, for each device."""
+    """Have devices copy parts of chunks out of the slots; return an arrival for each device."""
     copies: dict[torch.device, list[Piece]] = {}
     for index, view in flight:
         for target, first, start, nbytes in moves.get(index, ()) if view.nbytes else ():
@@ -221,7 +221,7 @@ def order_chunks(
 
 
 def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes) -> bool:
-    """Copy parts of a chunk; tell whether it held, after that, the bytes of this digest."""
+    """Copy parts of a chunk; return whether it had this digest after the copy."""
     if not view.nbytes:  # lost after it was staged
         return False
     address, memmove = address_of(np.frombuffer(view, np.uint8)), ctypes.memmove

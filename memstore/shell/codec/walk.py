@@ -49,7 +49,7 @@ class StateWalk:
         self.leaves: list[Leaf] = []
         self.blobs: list[bytes | bytearray] = []
         self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
-        self._open: set[int] = set()  # containers that the walk is inside of
+        self._open: set[int] = set()  # containers around the current value
         self._handlers: dict[type, Callable[[Any], Any]] = {
             str: self._text,
             int: self._int,
@@ -83,7 +83,7 @@ class StateWalk:
                 type_name=f"{kind.__module__}.{kind.__qualname__}",
             ) from None
         finally:
-            self._handlers.clear()  # they hold this walk, and it every tensor: a cycle would wait for a collector
+            self._handlers.clear()  # breaks a cycle that would keep every tensor until a collection
 
     def _node(self, value: Any) -> Any:
         kind = type(value)
@@ -95,7 +95,7 @@ class StateWalk:
         return self._other(value)
 
     def _other(self, value: Any) -> Any:
-        """Encode what is not of an exact built-in type."""
+        """Encode a value that is not of an exact built-in type."""
         kind = type(value)
         if isinstance(value, enum.Enum):
             return self._enum(value)
@@ -103,9 +103,9 @@ class StateWalk:
             return self._tensor_subclass(value)
         if isinstance(value, np.generic):
             array = np.asarray(value)
-            return [Tag.SCALAR, [self._described(value, array.dtype), array.tobytes()]]
+            return [Tag.SCALAR, [self._described(value, describe_dtype, array.dtype), array.tobytes()]]
         if isinstance(value, np.dtype):
-            return [Tag.ARRAY_DTYPE, self._described(value, value)]
+            return [Tag.ARRAY_DTYPE, self._described(value, describe_dtype, value)]
         if is_stateful(value):
             self._enter(value)
             node = self._node(value.state_dict())
@@ -124,7 +124,7 @@ class StateWalk:
     def _enter(self, value: object) -> None:
         """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
 
-        Whoever enters discards the id when it is done; a refusal ends the whole walk.
+        The caller discards the id when it is done; a refusal ends the whole walk.
         """
         if id(value) in self._open:
             raise _Refused("it contains itself", value)
@@ -151,7 +151,7 @@ class StateWalk:
         return out
 
     def _key(self, key: Any) -> Any:
-        """Encode what is hashed: inside the layout, so that `into` can be compared without the stream."""
+        """Encode a dict's key or a set's item inside the layout, to compare it with `into` without the stream."""
         leaves, blobs = len(self.leaves), len(self.blobs)
         node = self._node(key)
         if len(self.leaves) != leaves or len(self.blobs) != blobs:
@@ -229,31 +229,21 @@ class StateWalk:
         return len(self.blobs) - 1
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        index = self._indices.get(id(value))
-        if index is None:
-            try:
-                self.leaves.append(leaf_of_tensor(value))
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
-            index = self._indices[id(value)] = len(self.leaves) - 1
-        return [Tag.TENSOR, index]
+        return [Tag.TENSOR, self._leaf(value, leaf_of_tensor)]
 
     def _array(self, value: np.ndarray) -> Any:
+        return [Tag.ARRAY, self._leaf(value, leaf_of_array)]
+
+    def _leaf(self, value: Any, describe: Callable[[Any], Leaf]) -> int:
         index = self._indices.get(id(value))
         if index is None:
-            try:
-                self.leaves.append(leaf_of_array(value))
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
+            self.leaves.append(self._described(value, describe, value))
             index = self._indices[id(value)] = len(self.leaves) - 1
-        return [Tag.ARRAY, index]
+        return index
 
     def _tensor_subclass(self, value: torch.Tensor) -> Any:
         if subclasses.is_dtensor(value):
-            try:
-                described = subclasses.describe_dtensor(value)
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
+            described = self._described(value, subclasses.describe_dtensor, value)
             return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
         if not subclasses.is_wrapper(value):
             raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
@@ -269,15 +259,16 @@ class StateWalk:
             raise _Refused("its flatten context holds tensors", value)
         return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner)], nodes]
 
-    def _described(self, value: object, dtype: np.dtype[Any]) -> Any:
+    def _described(self, value: object, describe: Callable[[Any], Any], part: Any) -> Any:
+        """Return what a part of a value is; what cannot be described makes the value refused."""
         try:
-            return describe_dtype(dtype)
+            return describe(part)
         except ValueError as error:
             raise _Refused(str(error), value) from None
 
 
 def is_stateful(value: object) -> bool:
-    """Tell whether `value` follows torch's Stateful protocol."""
+    """Return whether `value` follows torch's Stateful protocol."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,8 +1,8 @@
-"""The controller's shell: sessions to all holders, a clock, and the catalog between them (R3, R16, R17).
+"""The controller's shell: sessions to all holders, a clock, and the machine between them (R3, R16, R17).
 
-It dials every announced holder, feeds what it hears to `ControllerMachine.handle`, and sends out the actions. One
-thread runs the catalog; each session has one thread that reads and one that writes, so a stuck host
-holds up nobody. It never imports torch or ray.
+It dials every announced holder, feeds what they send to `ControllerMachine.handle`, and sends out the actions. One
+thread runs the machine; each session has one thread that reads and one that writes, so a stuck host
+blocks no other host. It never imports torch or ray.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = logging.getLogger("memstore")
 DIAL_S = 0.2  # how often announced holders without a session are dialled
 CONNECT_S = 3.0
 TICK_S = 0.1
-LATE_S = 0.5  # a tick as late as this comes after a time in which nobody listened
+LATE_S = 0.5  # before a tick as late as this, no message could be received
 COLLECT_EVERY = (50_000, 20, 20)
 SWITCH_S = 0.05
 
@@ -83,14 +83,14 @@ def collect_rarely() -> None:
 
 @dataclass(frozen=True)
 class NewTerm:
-    """A higher term was claimed: begin anew under it."""
+    """Begin again under a higher term that was claimed."""
 
     term: int
     hosts: list[str]
 
 
 class Wake(Enum):
-    """What the catalog's thread is woken for by this process itself."""
+    """Wakes the machine's thread for work of this process itself."""
 
     TICK = "tick"
     END = "end"
@@ -102,7 +102,7 @@ FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[dict[str, Any]]
 
 
 class Controller:
-    """Runs one catalog. `start` returns at once; `on_exit` is called if a newer controller takes over."""
+    """Runs one controller machine. `start` returns at once; `on_exit` is called if a newer controller takes over."""
 
     def __init__(
         self,
@@ -169,20 +169,20 @@ class Controller:
         self.event_log.close()
 
     def connected(self) -> list[str]:
-        """Hosts with a session now."""
+        """Return the hosts with a session now."""
         with self.lock:
             return sorted(self.sessions)
 
     def is_serving(self) -> bool:
-        """True once the catalog has settled."""
+        """Return whether by now the machine has settled."""
         return self.catalog.is_settled
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
-        """The cluster manager will take these hosts away, each at its moment (wall clock)."""
+        """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
         self.events.put(DrainsSeen(until_s))
 
     def status_soon(self) -> Future[dict[str, Any]]:
-        """What `memstore status` shows, made on the catalog's thread; for metrics."""
+        """Return what `memstore status` shows, made on the machine's thread; for metrics."""
         future: Future[dict[str, Any]] = Future()
         self.events.put(future)
         return future
@@ -231,10 +231,10 @@ class Controller:
         else:
             self.events.put((session, message))
 
-    # -- the catalog's thread -------------------------------------------------------------------
+    # -- the machine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Take what was heard, in turn, and a tick every TICK_S behind what was heard before it.
+        """Handle received messages in order, and a tick every TICK_S behind what was received before it.
 
         A host is not silent because this thread was busy, or the process stopped: after a long time the readers have a
         tick's time to bring what waits in the sockets.
@@ -301,9 +301,9 @@ class Controller:
         try:
             actions = self.catalog.handle(time.monotonic(), event)
         except Exception as exc:
-            log.exception("catalog failed on %r", str(event)[:500])
+            log.exception("the controller failed on %r", str(event)[:500])
             actions = list(self.catalog.actions)
-            if isinstance(event, RankCall):  # whoever asked must not wait for an answer that will never come
+            if isinstance(event, RankCall):  # the caller must not wait for an answer that never comes
                 error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
                 actions.append(Answer(event.host_id, event.call_id, None, error))
         frames: dict[int, bytes] = {}  # by identity of an order
@@ -340,7 +340,7 @@ class Controller:
             session.channel.abort()
 
     def _close_dead(self) -> None:
-        """A host that was declared dead by silence needs a new session before it counts again (R28)."""
+        """End the sessions of hosts declared dead by silence: they need new ones before they count again (R28)."""
         with self.lock:
             dead = [
                 s for h, s in self.sessions.items()
@@ -403,7 +403,7 @@ def heard_from(host: str, beat: Heartbeat) -> Heard:
 
 
 def event_from(host: str, message: FromSession, asked_s: float) -> Event:
-    """Return the catalog event of a holder's message.
+    """Return the machine's event of a holder's message.
 
     Args:
         host: The holder's.

@@ -1,4 +1,4 @@
-"""Writes what happened as JSON lines, and gives it to whoever counts it, on a thread of its own.
+"""Writes events as JSON lines and passes them to the metrics, on a thread of its own.
 
 Lines go through the logger `memstore.events`: INFO, but DEBUG for the one or two that every step leaves (put, commit,
 durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller hands over and
@@ -22,13 +22,13 @@ CLOSE_S = 2.0
 
 
 class EventLog:
-    """Follows the chronicle of one controller, over all its terms."""
+    """Follows the event ring of one controller, over all its terms."""
 
     def __init__(self, path: str | None = None) -> None:
         self.path = os.environ.get("MEMSTORE_EVENTS", "") if path is None else path
         self.dropped_count = 0  # came too fast for the writer
         self.failed_count = 0  # could not be written
-        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every happening that was not dropped
+        self.counters: list[Callable[[StoreEvent], None]] = []  # each gets every event that was not dropped
         self._seen_seq = 0
         self._problem = ""
         self._waiting: queue.Queue[StoreEvent | None] = queue.Queue(WAITING_MAX)
@@ -36,7 +36,7 @@ class EventLog:
         self._thread.start()
 
     def take(self, chronicle: RecentEvents) -> None:
-        """Queue what is new, dropping what the writer is too late for; never waits."""
+        """Queue new events, dropping those beyond the writer's backlog; never waits."""
         if chronicle.last_seq <= self._seen_seq:
             return
         for happening in chronicle.since(self._seen_seq):
@@ -75,7 +75,7 @@ class EventLog:
                 file.write(line + "\n")
 
     def _complain(self, exc: Exception) -> None:
-        """Say once what is wrong, not for every line."""
+        """Log a fault once, not for every line."""
         self.failed_count += 1
         if str(exc) != self._problem:
             self._problem = str(exc)

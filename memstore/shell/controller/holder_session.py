@@ -1,6 +1,6 @@
-"""A controller's session with one holder: what is queued for it, and the threads that read and write (R16, R28).
+"""A controller's session with one holder: its queue, and the threads that read and write (R16, R28).
 
-A stuck host holds up nobody: its thread waits, at most SEND_S, and its session ends. Other end: controller_session.py.
+A stuck host blocks no other: its thread waits, at most SEND_S, and its session ends. Other end: controller_session.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Session:
         on_message: Callable[[Session, HolderMessage | SessionEnded], None], *, asked_s: float = -math.inf,
     ) -> None:  # fmt: skip
         self.host_id, self.channel = host_id, channel
-        self.announced = self.incarnation = incarnation  # the holder's own word, once it comes, is the newer one
+        self.announced = self.incarnation = incarnation  # replaced by the holder's own report, which is newer
         self.asked_s = asked_s  # when it was asked for, monotonic (R17)
         self.outbox: queue.Queue[bytes | None] = queue.Queue()  # packed: what goes to many is in all of them once
         self._on_message = on_message
         self.why = ""
-        self.is_up = False  # its inventory was taken: what was decided before is no order for it
+        self.is_up = False  # its inventory was taken: earlier decisions are no orders for it
 
     def start(self) -> None:
         """Begin to read and write, once the controller knows the session."""

@@ -20,19 +20,19 @@ class Membership(Protocol):
     """Small records that outlive any one process. Calls may block and may raise TransportError."""
 
     def announce(self, host_id: str, record: dict[str, Any]) -> None:
-        """A holder says where it listens: address, port, incarnation."""
+        """Register a holder: address, port, incarnation."""
 
     def hosts(self) -> dict[str, dict[str, Any]]:
-        """Every announced holder by host id."""
+        """Return every announced holder by host id."""
 
     def withdraw(self, host_id: str) -> None:
-        """A host left for good."""
+        """Remove a host that left for good."""
 
     def claim_term(self, above: int) -> int:
         """Take a term above every one claimed so far and above `above`."""
 
     def newest_term(self) -> int:
-        """The highest term claimed so far."""
+        """Return the highest term claimed so far."""
 
 
 class DirectoryMembership:

@@ -1,13 +1,13 @@
-"""Memory moves that are made while training goes on, and how a change of their sources meanwhile is seen (R11).
+"""Memory moves that are made while training goes on, and the detection of changes to their sources (R11).
 
 A tensor's version counter is raised by every in-place operation that autograd sees, but only when the operation is
 done, and not at all by fused optimizers (torch 2.13), by writes through `.data` or through numpy. So host memory is
 digested before the put returns, and each piece of the copy after it was made: equal digests say that the slot holds
-the bytes of the put, whichever writes came when. The first costs a plain copy's half, the second a tenth (D153).
+the bytes of the put. The first digest costs half of a plain copy, the second a tenth (D153).
 
-A source that is not compared whole goes by counters, and in host memory by a cache line in every MiB, its first among
-them. Device memory goes by counters and storage alone: to look at it would cost a copy and a wait. There a counter
-rises when the operation is queued, so none that autograd sees is missed; one that it does not see is.
+A source that is not compared whole is checked by counters, and in host memory by a cache line in every MiB, from the
+first on. Device memory is checked by counters and storage alone: comparing would cost a copy and a wait. A counter
+rises when the operation is queued, so changes that autograd sees are found, and others are missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memstore.shell.tensors.own_memory import copy_own
 from memstore.shell.tensors.slot_stream import Move, in_threads
 from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler
 
-# A move keeps a core, and who waits for it, for up to 1.6 ms; after each the thread asks for the GIL again, which a
+# A move keeps a core, and its waiting callers, for up to 1.6 ms; after each the thread asks for the GIL again, which a
 # Python loop gives up every 5 ms.
 MOVE_BYTES = 16 << 20
 SAMPLE_EVERY_BYTES = 1 << 20  # half a millisecond a GiB
@@ -42,7 +42,7 @@ class WatchedSource:
     """Memory of one tensor between put and fence; keeps it alive even if the tensor gets other memory.
 
     Args:
-        tensors: Whose version counters rise when it is written: the tensor, and for a DTensor its local part.
+        tensors: The tensors whose version counters a write raises: the tensor, and for a DTensor its local part.
         storage: Its memory.
         is_whole: Its copy is compared with all that was there at the put; else counters tell, and samples of host
             memory.
@@ -59,18 +59,18 @@ class WatchedSource:
         self._storage_address = self.storage.data_ptr()
 
     def is_there(self) -> bool:
-        """Tell whether the memory was neither freed nor moved by a resize of its storage."""
+        """Return whether the memory was neither freed nor moved by a resize of its storage."""
         return self.storage.data_ptr() == self._storage_address
 
     def is_counted_change(self) -> bool:
-        """Tell whether an operation that autograd sees has changed it, or its memory is gone, where that matters."""
+        """Return whether a counter shows a change, or the memory is gone, for sources checked by counters."""
         if self.is_whole:
-            return False  # the slot holds what was put, or the copy has failed by now
+            return False  # the slot holds the put's bytes, or the copy has failed by now
         return not self.is_there() or self._versions != [tensor._version for tensor in self.tensors]
 
 
 def in_pieces(moves: Iterable[Move], limit_bytes: int = MOVE_BYTES) -> Iterator[Move]:
-    """Join moves of neighbours on both sides, and cut what is longer than `limit_bytes`.
+    """Join moves that are adjacent on both sides, and cut those longer than `limit_bytes`.
 
     >>> list(in_pieces([(0, 100, 4), (4, 104, 4), (20, 108, 9)], 8))
     [(0, 100, 8), (20, 108, 8), (28, 116, 1)]
@@ -101,7 +101,7 @@ def digest_of(address: int, nbytes: int, *, is_whole: bool) -> bytes:
 
 
 class DeferredCopy:
-    """The late moves of one put. Any number of threads call `work`; it ends once, by whoever makes the last move.
+    """The late moves of one put. Any number of threads call `work`; the thread that makes the last move ends it, once.
 
         host moves made --device copies in the slots--> ended
           '--a fence ordered the device copies: released, so what changes from now on is not looked at
@@ -109,10 +109,10 @@ class DeferredCopy:
     Host memory is digested when it is made: nothing may write to it until then.
 
     Args:
-        sources: What is copied, each with its moves; device memory has none.
+        sources: The sources of the copy, each with its moves; device memory has none.
         flights: The copies of device memory, if there is any.
         keep: Kept alive until the end: the slots' views.
-        is_wanted: Asked before every move; False ends the copy.
+        is_wanted: Called before every move; False ends the copy.
         on_end: Called once, with "" if all was copied and nothing has changed, else with the reason.
         name_of: Names a source for people, by its number.
     """
@@ -127,8 +127,8 @@ class DeferredCopy:
         self._digests = self._digested()
         self.flights = flights
         self._moves_count = len(self._moves)
-        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and whoever takes one
-        # is among the busy before, until he has done with it; all of that in single steps of a deque, a set, a list.
+        # A signal's handler may raise anywhere. So a move counts only once it is recorded here, and a
+        # thread enters the busy set before it takes one, until it is done; each in one step of a deque, a set, a list.
         self._made: list[int] = []
         self._busy: set[object] = set()
         self._is_device_done = flights is None
@@ -136,13 +136,13 @@ class DeferredCopy:
         self._problem = ""
         self._one_end = threading.RLock()
         self._judging = threading.RLock()  # a signal's handler may wait for the end
-        self._verdict: str | None = None  # what was found changed, "" for nothing; None: not looked yet
+        self._verdict: str | None = None  # name of the changed source, "" for none; None: not checked yet
         self.moved = SafeEvent()  # set when host memory is copied
         self.ended = SafeEvent()  # set when on_end has returned
 
     @property
     def nbytes_left(self) -> int:
-        """Bytes that nobody has begun to copy."""
+        """Return the bytes that no thread has begun to copy."""
         return sum(nbytes for _, (_, _, nbytes) in list(self._moves))
 
     def work(self, deadline_s: float = float("inf")) -> None:
@@ -150,7 +150,7 @@ class DeferredCopy:
         try:
             while self._make_one() and time.monotonic() <= deadline_s:
                 pass
-        except BaseException as exc:  # Ctrl-C, a signal's handler: of this move nobody knows how far it came
+        except BaseException as exc:  # Ctrl-C, a signal's handler: how far this move came is unknown
             self.stop(f"a move was interrupted: {exc!r}")
             raise
         self._end_if_over()
@@ -174,7 +174,7 @@ class DeferredCopy:
         return True
 
     def work_device(self) -> None:
-        """Order the device's copies and wait until they have arrived: not for who must not wait."""
+        """Order the device's copies and wait until they have arrived."""
         if self.flights is not None and not self.ended.is_set():
             try:
                 if not self._is_wanted():
@@ -184,7 +184,7 @@ class DeferredCopy:
                 self.stop(f"device memory could not be copied: {exc}")
                 if is_of_handler(exc):
                     with contextlib.suppress(RuntimeError):
-                        self.flights.work()  # what was ordered still writes
+                        self.flights.work()  # ordered copies still write
                     self._is_device_done = True
                     self._end_if_over()
                     raise
@@ -192,8 +192,8 @@ class DeferredCopy:
         self._end_if_over()
 
     def stop(self, why: str) -> None:
-        """Make no further move. Who is in the middle of one finishes it, and ends the copy then."""
-        self._problem = self._problem or why  # first: whoever finds nothing left must find the reason
+        """Make no further move. A thread in the middle of one finishes it, and then ends the copy."""
+        self._problem = self._problem or why  # first: a thread that finds nothing left must find the reason
         self._moves.clear()
         if self.flights is not None and self.flights.drop():
             self._is_device_done = True
@@ -229,7 +229,7 @@ class DeferredCopy:
         return ""
 
     def _digested(self) -> dict[Move, bytes]:
-        """Digest what is to be moved, with as many threads as a copy of it would take."""
+        """Digest the bytes to be moved, with as many threads as a copy of them would take."""
         digests: dict[Move, bytes] = {}
         is_whole = {move: self._sources[number].is_whole for number, move in self._moves}
 
@@ -241,14 +241,14 @@ class DeferredCopy:
         return digests
 
     def _end_if_over(self) -> None:
-        if self._moves or self._busy:  # in this order: whoever took the last is busy by then
+        if self._moves or self._busy:  # in this order: the thread that took the last move is busy by then
             return
         self.moved.set()
         if not self._is_device_done:
             return
         with self._one_end:
             if not self._is_ending:
-                self._judged()  # first: what a signal's handler raises in it leaves the end to whoever looks next
+                self._judged()  # first: if a signal's handler raises in it, the next call ends the copy
             if not self._is_ending:
                 self._is_ending = True
                 try:
@@ -261,13 +261,13 @@ class DeferredCopy:
                 self.ended.set()
 
     def _judged(self) -> str:
-        """Look once for changes: at the end, or at the fence if that comes first."""
+        """Check once for changes: at the end, or at the fence if that comes first."""
         with self._judging:
             if self._verdict is None:
                 try:
                     name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_counted_change()), "")
                     self._verdict = name and changed_message(name)
-                except Exception as exc:  # what is not known to be of one moment is not handed over
+                except Exception as exc:  # a state that may mix two moments is not handed over
                     self._verdict = f"its sources could not be compared: {exc!r}"
                     if is_of_handler(exc):
                         raise
@@ -275,5 +275,5 @@ class DeferredCopy:
 
 
 def changed_message(name: str) -> str:
-    """Say what a person has to know about a tensor that was written too early."""
+    """Return the error text for a tensor that was written to too early."""
     return f"{name} was changed before the fence: change what is put with overlap= only behind store.wait_before_step()"

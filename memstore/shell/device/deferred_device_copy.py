@@ -1,7 +1,7 @@
 """Copies out of device memory that are ordered while training computes, a few at a time (R11).
 
 made at the put, behind training's stream --the copy thread, flight by flight--> ordered --event--> in the slots
-a fence orders what is left, and lets the stream of the optimizer's step wait for it; the host waits for nothing
+a fence orders the rest, and makes the stream of the optimizer's step wait for it; the host waits for nothing
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class DeferredDeviceCopies:
         self._left: deque[tuple[SideStream, list[Piece]]] = deque()
         self._under_way: deque[Arrival] = deque()
         self._problem: RuntimeError | None = None
-        self._last: dict[SideStream, Arrival] = {}  # the newest of each: those before it come first
+        self._last: dict[SideStream, Arrival] = {}  # the newest of each stream: earlier ones arrive before it
         self._addresses = {id(write.source): write.source.data_ptr() for write in writes}
         for device, mine in by_device(writes):
             side = SideStream(device)
             self._left.extend((side, flight) for flight in flights(mine))
 
     def work(self) -> None:
-        """Order what is left, `FLIGHTS_MAX` flights under way, and return when all that was ordered is in the slots.
+        """Order the rest, `FLIGHTS_MAX` flights under way, and return when all ordered copies are in the slots.
 
         Raises:
-            RuntimeError: The device's own errors, and memory that is gone. What was ordered before is waited for.
+            RuntimeError: The device's own errors, and memory that is gone. Copies ordered before are waited for.
         """
         while True:
             with self._lock:
@@ -52,7 +52,7 @@ class DeferredDeviceCopies:
                     continue
                 if not self._under_way:
                     break
-                arrival = self._under_way[0]  # left there: another thread that looks must wait for it, too
+                arrival = self._under_way[0]  # stays in the list: another thread must wait for it, too
             arrival.wait()
             with self._lock:
                 if self._under_way and self._under_way[0] is arrival:
@@ -61,7 +61,7 @@ class DeferredDeviceCopies:
             raise self._problem
 
     def order_rest(self, deadline_s: float) -> bool:
-        """Order everything that is left; False if the deadline (monotonic) passed before. What fails, `work` raises."""
+        """Order everything that is left; False if the deadline (monotonic) passed before. `work` raises any failure."""
         while True:
             with self._lock:
                 if not self._left:
@@ -71,14 +71,14 @@ class DeferredDeviceCopies:
                 return False
 
     def hold_current(self) -> None:
-        """Let this thread's current streams wait for what was ordered; the host does not."""
+        """Make this thread's current streams wait for the ordered copies; the host does not wait."""
         with self._lock:
             last = list(self._last.values())
         for arrival in last:
             arrival.hold_current()
 
     def drop(self) -> bool:
-        """Order nothing more; tell whether nothing is under way either."""
+        """Order nothing more; return whether nothing is under way either."""
         with self._lock:
             self._left.clear()
             return not self._under_way
@@ -90,10 +90,10 @@ class DeferredDeviceCopies:
                 raise RuntimeError("memory was freed or resized before the fence")
             self._last[side] = side.order(flight, copy_out)
             self._under_way.append(self._last[side])
-        except BaseException as exc:  # Ctrl-C as well: of this flight nobody knows how far it came
+        except BaseException as exc:  # Ctrl-C as well: how far this flight came is unknown
             self._problem = RuntimeError(f"a flight was interrupted: {exc!r}")
             self._left.clear()
             with contextlib.suppress(RuntimeError):
-                self._under_way.append(side.mark())  # what of it was ordered still writes
+                self._under_way.append(side.mark())  # its ordered copies still write
             if not isinstance(exc, Exception) or is_of_handler(exc):
                 raise

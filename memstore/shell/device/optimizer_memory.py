@@ -1,4 +1,4 @@
-"""Which memory does not change before an optimizer's step: that of its parameters and of its state (R11)."""
+"""The memory that does not change before an optimizer's step: its parameters and state (R11)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memstore.shell.device.side_stream import has_streams
 from memstore.shell.tensors import subclasses
 from memstore.shell.tensors.memory import Source, is_flat
 
-# Smaller ones in host memory are copied at once: that costs less than to keep an eye on them. On a device it would
+# Smaller ones in host memory are copied at once: that costs less than to watch them. On a device it would
 # make the host wait for what training has queued there.
 STEADY_BYTES_MIN = 64 << 10
 
@@ -32,7 +32,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 class OptimizerMemory:
     """The memory of some tensors, found by device and address.
 
-    Small ones of host memory are left out, and tensor subclasses but DTensor: nobody knows what keeps their memory.
+    Small ones of host memory are left out, and tensor subclasses but DTensor: what keeps their memory is unknown.
 
     Raises:
         ConfigError: Something else than a tensor is among them.
@@ -65,7 +65,7 @@ class OptimizerMemory:
         elif is_flat(source.owner):
             place = str(source.owner.device), source.owner.data_ptr()
         else:
-            return ()  # what is gathered is a copy, made at once
+            return ()  # gathered bytes are a copy, made at once
         index = bisect_right(self._starts, place) - 1
         if index < 0:
             return ()

@@ -20,7 +20,7 @@ from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.arena.page_locks import runs
 
 log = logging.getLogger("memstore")
-RANGE_BYTES = 64 << 20  # of one call, which nothing interrupts
+RANGE_BYTES = 64 << 20  # of one call, which cannot be interrupted
 UNPIN_S = 60.0
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
 
@@ -32,7 +32,7 @@ def cuda_runtime() -> Any:
 
 
 class PinnedSlots:
-    """What of one mapping is registered."""
+    """The registered ranges of one mapping."""
 
     def __init__(self, mapping: ArenaMapping) -> None:
         self._mapping = mapping
@@ -43,7 +43,7 @@ class PinnedSlots:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is registered."""
+        """Return whether nothing is registered."""
         return not self._ranges
 
     def add(self, slots: Iterable[int], device: int) -> None:
@@ -94,6 +94,6 @@ def call(cuda: Any, device: int, name: str, *arguments: int) -> str:
     try:
         with cuda.device(device):  # a thread that never chose one would make a context on device 0
             code = int(getattr(cuda.cudart(), name)(*arguments))
-    except RuntimeError as exc:  # a device that failed before: training hears of it by itself
+    except RuntimeError as exc:  # a device that failed before: training will see that error by itself
         return repr(exc)
     return f"error {code}" if code else ""

@@ -1,4 +1,4 @@
-"""Copies between device tensors and host memory: on a stream beside training's, bounded in flight (R11).
+"""Copies between device tensors and host memory, on a stream beside training's, with bounded flights (R11).
 
 A side stream waits for what training's stream has been given so far, and the host for the side stream's events alone:
 other streams of the device go on. Where a device's module has no streams the copies are plain ones. A piece lies in one
@@ -19,7 +19,7 @@ import torch
 from memstore.core.format.layout import batches
 from memstore.shell.tensors.slot_stream import tensor_at
 
-# Ordered between two events; one more flight may be under way. What another stream copies, such as the number that
+# Ordered between two events; one more flight may be under way. A copy of another stream, such as the number that
 # `.item()` asks for, stands behind both: 5 ms at 25 GB/s.
 FLIGHT_BYTES = 64 << 20
 FLIGHTS_MAX = 2
@@ -48,7 +48,7 @@ class Ordered:
 
 
 class SideStream:
-    """A stream of one device beside those that compute. Made where training computes: it begins behind its stream."""
+    """A stream of one device beside the computing ones. Made in the computing thread: it begins behind its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class SideStream:
         return self.mark()
 
     def mark(self) -> Arrival:
-        """Return the end of all that was ordered."""
+        """Return the arrival of all copies ordered so far."""
         # blocking: the host sleeps until the event instead of spinning on a core that training may want.
         event = self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
         with self.on_device():
@@ -74,7 +74,7 @@ class SideStream:
         return Arrival(self, event)
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Choose the device for this thread: one that never chose any would get a context on device 0, of 500 MB."""
+        """Choose the device for this thread: otherwise it would get a context of 500 MB on device 0."""
         return self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
 
     def current(self) -> Any:
@@ -83,23 +83,23 @@ class SideStream:
 
 
 class Arrival(NamedTuple):
-    """The end of what a stream was given until then. Errors of the device show when it is waited for."""
+    """The end of the work queued on a stream so far. A wait for it raises the device's errors."""
 
     side: SideStream
     event: Any
 
     def wait(self) -> None:
-        """Return when it has come. Any thread."""
+        """Wait for it, in any thread."""
         with self.side.on_device():
             self.event.synchronize()
 
     def hold_current(self) -> None:
-        """Let what this thread's current stream is given from now on wait for it; the host does not."""
+        """Make later work of this thread's current stream wait for it; the host does not wait."""
         self.side.current().wait_event(self.event)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Tell whether copies from and to this device can be ordered beside training's."""
+    """Return whether copies from and to this device can be ordered beside training's."""
     try:
         return hasattr(torch.get_device_module(device), "Stream")
     except RuntimeError:  # no such module: meta
@@ -119,7 +119,7 @@ def by_device(writes: Sequence[DeviceWrite]) -> Iterator[tuple[torch.device, lis
 
 
 def order_all(writes: Sequence[DeviceWrite]) -> Ordered:
-    """Order the copies behind what the current streams have been given; wait() on the result ends them.
+    """Order the copies behind the current streams' work; wait() on the result ends them.
 
     Blocks for all but the last `FLIGHTS_MAX` flights of each device.
     """
@@ -145,7 +145,7 @@ def _order(device: torch.device, writes: Sequence[DeviceWrite]) -> Sequence[Arri
                 under_way.popleft().wait()
             under_way.append(side.order(flight, copy_out))
     except BaseException:
-        side.mark().wait()  # the caller gives the slots back: nothing that was ordered may still be written
+        side.mark().wait()  # the caller gives the slots back: no ordered copy may still write to them
         raise
     return under_way
 

@@ -35,14 +35,14 @@ _LEVEL = 1  # of zstd: higher ones gain 1-2 % on weights and take several times 
 
 @dataclass(frozen=True)
 class Codec:
-    """How a job's slices are stored. Reading needs the key alone: what is compressed says so itself."""
+    """The storage format of a job's slices. Reading needs the key alone: the header names the compression."""
 
     is_compressing: bool = False
     key: bytes | None = None
 
     @property
     def key_name(self) -> str:
-        """Return what the key is called in names and messages, "" without one."""
+        """Return the key's name for files and messages, "" without one."""
         return key_name(self.key).hex() if self.key is not None else ""
 
     def seal(self, spec: ShardSpec, number: int, manifest: bytes, chunks: Sequence[bytes]) -> list[bytes]:
@@ -100,7 +100,7 @@ class Codec:
 
 
 def key_name(key: bytes) -> bytes:
-    """Return what a key is called in headers and messages: it says nothing about the key."""
+    """Return a key's name for headers and messages; it reveals nothing about the key."""
     return _derived(key, b"", b"memstore key name")[:KEY_NAME_BYTES]
 
 
@@ -191,7 +191,7 @@ def _decompressed(packed: bytes, nbytes: int) -> bytes:
 
 
 def _apart(chunk: bytes, width: int) -> bytes:
-    """Return all first bytes of the elements, all second ones, ..., and what is left over."""
+    """Return all first bytes of the elements, all second ones, ..., and the rest."""
     whole = len(chunk) - len(chunk) % width
     elements = np.frombuffer(chunk, np.uint8, whole).reshape(-1, width)
     return np.ascontiguousarray(elements.T).tobytes() + chunk[whole:]

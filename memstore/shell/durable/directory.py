@@ -1,8 +1,8 @@
 """Durable files in a directory, local or shared (R31): names are those of `memstore/core/durable/paths.py`.
 
 Every file appears whole, by temporary file, fsync, rename and fsync of the folder. Below the root no symbolic link is
-followed, and no name that memstore would not write is opened. What is made here is its owner's alone (0700, 0600).
-`tier.py` says what is in the files.
+followed, and no name that memstore would not write is opened. Files and folders are their owner's alone (0700, 0600).
+`tier.py` has the content of the files.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DirectoryFiles(DurableFiles):
             yield _FileReader(fd, nbytes)
 
     def names(self, job: str, step: StepId) -> set[str]:
-        """Return what lies in a step's folder."""
+        """Return the files in a step's folder."""
         path = self.path(job, step.attempt, step.step)
         with (
             mapped("list", path),
@@ -116,7 +116,7 @@ class DirectoryFiles(DurableFiles):
         return set()
 
     def has(self, job: str, step: StepId, name: str) -> bool:
-        """Say whether something of that name lies there, whatever it is."""
+        """Return whether anything of that name lies there."""
         return name in self.names(job, step)
 
     def steps(self, job: str) -> tuple[list[StepId], list[str]]:

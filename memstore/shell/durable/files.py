@@ -25,7 +25,7 @@ _NOT_OURS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO
 
 @contextmanager
 def mapped(action: str, path: str) -> Iterator[None]:
-    """Turn an OSError into the error of ours that says what it proves; our own errors pass."""
+    """Turn an OSError into the memstore error for it; memstore's own errors pass."""
     try:
         yield
     except MemstoreError:  # first: a PeerTimeout raised by the caller's chunks is an OSError too
@@ -44,7 +44,7 @@ def mapped(action: str, path: str) -> Iterator[None]:
 def write_file(folder: int, name: str, pieces: Sequence[bytes | memoryview], should_stop: Callable[[], bool]) -> bool:
     """Write `pieces` to a temporary file, sync it and put it in place; False if `should_stop` said so before that.
 
-    Whatever happens, no temporary file stays, short of a crash. Writers of one name do not meet: the last one wins.
+    Only a crash can leave a temporary file behind. Writers of one name do not meet: the last one wins.
     """
     temp = f"{TEMP_PREFIX}{name}-{secrets.token_hex(8)}"
     fd = os.open(temp, _WRITE_FLAGS, 0o600, dir_fd=folder)

@@ -1,6 +1,6 @@
 """Durable files as objects of an object store (R31): names are those of `memstore/core/durable/paths.py`.
 
-An object appears whole or not at all, so what a directory needs renames and syncs for is one PUT here, and it is made
+An object appears whole or not at all, so one PUT replaces a directory's renames and syncs, and it is made
 only if there is none of that name (`If-None-Match`). Credentials are found by obstore in the environment or the
 instance's metadata; they are in no configuration, message or file of ours.
 """
@@ -105,7 +105,7 @@ class ObjectFiles(DurableFiles):
         yield reader
 
     def names(self, job: str, step: StepId) -> set[str]:
-        """Return what lies in a step."""
+        """Return the objects of a step."""
         import obstore
 
         path, key = self.path(job, step.attempt, step.step), _key(job, step)
@@ -154,11 +154,11 @@ class ObjectFiles(DurableFiles):
         self._readers.clear()
 
     def remove_job(self, job: str) -> None:
-        """A job without objects is gone by itself."""
+        """Do nothing: a job without objects does not exist."""
         self.path(job)
 
     def tidy(self, job: str, step: StepId) -> None:
-        """Nothing is ever half written."""
+        """Do nothing: an object is never partial."""
 
     def _folders(self, prefix: str | None) -> list[str]:
         """Return the names directly below a prefix that have something below them."""
@@ -221,7 +221,7 @@ def check_url(url: str) -> str:
 
 @contextmanager
 def mapped(action: str, path: str) -> Iterator[None]:
-    """Turn an error of the object store into the one of ours that says what it proves; our own errors pass."""
+    """Turn an error of the object store into the memstore error for it; memstore's own errors pass."""
     import obstore.exceptions as theirs
 
     try:
@@ -236,7 +236,7 @@ def mapped(action: str, path: str) -> Iterator[None]:
         if code == 507 or any(word in str(exc) for word in ("QuotaExceeded", "StorageFull", "InsufficientStorage")):
             raise CapacityError(f"{what}: free room there, or lower durable_keep", path=path) from exc
         if isinstance(exc, (theirs.PermissionDeniedError, theirs.UnauthenticatedError)) or "NoSuchBucket" in str(exc):
-            raise ConfigError(f"{what}: create the bucket, or mend the holder's credentials", path=path) from exc
+            raise ConfigError(f"{what}: create the bucket, or correct the holder's credentials", path=path) from exc
         if isinstance(exc, FileNotFoundError) or code == 416:
             raise IntegrityError(f"{what}: it is gone, or shorter than it was", path=path) from exc
         raise TransportError(f"{what}: nothing is known about the bytes, it may be tried again", path=path) from exc
@@ -244,7 +244,7 @@ def mapped(action: str, path: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8)
 def _store(url: str) -> ObjectStore:
-    """Return the store behind a URL; its connections and credentials are shared by all who use it."""
+    """Return the store behind a URL; all users share its connections and credentials."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url

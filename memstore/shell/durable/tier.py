@@ -104,12 +104,12 @@ class PartsTier(DurableTier):
         return there is not None and there.marker.key == marker.key
 
     def markers(self, job: str) -> tuple[list[DurableMarker], list[str]]:
-        """Return the job's markers, oldest first, and what is wrong with the others."""
+        """Return the job's markers, oldest first, and the faults of the others."""
         records, problems = self.marker_records(job)
         return [record.marker for record in records], problems
 
     def marker_records(self, job: str) -> tuple[list[MarkerRecord], list[str]]:
-        """Return the job's markers with their lineage, oldest first, and what is wrong with the others."""
+        """Return the job's markers with their lineage, oldest first, and the faults of the others."""
         records: list[MarkerRecord] = []
         steps, problems = self.files.steps(job)
         for step in steps:
@@ -123,13 +123,13 @@ class PartsTier(DurableTier):
         return records, problems
 
     def lacks(self, job: str, step: StepId) -> str:
-        """Look at the marker, and at the frame and size of every slice that it names, under whatever key."""
+        """Look at the marker, and at the frame and size of every slice that it names, with any key."""
         try:
             record = self._read_marker(job, step)
             if record is None:
                 return "durable storage does not have its marker"
             marker = record.marker
-            with ThreadPoolExecutor(LOOK_THREADS, "memstore-look") as pool:  # what it costs is waiting for answers
+            with ThreadPoolExecutor(LOOK_THREADS, "memstore-look") as pool:  # its cost is waiting for answers
                 list(pool.map(partial(self._look, job, marker), sorted(marker.specs)))
         except IntegrityError as exc:
             return str(exc)
@@ -192,7 +192,7 @@ class PartsTier(DurableTier):
         self.files.remove_step(job, step, MARKER)
 
     def remove_job(self, job: str) -> None:
-        """Remove every step of the job, oldest first, then what is left of it."""
+        """Remove every step of the job, oldest first, then the rest of it."""
         for step in self.files.steps(job)[0]:
             self.remove_step(job, step)
         self.files.remove_job(job)
@@ -237,7 +237,7 @@ class PartsTier(DurableTier):
 
     @contextmanager
     def _naming(self, path: str) -> Iterator[None]:
-        """Put the place before what the codec says."""
+        """Put the place in front of the codec's errors."""
         try:
             yield
         except (IntegrityError, ConfigError) as exc:

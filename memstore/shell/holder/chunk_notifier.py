@@ -1,4 +1,4 @@
-"""Tells a reader which chunks of its shard have come, while others are still coming (R27).
+"""Notifies a reader of the chunks of its shard that have come, while others are still coming (R27).
 
 The reader copies and digests them meanwhile, which proves what it copied: should the draft be given up under it, its
 slots are others', the digests differ, and the read fails anyway.
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
 
-TELL_S = 0.005  # how late a reader may hear of a chunk; it has copied what came in that time in half of it
+TELL_S = 0.005  # how late a reader may learn of a chunk; it copies what came in that time in half of it
 
 
 class ChunkNotifier:
-    """The herald of one read: it tells the reader which chunks have come."""
+    """The notifier of one read: it reports the chunks that have come to the reader."""
 
     def __init__(
         self, send: Callable[[ChunksArrived], None], number: int, manifest: bytes, draft: IncomingReplica

@@ -61,7 +61,7 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the vault's lock, under which inventories are taken and copies dropped too: the controller hears of
+        Queued under the replica store's lock, as inventories and drops are: the controller gets
         them in the order in which they were true.
         """
         self.idle.used()

@@ -1,4 +1,4 @@
-"""A holder's sessions with its controllers: what is queued for the newest, and the thread that sends it (R16, R28).
+"""A holder's sessions with its controllers: the queue for the newest, and the thread that sends it (R16, R28).
 
 The queue opens before the inventory is taken and is sent after it, so nothing that is sealed in
 between is missed; what both contain is reported twice, which changes nothing. Without a session
@@ -37,10 +37,10 @@ class ControllerSession:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.outbox: queue.Queue[HolderMessage | None] = queue.Queue()
-        self.clock_s: float | None = None  # the controller's, as it told it last in this session (R17)
+        self.clock_s: float | None = None  # the controller's, as it was sent last in this session (R17)
 
     def open(self, inventory: Inventory) -> None:
-        """Send the inventory, pages of a long journal first, then whatever was queued since, in order."""
+        """Send the inventory, pages of a long journal first, then what was queued since, in order."""
         *pages, last = paged(inventory.journal)
         for page in pages:
             self.channel.send(Kind.EVENT, 0, InventoryPage(records=tuple(page)), deadline_s=SEND_S)
@@ -68,7 +68,7 @@ class ControllerSession:
         try:
             self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=FAREWELL_S)
         except TransportError as exc:
-            log.info("the former controller does not hear that term %d has come: %s", term, exc)
+            log.info("the former controller could not be sent that term %d has come: %s", term, exc)
         self.close()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class ControllerSessions(Sessions[ControllerSession]):
         self, channel: Channel, term: int, *, inventory: Callable[[], Inventory], on_open: Callable[[], None],
         obey: Callable[[Order], None],
     ) -> None:  # fmt: skip
-        """Obey a controller until its session ends; tell one of a lower term to go (R17).
+        """Obey a controller until its session ends; refuse one of a lower term (R17).
 
         Args:
             channel: The connection to it.

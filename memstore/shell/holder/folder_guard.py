@@ -26,7 +26,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.context import HolderContext
 
 log = logging.getLogger("memstore")
-NOTE_NAME = "lost"  # tells the successor what its predecessor found removed
+NOTE_NAME = "lost"  # names for the successor what its predecessor found removed
 NOTE_BYTES_MAX = 1000
 SMALL_FILES_BYTES = 64 << 10  # secret, incarnation, note, lock, and folders
 
@@ -44,10 +44,10 @@ class FolderGuard:
             context: The holder's.
             lock_file: The lock that the holder has on the folder; from now on it is this part's to hold.
             journal: The holder's journal.
-            secret: What the folder's secret file holds.
+            secret: The content of the folder's secret file.
             records: Returns the journal's records.
             incarnation: Returns the holder's present incarnation.
-            on_lost: Says what was found, then ends every connection: the rest is for a successor.
+            on_lost: Reports the loss, then ends every connection: the rest is for a successor.
         """
         self.context, self.folder = context, context.folder
         self.lock_file, self.journal, self.secret = lock_file, journal, secret
@@ -58,7 +58,7 @@ class FolderGuard:
         self._at_start = {name: os.lstat(self.folder / name) for name in (".", "secret", "holder.sock")}
 
     def stats(self) -> dict[str, Any]:
-        """Return what heartbeats carry: what was removed, and whether that is over."""
+        """Return the heartbeat's fields: the removed names, and whether that is over."""
         return {"files_lost": self.lost, "files_lost_now": self.is_lost_now, "files_problem": self.problem}
 
     def look(self) -> None:
@@ -88,7 +88,7 @@ class FolderGuard:
         self.context.on_fatal(f"{lost} were removed from {self.folder}: {what}")
 
     def missing(self) -> list[str]:
-        """Return the names of what is gone, or is another file than the holder's."""
+        """Return the names of files that are gone, or are not the holder's any more."""
         replicas = self.context.replicas
         found = {name: is_at(self.folder / name, status) for name, status in self._at_start.items()}
         with replicas.lock:
@@ -103,7 +103,7 @@ class FolderGuard:
             self.lock_file = ArenaLock.take(self.folder, timeout_s=0.0)
 
     def _check_room(self) -> None:
-        """Raise CapacityError if the file system has no room for what is to be written: the bytes here are served on.
+        """Raise CapacityError if the file system has no room for the copy: the bytes here are served on.
 
         A chunk's bytes leave the old file when they are in the new one, so the arena itself takes one chunk more.
         """
@@ -121,7 +121,7 @@ class FolderGuard:
             )  # fmt: skip
 
     def _write_again(self) -> None:
-        """Write what a successor adopts: bytes, slot table, manifests, journal, and what it counts on besides."""
+        """Write the files that a successor adopts: bytes, slot table, manifests, journal, and the rest."""
         replicas = self.context.replicas
         write_secret(self.folder, self.secret)
         next_incarnation(self.folder, self._incarnation())
@@ -151,7 +151,7 @@ def _leave_note(folder: Path, lost: str) -> None:
 
 
 def _take_note(folder: Path) -> str:
-    """Return what the holder before this one found removed, or "", and remove its note."""
+    """Return the names that the previous holder found removed, or "", and remove its note."""
     try:
         fd = open_file(folder, NOTE_NAME, os.O_RDONLY)
     except FileNotFoundError:

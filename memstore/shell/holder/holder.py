@@ -257,7 +257,7 @@ class Holder:
         )  # fmt: skip
         self.info = replace(self.info, incarnation=number)
         self._identity["incarnation"] = number
-        self.peers.forget()  # they are told of this life; the next session brings their addresses again
+        self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
         self.sessions.close()
 
     def _copy_sealed(self, copy: Copy) -> None:
@@ -265,10 +265,10 @@ class Holder:
         self.context.sealed(copy)
         self.twins.compare(copy.shard)
 
-    # -- what is done all the time --------------------------------------------------------------
+    # -- periodic work --------------------------------------------------------------------------
 
     def _heartbeat_loop(self) -> None:
-        """A thread of its own that touches no bulk data (R28)."""
+        """Send heartbeats, on a thread of its own that touches no bulk data (R28)."""
         while not self.stopping.wait(self.config.heartbeat_s):
             self.sessions.beat(self.heartbeat)
 

@@ -1,9 +1,9 @@
-"""Leases that a rank's process lends to a child of it, such as DCP's save process (R8, R20).
+"""Leases that a rank's process offers to a child of it, such as DCP's save process (R8, R20).
 
-    lent --adopt, by a child of the lender--> the child's own: it hands over, and its death frees them
-      '--unlend--> the lender's again          '--the lender says bye or is dead--> free
+    offered --adopt, by a child of the owner--> the child's own: it hands over, and its death frees them
+         '--withdraw--> the owner's again          '--the owner sends bye or is dead--> free
 
-The lender fills the slots, then lends them; from the adoption on it may not write them. No slot has two owners: an
+The owner fills the slots, then offers them; from the adoption on it may not write them. No slot has two owners: an
 adoption and an `unlend` are decided here, under one lock, and both are answered.
 """
 
@@ -22,7 +22,7 @@ ANCESTORS_MAX = 16
 
 
 class LeaseTransfers:
-    """What is lent on one host. Callers hold the rank server's lock."""
+    """The offers of leases on one host. Callers hold the rank server's lock."""
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
@@ -55,16 +55,16 @@ class LeaseTransfers:
             return sorted(mine.intersection(slots))
 
     def adopt(self, lender: Owner | None, heir: Owner, step: int) -> Sequence[int]:
-        """Move the leases to the child, and return the slots. LookupError if they are not lent."""
+        """Move the leases to the child, and return the slots. LookupError if they are not offered."""
         slots = self.lent.pop((lender, step), None) if lender is not None else None
         with self.replicas.lock:
             if lender is None or slots is None or not self.replicas.table.transfer(lender, heir, slots):
-                raise LookupError(f"nothing staged for step {step} is lent any more: the training process gave it up")
+                raise LookupError(f"nothing staged for step {step} is on offer any more: its process took it back")
             self.replicas.flush()
         return slots
 
     def forget(self, lender: Owner) -> None:
-        """Forget what a lender that is gone has lent."""
+        """Forget the offers of an owner that is gone."""
         for key in [key for key in self.lent if key[0] == lender]:
             del self.lent[key]
 

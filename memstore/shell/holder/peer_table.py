@@ -48,7 +48,7 @@ class PeerTable:
                 self._peers.popitem()[1].close()
 
     def close(self) -> None:
-        """Close every connection; what is under way on them fails."""
+        """Close every connection; transfers under way fail."""
         with self._lock:
             for peer in self._peers.values():
                 peer.close()

@@ -16,7 +16,7 @@ from memstore.core.wire.calls import RankCall
 
 @dataclass(frozen=True)
 class Call:
-    """A question; `owner` is None for what the holder asks by itself."""
+    """A call; `owner` is None for the holder's own."""
 
     owner: Owner | None
     nonce: str

@@ -60,7 +60,7 @@ class Persister:
         )
 
     def close(self) -> None:
-        """Abandon what is under way."""
+        """Abandon the writes under way."""
         with self.runner.state():
             for stop in self.context.state.stops.values():
                 stop.is_set = True

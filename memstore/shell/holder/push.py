@@ -1,6 +1,6 @@
 """Runs the pushes of one holder on threads: after puts, and when the controller orders a repair (R13, R29).
 
-What a push does is in core/holder/push.py.
+The procedure of a push is in core/holder/push.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-KEPT = 4096  # puts that nobody has counted yet; without metrics nobody ever does
+KEPT = 4096  # puts that the metrics have not counted yet; without metrics they are never counted
 
 
 @dataclass(frozen=True, slots=True)

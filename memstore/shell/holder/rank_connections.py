@@ -39,7 +39,7 @@ class RankConnection:
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
     pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
-    grants: threading.Lock = field(default_factory=threading.Lock)  # what a rank hears of its leases is in their order
+    grants: threading.Lock = field(default_factory=threading.Lock)  # orders messages about a rank's leases
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
     @property
@@ -75,12 +75,12 @@ class RankConnections:
                 link.send(SlotsLeased(slots=tuple(slots)))
 
     def room(self, job: str, done_bytes: int, wanted_bytes: int) -> None:
-        """Tell a job's ranks how far the room that they asked for has grown."""
+        """Send a job's ranks how far the room that they asked for has grown."""
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
     def notifier(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
-        """Return the herald of a reader on this host; None if it did not ask for one, or is gone."""
+        """Return the notifier of a reader on this host; None if it did not ask for one, or is gone."""
         if listener is None:
             return None
         with self.context.changed:

@@ -142,7 +142,7 @@ class RankServer:
                 self.runner.run(ranks.leave(self.state, link))
 
     def _transfer(self, link: RankConnection, question: LendSlots | AdoptSlots | UnlendSlots) -> None:
-        """Lend, adopt or give back slots, and answer before any other word on the link's leases."""
+        """Offer, adopt or give back slots, and answer before any other message on the link's leases."""
         answer: SlotsMoved | AskRefused
         with link.grants:
             try:
@@ -150,7 +150,7 @@ class RankServer:
                     answer = SlotsMoved(id=question.id, slots=tuple(self._moved(link, question)))
             except (LookupError, IntegrityError) as exc:
                 answer = AskRefused(id=question.id, error="CommitError", message=str(exc))
-                if isinstance(question, LendSlots):  # a child that asks for it hears only that there is none
+                if isinstance(question, LendSlots):  # a child that asks for it learns only that there is none
                     log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send(answer)
 

@@ -55,7 +55,7 @@ class Runner:
             pass
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a procedure to its end and return its result; what it raises is raised here."""
+        """Run a procedure to its end and return its result; raise its errors here."""
         value: Any = None
         error: BaseException | None = None
         while True:
@@ -67,7 +67,7 @@ class Runner:
             value, error = None, None
             try:
                 value = self._do(effect)
-            except BaseException as exc:  # raised where the procedure waits for it, which lets go of what it holds
+            except BaseException as exc:  # raised inside the procedure, which releases its resources
                 error = exc
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ IDLE_S = 1.0
 
 
 class Scrubber:
-    """The scrub of one holder: it takes bad slots out and reports bad manifests; repair mends both."""
+    """The scrub of one holder: it takes bad slots out and reports bad manifests; repair replaces both."""
 
     def __init__(self, context: HolderContext) -> None:
         self.context = context
@@ -71,13 +71,13 @@ class Scrubber:
         hurt = self.context.replicas.verify_slot(number)
         if hurt:
             self.found_count += 1
-            log.warning("host %s: slot %d is damaged, %d copies hurt", self.context.host_id, number, len(hurt))
+            log.warning("host %s: slot %d is damaged, and with it %d copies", self.context.host_id, number, len(hurt))
         for shelved in hurt:
             self.context.sealed(shelved)
         return len(hurt)
 
     def verify_all(self, job: str | None) -> HostVerified:
-        """Re-digest everything (of one job) now; return what was checked and found."""
+        """Re-digest everything (of one job) now; return the counts of checked and damaged chunks."""
         shards = self._shelved(job)
         with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})

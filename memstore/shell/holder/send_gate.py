@@ -55,7 +55,7 @@ class Traffic:
             self._gate.release(job, rank, order)
 
     def stats(self) -> dict[str, Any]:
-        """Return what a heartbeat carries."""
+        """Return the heartbeat's fields."""
         return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class PushGate:
 
         Args:
             views: Everything that is to be sent, of bytes.
-            flight: Tells what the kernel holds of this channel's bytes.
+            flight: Returns what the kernel holds of this channel's bytes.
             closed: The channel's end.
         """
         stream, began_s = threading.get_ident(), time.monotonic()

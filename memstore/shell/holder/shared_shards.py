@@ -1,7 +1,7 @@
 """Decides about ranks with equal state on one holder: targets of copies, waits of offers, comparisons (R13, R34).
 
-An offer of a twin may come while this host still digests its own rank's equal shard. The answer waits for that, so that
-equal chunks do not travel. The digesting itself waits for no twin, so two hosts never wait for one another.
+An offer of an equal shard may come while this host still digests its own rank's. The answer waits for that, so that
+equal chunks do not travel. The digesting itself waits for no offer, so two hosts never wait for one another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Newest:
 
     shard: ShardId
     digests: tuple[bytes, ...]
-    shared_count: int | None  # leading chunks that twins have too; None: the rank names no shard
+    shared_count: int | None  # leading chunks that other writers have too; None: the rank names no shard
     is_flagged: bool = False  # its chunks are those of the put before, and that was said
 
 
@@ -43,7 +43,7 @@ class Twins:
         self.declared: dict[str, tuple[int, dict[int, CopierTargets]]] = {}  # job -> attempt, local copiers
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
-        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: told and not equal since
+        self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: reported and not equal since
 
     def declare(self, order: PushTargets) -> None:
         """Take from the controller where this host's copies go, and which ranks copy for others."""
@@ -78,7 +78,7 @@ class Twins:
     # -- waiting --------------------------------------------------------------------------------
 
     def await_own(self, shard: ShardId) -> None:
-        """Wait, not for long, until this host has sealed its own twin of an offered shard, or gone on past it.
+        """Wait, for a limited time, until this host has sealed its own equal of an offered shard, or gone on past it.
 
         After one wait in vain for a frozen or slow rank, no offer waits for it until it has sealed again (D104).
         """
@@ -144,7 +144,7 @@ class Twins:
                     self._compare(own, copy)
 
     def _compare(self, own: Newest, other: StoredReplica) -> None:
-        """Tell the rank if its shared chunks and those of a twin differ, or are equal again."""
+        """Notify the rank if its shared chunks and those of another writer differ, or are equal again."""
         job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
         row, count = self._row(own.shard), own.shared_count
         if row is None or count is None or twin not in row.twins or rank > twin:
@@ -159,7 +159,7 @@ class Twins:
             self._tell(own.shard, twin, unequal)
 
     def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        """Tell the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
+        """Notify the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
         told = tuple(unequal[:TOLD_CHUNKS_MAX])
         event = ReplicasDiffer(attempt=shard.attempt, step=shard.step, twin=twin, count=len(unequal), chunks=told)
         self.tell(shard, event)

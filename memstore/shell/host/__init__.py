@@ -1,1 +1,1 @@
-"""Which host and which life of its holder this is, and what the machine offers."""
+"""The identity of this host and of its holder's life, and the resources of the machine."""

@@ -7,7 +7,7 @@ import resource
 
 
 def descriptor_stats() -> dict[str, int]:
-    """Return the numbers, and whose they are; without a descriptor left to count with, all are in use."""
+    """Return the counts and the process id; if no descriptor is left to count with, report all in use."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Linux knows no infinite one
     try:
         used = len(os.listdir("/proc/self/fd")) - 1  # its own

@@ -1,4 +1,4 @@
-"""Which host is this: the id under which a machine's memory is known, and how a rank finds it (R1, R4).
+"""The identity of a host: the id under which a machine's memory is known, and how a rank finds it (R1, R4).
 
 Imports neither torch nor ray. The id names a folder, so it is checked like a file name.
 """
@@ -27,7 +27,7 @@ _BOOT_ID_CHARS = 8
 
 @dataclass(frozen=True)
 class HostIdentity:
-    """What a holder registers as: one unit of loss and the labels that say with whom it shares fate.
+    """The identity that a holder registers: one unit of loss, with labels that name its failure domains.
 
     `machine` is the boot id. `is_explicit` says that the node carries a `host` label: only two hosts that both do
     count as distinct on one machine (R1); MEMSTORE_HOST names a host but does not vouch for it.
@@ -45,7 +45,7 @@ def host_identity(labels: Mapping[str, str], env: Mapping[str, str], *, hostname
     Never the Ray node id, which is new after every restart of the raylet while the memory is still there.
 
     Raises:
-        ConfigError: the label or variable is not usable as a name; says which.
+        ConfigError: the label or variable is not usable as a name; the error names it.
     """
     label, variable = labels.get(HOST_LABEL, ""), env.get(HOST_VARIABLE, "")
     if label:
@@ -66,7 +66,7 @@ def read_boot_id(path: str = _BOOT_ID_PATH) -> str:
     """Return the kernel's boot id, equal for all containers of one machine and new after a reboot.
 
     Raises:
-        ConfigError: the kernel does not tell it; names the variable to set instead.
+        ConfigError: the kernel does not say it; names the variable to set instead.
     """
     try:
         text = Path(path).read_text(encoding="ascii").strip()
@@ -165,14 +165,14 @@ def _has_listener(directory_fd: int, name: str) -> bool:
             # Through the folder's descriptor, because a socket's address may have 107 bytes and a path has more.
             probe.connect(f"/proc/self/fd/{directory_fd}/{name}")
         except BlockingIOError:
-            return True  # the backlog is full: somebody listens, and is slow
+            return True  # the backlog is full: there is a listener, but a slow one
         except OSError:
             return False
         return True
 
 
 def _short_hostname(hostname: str) -> str:
-    """Return `hostname` as a legal name of at most 40 characters; what is cut off is kept as a digest.
+    """Return `hostname` as a legal name of at most 40 characters; a digest stands for the cut part.
 
     Pods of one deployment differ only in the last characters of a long name.
     """

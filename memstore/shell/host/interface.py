@@ -1,4 +1,4 @@
-"""Which address of this machine other hosts should use: by default, by interface name, or by network. Linux only."""
+"""The address of this machine for other hosts: by default, by interface name, or by network. Linux only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resolve_interface(spec: str | None) -> str:
     """Return the IPv4 address (IPv6 where there is no IPv4) of this machine that `spec` means.
 
     None: the address the default route uses, else the first that is not loopback, else 127.0.0.1. Otherwise an
-    interface ("eth2"), a network ("10.20.0.0/16") or an address. Raises ConfigError that lists what is here.
+    interface ("eth2"), a network ("10.20.0.0/16") or an address. Raises ConfigError that lists the addresses here.
     """
     found = interface_addresses()
     if spec is None:

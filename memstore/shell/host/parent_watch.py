@@ -1,6 +1,6 @@
 """A process that Ray started ends when its raylet does (R3).
 
-Ray leaves actors behind for a minute or more when their raylet is killed. Ray calls such an actor dead, so nobody can
+Ray leaves actors behind for a minute or more when their raylet is killed. Ray calls such an actor dead, so nothing can
 stop it any more; the host's next holder finds an arena that is served by a process outside the cluster.
 """
 

@@ -9,9 +9,9 @@ The messages: `core/wire/handshake.py`. MAC is HMAC-SHA256 under the secret over
 store's name, both nonces and the identities. The labels differ, so a proof sent back to its author proves nothing; the
 nonces are new for every connection, so a recorded handshake does not work again. Until the other side has proved itself
 each side reveals a nonce and a MAC, which say nothing about a 256-bit secret. It authenticates the ends at connection
-time; it does not encrypt, and does not protect later bytes from somebody who can rewrite them on the way: that is
+time; it does not encrypt, and does not protect later bytes from a network that rewrites them on the way: that is
 tls.py. Under TLS the digest of the server's certificate is among the fields, so that a handshake cannot be passed on
-through somebody else's.
+through another one's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def authenticate_server(
 
 
 class _Handshake:
-    """One handshake: the key, the time left, and what has been exchanged so far."""
+    """One handshake: the key, the time left, and the transcript so far."""
 
     def __init__(
         self, channel: Channel, secret: bytes | None, store: str, identity: dict[str, Any], timeout_s: float
@@ -152,7 +152,7 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
     try:
         identity: dict[str, Any] = side(handshake)
     except errors.AuthenticationError:
-        # The refusal names nothing: whoever is there has proved nothing.
+        # The refusal names nothing: the other side has proved nothing.
         _tell_refused(channel)
         channel.close()
         raise

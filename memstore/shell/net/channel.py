@@ -1,6 +1,6 @@
 """One connected stream socket as a sequence of frames, with a deadline on every wait. No policy, no threads.
 
-Sockets are non-blocking and every wait is a poll with what is left of the caller's time: a socket timeout would be
+Sockets are non-blocking and every wait is a poll with the rest of the caller's time: a socket timeout would be
 shared by the sending and the receiving thread. A failure in the middle of a frame ends the channel, because the next
 header could not be found again; a timeout between frames leaves it usable.
 """
@@ -36,7 +36,7 @@ SKIP_BUFFER_BYTES = 256 << 10
 WAKE_BYTES = 1 << 20
 """A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
 PIECE_BYTES = 1 << 20
-"""Most that is received before the one who looks at every piece sees it: well within a core's share of the cache."""
+"""Most bytes received before `seen` gets them: well within a core's share of the cache."""
 _UCRED = struct.Struct("3i")
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -70,9 +70,9 @@ class SendGate(Protocol):
 class Channel:
     """Frames over a connected TCP or AF_UNIX socket, which it owns from then on.
 
-    One thread may receive while others send. `identity` is what the peer said of itself and proved. Every error is a
+    One thread may receive while others send. `identity` is the identity that the peer has proved. Every error is a
     TransportError: PeerTimeout (operation, waited_s, limit_s), PeerUnreachable (peer; eof=True if the peer closed
-    between two frames), ProtocolError. Close it in the end, whatever happened.
+    between two frames), ProtocolError. Close it in the end in every case.
     """
 
     def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
@@ -102,13 +102,13 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """True once the channel can carry nothing more."""
+        """Return whether by now the channel can carry nothing more."""
         return self._closed.is_set()
 
     def secure(self, tls: Tls, *, is_server: bool, timeout_s: float) -> None:
         """Put TLS below the frames, before the first of them; both ends show a certificate within `timeout_s`.
 
-        Raises AuthenticationError, PeerTimeout or PeerUnreachable; the channel is of no use then.
+        Raises AuthenticationError, PeerTimeout or PeerUnreachable; the channel is then unusable.
         """
         self.authenticated = False
         clock = _Clock("TLS handshake", timeout_s)
@@ -200,7 +200,7 @@ class Channel:
             self._bulk_left -= view.nbytes
 
     def skip_bulk(self, *, timeout_s: float) -> None:
-        """Read and drop what is left of the last frame's bulk."""
+        """Read and drop the rest of the last frame's bulk."""
         clock = _Clock("skip bulk bytes", timeout_s)
         with self._held(self._recv_lock, clock):
             scratch = memoryview(bytearray(min(self._bulk_left, SKIP_BUFFER_BYTES)))
@@ -234,7 +234,7 @@ class Channel:
                 return frame
 
     def credentials(self) -> tuple[int, int]:
-        """Return (pid, uid) of an AF_UNIX peer when it connected, by the kernel's word."""
+        """Return (pid, uid) of an AF_UNIX peer when it connected, from the kernel."""
         if isinstance(self._sock, TlsStream):
             raise errors.InternalError(f"{self.peer} is no AF_UNIX peer")
         try:
@@ -253,7 +253,7 @@ class Channel:
         socket_options.pace(self._sock, bytes_per_s)
 
     def close(self) -> None:
-        """End the channel, wake whoever waits in it, and free the socket; may be called twice and from any thread."""
+        """End the channel, wake its waiting threads, and free the socket; may be called twice and from any thread."""
         self._end()
         # The descriptor's number must not be reused while another thread still polls it; shutdown has woken them.
         with contextlib.ExitStack() as stack:
@@ -363,7 +363,7 @@ class Channel:
 
 
 class _Clock:
-    """One operation's time: what it is called, when it began, when it must end."""
+    """One operation's time limit: its name, its start, its deadline."""
 
     def __init__(self, operation: str, limit_s: float | None) -> None:
         self.operation = operation
@@ -372,11 +372,11 @@ class _Clock:
         self._until = None if limit_s is None else self.started + limit_s
 
     def left_s(self) -> float | None:
-        """Seconds left, never negative; None without a limit."""
+        """Return the seconds left, never negative; None without a limit."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def limit_from_now(self) -> None:
-        """A frame has begun: without a limit of the caller's it gets REST_OF_FRAME_S."""
+        """Limit the rest of a frame that has begun to REST_OF_FRAME_S, if the caller set no limit."""
         if self._until is None:
             self.started = time.monotonic()
             self.limit_s = REST_OF_FRAME_S

@@ -113,7 +113,7 @@ class Listener:
             path.unlink(missing_ok=True)
             with _bindable(path) as name:
                 sock.bind(name)
-            # Until listen() nobody can connect, so there is no moment with a wider mode.
+            # Before listen() no client can connect, so none can use a wider mode.
             path.chmod(0o600)
             sock.listen(BACKLOG)
             inode = path.stat().st_ino

@@ -1,6 +1,6 @@
 """How bytes of copies leave this host: in a low class, and no faster than asked, by the kernel's own means.
 
-Class and pace are of connections that this host opened, so of what it pushes: what a peer fetches here, to restore,
+Class and pace apply to connections that this host opened, so to its pushes: chunks that a peer fetches to restore
 runs on connections of the peer's, at full speed. Source: RFC 8622 (the class "lower effort", DSCP 1).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from memstore.shell.net.channel import Channel
 
-CHUNK_S = 10.0  # a chunk may be on its way for so long at most: its receiver gives up after 30 s
+CHUNK_S = 10.0  # a chunk may be in transit for this long at most: its receiver gives up after 30 s
 BULK_NICE = 10  # a thread that computes gets ten times the share of one of these
 
 
@@ -38,7 +38,7 @@ class Lane:
 
     @contextlib.contextmanager
     def sending(self, channel: Channel) -> Iterator[None]:
-        """While inside, the connection has its share of the limit: as much as every other that sends."""
+        """Give the connection an equal share of the limit while inside."""
         if not self.bytes_per_s:
             yield
             return

@@ -35,7 +35,7 @@ class Flight(NamedTuple):
 
 
 def classify(sock: socket.socket | TlsStream, dscp: int) -> None:
-    """Mark what is sent from now on with a class for the network, and put it behind all else on this host."""
+    """Mark later bytes with a class for the network, and send them behind all others of this host."""
     if sock.family == socket.AF_INET6:
         _set(sock, socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2, "a class (dscp)")
     if sock.family in (socket.AF_INET, socket.AF_INET6):  # an IPv4 address may be reached through either
@@ -44,12 +44,12 @@ def classify(sock: socket.socket | TlsStream, dscp: int) -> None:
 
 
 def pace(sock: socket.socket | TlsStream, bytes_per_s: int) -> None:
-    """Have the kernel space out what is sent from now on."""
+    """Have the kernel pace later bytes."""
     _set(sock, socket.SOL_SOCKET, SO_MAX_PACING_RATE, _PACE.pack(bytes_per_s), "a pace (replicate_bytes_per_s)")
 
 
 def flight(sock: socket.socket | TlsStream) -> Flight:
-    """Return what is on its way; nothing if the connection is gone."""
+    """Return the bytes in transit; 0 if the connection is gone."""
     answer, rtt_us = array.array("i", [0]), 0
     with contextlib.suppress(OSError):
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, answer)
@@ -69,5 +69,5 @@ def _set(sock: socket.socket | TlsStream, level: int, option: int, value: int | 
 
 @functools.cache
 def _tell_refused(what: str, why: str) -> None:
-    """Once for each reason: every connection would say the same."""
+    """Log once for each reason: every connection would repeat it."""
     log.warning("memstore: this host's kernel refuses %s for copies (%s): they leave without it", what, why)

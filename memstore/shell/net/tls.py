@@ -1,7 +1,7 @@
 """TLS below the frames of a TCP connection: both ends show a certificate of the store's own authority (R4).
 
-Optional. It adds secrecy, and integrity against somebody on the way, to what auth.py proves; auth.py's handshake still
-runs, inside. Certificates are not compared with addresses, which change with every pod: whoever has one that the
+Optional. It adds secrecy, and integrity against attackers in between, to auth.py's proof; auth.py's handshake still
+runs, inside. Certificates are not compared with addresses, which change with every pod: any process with one that the
 authority signed is let as far as auth.py, whose proofs name the server's certificate, so that the holder of another
 one cannot pass a handshake on. Contexts are loaded once: a process sees a renewed certificate when it starts again.
 """
@@ -38,7 +38,7 @@ class Tls:
         """Read the files that the config names; None if it names none.
 
         Raises:
-            ConfigError: A file cannot be read, is not what it should be, or the key is open to others.
+            ConfigError: A file cannot be read or decoded, or the key is readable by others.
         """
         if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
             return None
@@ -85,7 +85,7 @@ class TlsStream:
         self.family = sock.family
 
     def shake(self) -> str | None:
-        """Go on with the handshake; None when it is done, else "read" or "write": what the socket must be ready for."""
+        """Go on with the handshake; return None when it is done, else "read" or "write", to wait for."""
         try:
             with self._lock:
                 self._sock.do_handshake()
@@ -124,7 +124,7 @@ class TlsStream:
         socket.socket.shutdown(self._sock, how)
 
     def fileno(self) -> int:
-        """The descriptor, for what concerns the connection below TLS."""
+        """Return the descriptor, for uses of the connection below TLS."""
         return self._sock.fileno()
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
@@ -158,4 +158,4 @@ def _context(side: int, cert: str, key: str, authority: str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise ConfigError("tls_key has a password: nobody could type it on every host", field="tls_key")
+    raise ConfigError("tls_key has a password: it would have to be typed on every host", field="tls_key")

@@ -1,6 +1,6 @@
 """Ray actors around the holder and the controller, and the supervision of holders (R1-R4, R17).
 
-Ray starts, finds and names processes; what they say to each other goes over memstore's own sockets.
+Ray starts, finds and names processes; their messages go over memstore's own sockets.
 Holders have max_restarts=0: the controller's supervisor starts a successor, which adopts the arena.
 """
 
@@ -102,7 +102,7 @@ class HolderActor:
         ).close()  # fmt: skip
 
     def _refuse_double(self, host: str) -> None:
-        """Two live holders of one id on different machines are refused, with both addresses (R1)."""
+        """Refuse two live holders of one id on different machines, with both addresses (R1)."""
         record = self.membership.hosts().get(host)
         if record is None or record.get("machine") in (None, self.identity.machine):
             return
@@ -157,7 +157,7 @@ class ControllerActor:
         threading.Thread(target=self._supervise, name="memstore-supervise", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """The store's fields and where its holders stand."""
+        """Return the store's fields and its holders' addresses."""
         return {
             "fields": self.fields, "hosts": dict(self.hosts), "errors": dict(self.errors), "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -181,7 +181,7 @@ class ControllerActor:
                 log.warning("memstore cannot supervise its holders now: %s", exc)
 
     def _notice_drains(self) -> None:
-        """Tell the store of nodes that Ray will take away: a spot node's preemption notice, the autoscaler (R29)."""
+        """Report nodes that Ray will take away to the store: a spot node's preemption notice, the autoscaler (R29)."""
         moments_ms = ray._private.state.state.get_draining_nodes()
         last_s = time.time() + DRAIN_S
         self.drains = {
@@ -276,5 +276,5 @@ class ControllerActor:
 
 
 def live_nodes() -> list[dict[str, Any]]:
-    """Ray nodes that are alive and not labelled memstore=off (R1)."""
+    """Return the Ray nodes that are alive and not labelled memstore=off (R1)."""
     return [n for n in ray.nodes() if n["Alive"] and (n.get("Labels") or {}).get("memstore") != "off"]

@@ -19,11 +19,11 @@ class RayMembership:
         self.store = store
 
     def announce(self, host_id: str, record: dict[str, Any]) -> None:
-        """A holder says where it listens."""
+        """Register a holder's address."""
         self._put(f"hosts/{host_id}", json.dumps(record).encode(), overwrite=True)
 
     def hosts(self) -> dict[str, dict[str, Any]]:
-        """Every announced holder by host id."""
+        """Return every announced holder by host id."""
         found = {}
         for name in self._list("hosts/"):
             data = self._get(f"hosts/{name}")
@@ -32,7 +32,7 @@ class RayMembership:
         return found
 
     def withdraw(self, host_id: str) -> None:
-        """A host left for good."""
+        """Remove a host that left for good."""
         self._call(internal_kv._internal_kv_del, self._key(f"hosts/{host_id}"), namespace=NAMESPACE)
 
     def claim_term(self, above: int) -> int:
@@ -43,7 +43,7 @@ class RayMembership:
         return term
 
     def newest_term(self) -> int:
-        """The highest term claimed so far."""
+        """Return the highest term claimed so far."""
         return max((int(name) for name in self._list("terms/")), default=0)
 
     def _key(self, name: str) -> bytes:

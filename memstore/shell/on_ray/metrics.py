@@ -20,7 +20,7 @@ from memstore.shell.holder.holder import Holder
 
 log = logging.getLogger("memstore")
 FEED_S = 2.0
-STATUS_S = 30.0  # for a catalog that is busy; it is asked again
+STATUS_S = 30.0  # for a busy controller; it is asked again
 
 
 class Instruments:
@@ -65,7 +65,7 @@ class Instruments:
 
 
 def feed_from_controller(controller: Controller, stopping: threading.Event) -> None:
-    """Begin to export what the controller knows, until `stopping`."""
+    """Begin to export the controller's metrics, until `stopping`."""
     instruments = Instruments(controller.config.store)
 
     def count(happening: StoreEvent) -> None:
@@ -97,7 +97,7 @@ def feed_from_holder(holder: Holder) -> None:
 
 
 def _every(feed: Callable[[], None], stopping: threading.Event) -> None:
-    """Run `feed` on a thread of its own; what it cannot do is said once."""
+    """Run `feed` on a thread of its own; log its failures once."""
 
     def run() -> None:
         said = ""

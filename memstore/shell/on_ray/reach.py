@@ -43,7 +43,7 @@ def gcs_address(address: str | None) -> str | None:
 
 
 def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]) -> None:
-    """Return once the GCS answers that `gcs_address` names; `say` is called once with what is waited for.
+    """Return once the GCS answers that `gcs_address` names; `say` is called once with the reason of the wait.
 
     Raises:
         ConnectionError: no address is given and no Ray cluster is known on this machine.
@@ -106,7 +106,7 @@ def _answers(place: str, limit_s: float) -> bool:
 
 
 def _call(place: str) -> bytes:
-    """Return what a client sends that calls CheckAlive of Ray's GCS by gRPC; any answer, a refusal too, says it lives.
+    """Return the bytes of a gRPC call of CheckAlive at Ray's GCS; any answer, even a refusal, shows that it lives.
 
     HTTP/2's preface and settings, the headers as literals, and an empty message. A GCS that hangs still has a thread
     that sends settings, so those alone say nothing.
@@ -146,7 +146,7 @@ def _frame(connection: socket.socket, deadline_s: float) -> tuple[int, int] | No
 
 
 def _source(address: str | None) -> str:
-    """Return who named the address."""
+    """Return the setting that named the address."""
     if address is not None:
         return "the address given"
     return "from RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "this machine's newest Ray cluster"

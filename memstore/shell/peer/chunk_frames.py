@@ -80,12 +80,12 @@ def receive_run(
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
 
     Args:
-        take: Takes up to so many slots; chunks without one are passed over, and are bad.
-        damage: Hears of chunks that came with another digest than the draft's.
+        take: Takes up to the given number of slots; chunks without one are skipped and count as bad.
+        damage: Called with chunks whose digest differs from the replica's.
         timeout_s: For each chunk.
 
     Raises:
-        TransportError: The connection failed, or the frame is not such a run. What came before is kept.
+        TransportError: The connection failed, or the frame is not such a run. Earlier chunks are kept.
         CapacityError: From `take`.
         MemstoreError: The peer's own error, if that came instead.
     """

@@ -77,7 +77,7 @@ class Peer:
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
-        """Borrow a connection; it is returned only if nothing went wrong on it."""
+        """Borrow a connection; it returns to the pool only after no error."""
         with self._lock:
             if self.is_closed:
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
@@ -145,7 +145,7 @@ class Peer:
     ) -> None:
         """Run `work` on every batch over the streams; the first error is raised after all have ended.
 
-        `before` waits in the caller's thread for what a batch needs: the streams belong to all pushes and fetches.
+        `before` waits for a batch's chunks in the caller's thread: all pushes and fetches share the streams.
         """
         futures: list[Future[None]] = []
         try:
@@ -175,13 +175,13 @@ class Peer:
             shipment: The shard; the peer has taken an offer of it.
             chunks: Indices of the chunks.
             sender: This host.
-            throttle: Waits before each run of so many bytes.
+            throttle: Called with the bytes of each batch, to wait before it.
             gate: Lets a run's bytes out in parts.
         """
         send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
         if gate is None:
             self.over_streams(batches(chunks, self._streams), send, before=shipment.digests)
-        else:  # one stream sends at a time, and what it waits for is no reason for others to wait
+        else:  # one stream sends at a time, and its waits must not block others
             for batch in batches(chunks, 1):
                 send(batch)
 

@@ -19,17 +19,17 @@ class Damage:
         self._frames_count = 0  # their header or body was: the connection is ended
 
     def chunk(self) -> None:
-        """A chunk came whose digest is not the promised one."""
+        """Count a chunk whose digest is wrong."""
         with self._lock:
             self._chunks_count += 1
 
     def frame(self, error: ProtocolError) -> None:
-        """What came is no frame of ours."""
+        """Count bytes that are no valid frame."""
         with self._lock:
             self._frames_count += 1
         log.warning("a connection is ended: %s", error)
 
     def stats(self) -> dict[str, int]:
-        """The counts by name."""
+        """Return the counts by name."""
         with self._lock:
             return {"digest_errors": self._chunks_count, "broken_frames": self._frames_count}

@@ -21,7 +21,7 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 
 
 class SealedReplica:
-    """A replica on the shelf, pinned until it is released."""
+    """A stored replica, pinned until it is released."""
 
     def __init__(self, replicas: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
         self.replicas, self.shelved, self._pin = replicas, shelved, pin
@@ -54,7 +54,7 @@ class SealedReplica:
         return True
 
     def release(self) -> None:
-        """The push is over."""
+        """End the push."""
         self.replicas.unpin(self.shelved, self._pin)
 
 
@@ -74,13 +74,13 @@ class StreamingReplica:
         self._why = ""
 
     def add(self, digest: bytes) -> None:
-        """The next chunk is digested."""
+        """Note that the next chunk is digested."""
         with self._changed:
             self._known.append(digest)
             self._changed.notify_all()
 
     def seal(self, shelved: StoredReplica) -> None:
-        """It is stored, and pinned for every push before anyone could drop it; the caller holds the vault's lock."""
+        """Pin the stored replica for every push, before it could be dropped; needs the replica store's lock."""
         with self._changed:
             deadline_s = self.replicas.clock.monotonic() + PIN_S
             self._pins = [self.replicas.index.pin(shelved, deadline_s) for _ in range(self._readers)]
@@ -88,13 +88,13 @@ class StreamingReplica:
             self._changed.notify_all()
 
     def fail(self, why: str) -> None:
-        """It will not be stored."""
+        """Fail the pushes: the shard will not be stored."""
         with self._changed:
             self._why = self._why or why
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """A push will read it: each begin needs one release."""
+        """Begin a push that reads it; each needs one release."""
         with self._changed:
             self._readers += 1
 
@@ -140,7 +140,7 @@ class StreamingReplica:
         return self._shelved
 
     def release(self) -> None:
-        """One push is over."""
+        """End one push."""
         with self._changed:
             self._readers -= 1
             pin, shelved = (self._pins.pop() if self._pins else None), self._shelved

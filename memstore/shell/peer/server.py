@@ -60,7 +60,7 @@ Key = tuple[str, ShardId]  # sender and shard
 
 @dataclass(slots=True)
 class Incoming:
-    """A draft that a peer feeds: all connections of that life of it, and when the draft was last heard of."""
+    """A draft that a peer feeds: all its connections, and when data for it last arrived."""
 
     draft: IncomingReplica
     channels: set[Channel]
@@ -166,7 +166,7 @@ class PeerServer:
             if not has_it and why is None:
                 draft = self.replicas.index.open_draft(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:
-            # The controller may not know of it: the word of this copy died with a controller or a session.
+            # The controller may not know of this copy: its report may be lost with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
             return HasCopy()
         if why is not None:
@@ -199,7 +199,7 @@ class PeerServer:
         return BatchReceived(damaged=tuple(damaged))
 
     def _named(self, batch: ChunkBatch, chunks_count: int) -> list[int]:
-        """Return the indices of a batch; ProtocolError for what no draft here can have."""
+        """Return the indices of a batch; ProtocolError for indices that no incoming replica has."""
         indices = [chunk.index for chunk in batch.chunks]
         if any(index >= chunks_count for index in indices) or len({*indices}) != len(indices):
             raise ProtocolError(
@@ -213,14 +213,14 @@ class PeerServer:
         return indices
 
     def _take(self, count: int) -> list[int]:
-        """Slots for that many chunks, or as many as there are: the sender keeps the others and tries again (R13)."""
+        """Lease slots for that many chunks, or as many as are free: the sender tries the others again (R13)."""
         try:
             return self.replicas.take_slots(count)
         except CapacityError:
             return []
 
     def _seal(self, seal: Seal) -> CopySealed | ChunksMissing | Refused:
-        """Every chunk is here and the manifest names them: the copy is sealed (R7, R14)."""
+        """Seal a complete copy with its manifest (R7, R14)."""
         shard, sender = seal.shard.id, seal.sender
         manifest = decode_manifest(seal.manifest)
         draft = self.replicas.index.draft(sender, shard)
@@ -259,11 +259,11 @@ class PeerServer:
             self.life_of[channel].add(channel)
 
     def _life(self, channel: Channel) -> set[Channel]:
-        """All connections of the peer at the other end, of its present life. Needs the lock."""
+        """Return all connections of the peer's present life. Needs the lock."""
         return self.life_of.get(channel, {channel})
 
     def _leave(self, channel: Channel) -> None:
-        """A connection ended; with a peer's last one its drafts give their room back.
+        """Note the end of a connection; with a peer's last one its incoming replicas free their slots.
 
         Not with the ones that fed a draft: a peer's pushes share its connections, and it closes surplus ones.
         """
@@ -273,11 +273,11 @@ class PeerServer:
         self._give_up(lambda key, incoming: not incoming.channels)
 
     def keep_senders(self, hosts: set[str]) -> None:
-        """Hosts out of the view are dead: what they began here gives its room back, even if no socket has ended."""
+        """Free the incoming replicas of hosts that left the view as dead, even if no socket has ended."""
         self._give_up(lambda key, incoming: key[0] not in hosts)
 
     def give_up_idle(self) -> None:
-        """A sender that lost interest without a word, or whose word was lost, keeps no room here for ever (R13)."""
+        """Free the incoming replicas of silent senders, so that they keep no room for ever (R13)."""
         late_s = self.replicas.clock.monotonic() - DRAFT_IDLE_S
         self._give_up(lambda key, incoming: incoming.heard_s < late_s)
 
@@ -286,7 +286,7 @@ class PeerServer:
             orphans = {key: incoming for key, incoming in self.incoming.items() if is_orphan(key, incoming)}
             for key in orphans:
                 del self.incoming[key]
-        for (sender, shard), incoming in orphans.items():  # that draft, not one offered anew meanwhile
+        for (sender, shard), incoming in orphans.items():  # that draft, not one offered again meanwhile
             self.replicas.abort_draft(sender, shard, only=incoming.draft)
 
     # -- sending ------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class PeerServer:
             self.replicas.unpin(shelved, pin)
 
     def _verify(self, request: Verify) -> Verified:
-        """A peer was sent damaged bytes or none: look at our own, and tell the controller what we lack (R25)."""
+        """Check a replica after a peer got damaged bytes or none, and report missing chunks to the controller (R25)."""
         shelved, pin = self._pinned(request)
         try:
             missing = self.replicas.verify(shelved)

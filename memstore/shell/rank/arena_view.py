@@ -1,6 +1,6 @@
-"""One arena as a rank maps it: on first use, anew once the file has become longer, pre-faulted step by step (R9).
+"""One arena as a rank maps it: on first use, and again once the file has become longer, pre-faulted step by step (R9).
 
-Of another arena file a rank has another of these: what was granted of one is never written through the other (R8).
+A rank has one of these for each arena file: slots granted of one are never written through another (R8).
 
 Where the rank's states lie on a GPU its slots are pinned as well, as they are leased (`pinned_slots`).
 """
@@ -24,7 +24,7 @@ class RankMapping:
         self._folder, self.arena = folder, arena
         self._mapping: ArenaMapping | None = None
         self._pinned: PinnedSlots | None = None  # of the present mapping
-        self._outgrown: list[tuple[ArenaMapping, PinnedSlots | None]] = []  # still under somebody's copy, perhaps
+        self._outgrown: list[tuple[ArenaMapping, PinnedSlots | None]] = []  # a copy may still use them
         self._device: int | None = None  # the CUDA device that slots are pinned for
         self._unpinned: set[int] = set()  # entered while there was none
 
@@ -71,7 +71,7 @@ class RankMapping:
             device: Its index.
             later: Queues work for the thread that calls `prefault`.
 
-        What was leased before an arena was mapped anew (its limit was raised) goes on unpinned.
+        What was leased before an arena was mapped again (its limit was raised) goes on unpinned.
         """
         if self._device is None:
             self._device = device
@@ -124,7 +124,7 @@ class RankMapping:
         self._mapping, self._pinned = mapping, PinnedSlots(mapping)
 
     def _open_anew(self) -> ArenaMapping:
-        """The arena's limit was raised since it was mapped; views of the old mapping stay good."""
+        """Map the arena again, as its limit was raised; views of the old mapping stay valid."""
         if self._mapping is not None:
             self._outgrown.append((self._mapping, self._pinned))
         self._map()

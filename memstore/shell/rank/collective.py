@@ -57,7 +57,7 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
 
     Raises:
         PeerTimeout: It was decided, and not carried out within the deadline again.
-        MemstoreError: What the controller refused it with.
+        MemstoreError: The controller's refusal.
     """
     future, roll = link.call_soon(request), RollCall(link, request, timeout_s)
     roll.wait([future], timeout_s)
@@ -83,10 +83,10 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
 
 
 def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:
-    """Ask what nobody can withdraw from.
+    """Send a call that cannot be withdrawn.
 
     Raises:
-        PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's word; OPEN_S more if all have come.
+        PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's reply; OPEN_S more if all have come.
     """
     if link.closed.is_set():
         raise ClosedError("this store is closed: connect again")
@@ -109,7 +109,7 @@ def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limi
 class RollCall:
     """A rank's wait for a call that every rank makes: after FIRST_WORD_S, and every NEXT_WORD_S, the log says for whom.
 
-    Attributes: words (who has come, who is awaited), is_complete (all ranks have come), as of the last look.
+    Attributes: words (ranks that have come, awaited ones), is_complete (all ranks have come), as of the last look.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RollCall:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it began."""
+        """Return the seconds since it began."""
         return time.monotonic() - self._began_s
 
     def wait(self, futures: Sequence[Future[Any]], limit_s: float) -> None:
@@ -140,7 +140,7 @@ class RollCall:
             self._word_s = self.waited_s + NEXT_WORD_S
 
     def look(self, futures: Sequence[Future[Any]]) -> bool:
-        """Ask the controller who has come; False if one of `futures` is done first."""
+        """Ask the controller which ranks have come; False if one of `futures` is done first."""
         if any(future.done() for future in futures):
             return False
         waited_s = self.waited_s

@@ -31,15 +31,15 @@ class CollectiveMarks:
     def __init__(self, link: HolderLink) -> None:
         self._link = link
         self._lock = threading.RLock()  # a signal's handler may put
-        self.has_iterations = False  # somebody marks them; else every put does
+        self.has_iterations = False  # the loop marks them; else every put does
         self._depth = 0  # collectives under way
         self._count = 0
         self._busy_s = 0.0  # when the first of them began
-        self._known: object = None  # the connection over which the holder heard of the file
+        self._known: object = None  # the connection over which the holder was sent the file
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
 
     def begin(self) -> None:
-        """A collective begins."""
+        """Mark the begin of a collective."""
         with self._lock:
             now = time.monotonic()
             if now - self._busy_s > BUSY_MAX_S:  # what began then will never end: its group was given up
@@ -50,19 +50,19 @@ class CollectiveMarks:
                 self._mark(Kind.BUSY)
 
     def end(self) -> None:
-        """A collective has ended."""
+        """Mark the end of a collective."""
         with self._lock:
             self._depth = max(0, self._depth - 1)
             if not self._depth:
                 self._mark(Kind.IDLE)
 
     def iteration(self) -> None:
-        """The next iteration begins."""
+        """Mark the begin of an iteration."""
         with self._lock:
             self._mark(Kind.ITERATION)
 
     def put(self) -> None:
-        """A put has ended, and an iteration, if collectives are marked and iterations are not."""
+        """Mark the end of a put, and of an iteration if collectives are marked and iterations are not."""
         if self._known is not None and not self.has_iterations:
             self.iteration()
 
@@ -74,7 +74,7 @@ class CollectiveMarks:
         self._words[0] = self._count
 
     def _publish(self) -> None:
-        """Make a file for the holder that serves now; without room for one, nobody hears the marks."""
+        """Make a file for the holder that serves now; without room for one, the marks reach no holder."""
         self._known, self._count = self._link.channel, 0
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
         path = self._link.folder / f"{PREFIX}{secrets.token_hex(8)}"

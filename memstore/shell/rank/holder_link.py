@@ -2,7 +2,7 @@
 
 `put` only takes free slots and appends to `outbox`; one thread writes and pre-faults, one
 reads. If the holder goes away the link comes back by itself: it confirms which slots are still its
-own, sends again what was not sealed, and asks again what was not answered.
+own, and sends unsealed puts and unanswered calls again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HolderLink(LeasedSlots):
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
         self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
         self.on_event: Callable[[HolderEvent], None] = lambda event: None
-        self.life = next(_LIVES)  # tells the leases of one process's stores apart
+        self.life = next(_LIVES)  # distinguishes the leases of one process's stores
         self.calls: dict[int, tuple[Future[Any], Question]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
@@ -118,7 +118,7 @@ class HolderLink(LeasedSlots):
         )  # fmt: skip
 
     def _connect(self, before: Welcome | None) -> tuple[Channel, Welcome]:
-        """Connect and say what we hold; drop what the holder says is no longer ours (R8)."""
+        """Connect and report our slots; drop those that the holder no longer leases to us (R8)."""
         deadline_s = time.monotonic() + self._connect_s
         channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
@@ -274,9 +274,9 @@ class HolderLink(LeasedSlots):
             self.outbox.put(lambda: self._take_grant(slots[count:], mapping))
 
     def fenced_error(self) -> FencedError:
-        """Return what a Store of an older attempt, of an older connect() or of a removed job is told (R21)."""
+        """Return the error for a Store of an older attempt, of an older connect() or of a removed job (R21)."""
         if self.is_removed:
-            why = "the job was removed; connect again to begin it anew"
+            why = "the job was removed; connect again to begin it from nothing"
         elif self.fenced_by == self.attempt:
             why = "this process has connected to the job again: use the Store that it was given then"
         else:
@@ -335,7 +335,7 @@ class HolderLink(LeasedSlots):
         return number
 
     def unsubscribe(self, number: int) -> None:
-        """The read is over."""
+        """End the read."""
         with self.room:
             self.listeners.pop(number, None)
 
@@ -357,7 +357,7 @@ class HolderLink(LeasedSlots):
         return self.ask_soon(offer)
 
     def adopt(self, step: int, timeout_s: float) -> list[int]:
-        """Take over the slots of a step that the parent process lends, for `heir`."""
+        """Take over the slots of a step that the parent process offers, for `heir`."""
         return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), "adopt", timeout_s))
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
@@ -381,7 +381,7 @@ class HolderLink(LeasedSlots):
         self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
         layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
     ) -> bool:  # fmt: skip
-        """Queue slots that were filled through `mapping` for the holder: no wait on anyone.
+        """Queue slots that were filled through `mapping` for the holder, without a wait.
 
         False if some are no longer the tenant's (R8, R11). `began_s` and `stall_s` are for people.
         """
@@ -399,7 +399,7 @@ class HolderLink(LeasedSlots):
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
-            # First, for it sends nothing unless what follows was done: a handler's exception may come between.
+            # First, because it sends nothing before the rest is done: a handler's exception may come between.
             self.outbox.put(lambda: self._send_handover(handover))
             self.handovers[attempt, step] = handover
             self.tenants.update(passed_on)
@@ -414,7 +414,7 @@ class HolderLink(LeasedSlots):
         if self.closed.is_set():
             return
         with self.room:
-            if self.parent:  # a holder on its way back must hear it: a save process lives on, and so would its lease
+            if self.parent:  # a holder on its way back must get it: a save process lives on, and so would its lease
                 self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
         self.notify(Bye())
         self.outbox.put(None)

@@ -1,7 +1,7 @@
 """Who am I in this launch: rank, world size, and the key that is new for every launch (R20).
 
 Reads Ray Train, an initialised torch.distributed and the environment, in this order, and imports neither torch
-nor ray: what has not been imported by the process cannot be in use by it. Read `identity.py` next.
+nor ray: a library that the process has not imported cannot be in use by it. Read `identity.py` next.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def detect_launch(
     broadcasts it, so every rank must call this within `timeout_s`.
 
     Args:
-        rank: The caller's word; must agree with what is detected.
+        rank: The caller's value; must agree with the detected one.
         world_size: The same for the number of ranks.
         attempt: An opaque string, equal on all ranks and new for every launch. It is the key where neither
             Ray Train nor torch.distributed provides one, and is not used otherwise. A single rank draws one.
@@ -101,9 +101,9 @@ def detect_launch(
 
 
 def launcher_name(env: Mapping[str, str]) -> str:
-    """Return a name for what started this process: a run id if the launcher tells one, else its parent process.
+    """Return a name for what started this process: a run id if the launcher sets one, else its parent process.
 
-    "none" is torchrun's default run id, so it tells two runs apart no more than an unset one.
+    "none" is torchrun's default run id, so it distinguishes runs no better than an unset one.
     """
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     if run_id and run_id != "none":
@@ -124,7 +124,7 @@ def launcher_name(env: Mapping[str, str]) -> str:
 def parent_name(place: str, *, parent: tuple[int, int | None], own: tuple[int, int | None]) -> str:
     """Return a name for the parent, by pid and start, in one pid namespace of one boot of a machine.
 
-    A parent of another pid namespace is pid 0, and pid 1 adopts every orphan: either says nothing of who started the
+    A parent of another pid namespace is pid 0, and pid 1 adopts every orphan: neither shows what started the
     process, which is then a launcher of its own. Such processes are each `docker exec` and `kubectl exec`.
     """
     pid, start = parent
@@ -134,7 +134,7 @@ def parent_name(place: str, *, parent: tuple[int, int | None], own: tuple[int, i
 
 
 def _agree(rank: int | None, world_size: int | None, found: Launch | None, env: Mapping[str, str]) -> Launch:
-    """Merge the caller's arguments with what was detected; a contradiction or a gap is a ConfigError."""
+    """Merge the caller's arguments with the detected values; a contradiction or a gap is a ConfigError."""
     given = {"rank": rank, "world_size": world_size}
     for field, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):

@@ -1,14 +1,14 @@
 """Which slots of the arena a rank may write, and what became of the others (R8, R11).
 
     granted --pages entered--> free --acquire--> a put's --hand_over--> the holder's
-                                ^                  |--lend--> a child may have them
+                                ^                  |--offer--> a child may have them
                                 '-- the put is over'
 
 Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
 is over still has is free: a put that a signal's handler ends by an exception, wherever it was, loses nothing.
 
-All of it belongs to one arena, that of `mapping`. With another arena nothing of before is ours: who still copies into
-the old one, through the mapping that his put began with, is refused when he hands over.
+All of it belongs to one arena, that of `mapping`. With another arena earlier leases end: a put that still copies into
+the old one, through the mapping that it began with, is refused when it hands over.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LeasedSlots:
 
         Args:
             mapping: Of that arena. If it is another one than before, all that was held is stale.
-            stale: What the holder says is not ours.
+            stale: Slots that the holder does not lease to us.
         """
         with self.room:
             if mapping.arena != self.mapping.arena:
@@ -116,7 +116,7 @@ class LeasedSlots:
     def _drop_stale(self, stale: set[int]) -> None:
         self._drop(stale)
         # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
-        # was leased to us anew is ours to fill.
+        # was leased to us again is ours to fill.
         for key, handover in self.handovers.items():
             if stale.intersection(handover.slots):
                 self._move(handover.slots, handover, NOBODY)
@@ -153,7 +153,7 @@ class LeasedSlots:
             return Taken(free, self.mapping)
 
     def wait_free(self, count: int, budget_s: float) -> None:
-        """Wait until so many slots are free to fill, at most `budget_s`."""
+        """Wait until `count` slots are free to fill, at most `budget_s`."""
         with self.room:
             self._wait_free(count, budget_s)
 
@@ -167,7 +167,7 @@ class LeasedSlots:
         return free[:count]
 
     def put_back(self, slots: Collection[int], tenant: Tenant) -> None:
-        """A put needs some of its slots no more, or, being over, none: tell who waits for them."""
+        """Free some slots of a put, or all if it is over, and notify the waiting threads."""
         with self.room:
             self._move(slots, tenant, NOBODY)
             self.room.notify_all()

@@ -1,9 +1,9 @@
 """Reads of a shard, or of some chunks of one, seen from the process that reads (R7, R26, R27).
 
-    asked --chunks that came are named, if it wants to hear of them--> coming --answered--> pinned --close--> given back
+    asked --chunks that came are named, if it wants that--> coming --answered--> pinned --close--> given back
       '--refused, or too late--> over             '--close--> given up: what is answered later is given back
 
-Whatever was asked, the chunks lie in slots of this host: a holder brought them there from other holders or from durable
+For any call, the chunks lie in slots of this host: a holder brought them there from other holders or from durable
 storage. Where they go is the reader's: `CheckedStream` copies them to memory that it is given, and digests each chunk
 after its copy. So a reader that was fenced, or too slow, returns no bytes that others wrote meanwhile.
 """
@@ -41,7 +41,7 @@ class ShardRead:
     """One read of a rank's shard; a context manager, at whose end its slots are given back.
 
     Raises:
-        PeerTimeout: From whatever waits, once `timeout_s` have passed since the first wait.
+        PeerTimeout: From any wait, once `timeout_s` have passed since the first wait.
         RecoveryError: There is no such shard, or some chunk has no good copy.
         IntegrityError: Another shard came than was asked for.
     """
@@ -112,7 +112,7 @@ class ShardRead:
         return self._manifest
 
     def answer(self) -> ShardPlaced:
-        """Wait until all that was asked for is here, or cannot be brought; return what the controller answered."""
+        """Wait until all that was asked for is here, or cannot be brought; return the controller's answer."""
         while self._answer is None:
             self._listen()
         return self._answer
@@ -140,7 +140,7 @@ class ShardRead:
         )
 
     def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        """Have the holder digest its copies of these chunks again, and bring from elsewhere what is bad (R27)."""
+        """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
         self.answer()
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
@@ -152,7 +152,7 @@ class ShardRead:
                 self._check_kept()
                 raise
             if again.manifest() != self.manifest():
-                raise IntegrityError(f"{shard} was put anew while it was read: call get() again")
+                raise IntegrityError(f"{shard} was put again while it was read: call get() again")
             use(dict(again.take(wanted)))
 
     def _check_kept(self) -> None:
@@ -175,7 +175,7 @@ class ShardRead:
     # -- waiting --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Wait for one word of the holder."""
+        """Wait for one message of the holder."""
         if self._until_s is None:
             self._until_s = time.monotonic() + self._timeout_s
         try:
@@ -199,7 +199,7 @@ class ShardRead:
         self._add({chunk.index: chunk.slot for chunk in heard.chunks})
 
     def _take_answer(self, answer: ShardPlaced) -> None:
-        self._pin = answer.pin  # first: whatever is wrong with the rest, it is given back
+        self._pin = answer.pin  # first: it is given back even if the rest is malformed
         manifest = self._name(answer.manifest)
         slots = answer.slots
         if len(slots) != len(manifest.chunks):
@@ -213,7 +213,7 @@ class ShardRead:
         self._answer = answer
 
     def _name(self, data: bytes) -> Manifest:
-        """Take the manifest of what is read; a question asked again by a link that broke may be answered anew."""
+        """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
         named = decode_manifest(data)
         if self._manifest is not None and self._manifest != named:
             raise IntegrityError(

@@ -3,9 +3,9 @@
 (off) --a store is watched--> waiting --SIGTERM--> persisting --answered, or its time over--> passed on --> waiting
                                 ^--the last store is closed--> (off)
 
-Python runs a signal's handler in the main thread, once that is back from whatever C code it is in, and a rank whose
-peers are gone may hang in a collective for ever. So the signal is heard by a thread: the interpreter's C handler writes
-the signal's number to a pipe at once (`signal.set_wakeup_fd`). Our Python handler writes there only where someone else
+Python runs a signal's handler in the main thread, once that is back from the C code it is in, and a rank whose
+peers are gone may hang in a collective for ever. So a thread waits for the signal: the interpreter's C handler writes
+the signal's number to a pipe at once (`signal.set_wakeup_fd`). Our Python handler writes there only where other code
 has put another descriptor in the place of ours. What was there before is passed on to afterwards: a handler of Python's
 in the main thread, by sending it the signal once more; the default action by restoring it first.
 """
@@ -31,7 +31,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
 log = logging.getLogger("memstore")
-ANSWER_PART = 0.9  # of the time, for the controller: what it says of a write that is late comes before the end
+ANSWER_PART = 0.9  # of the time, for the controller: its error for a late write must come before the end
 ASKED, CATCH_UP, END = 0, 254, 255  # bytes of the pipe that are no signal's number
 END_S = 5.0  # beyond its time, for the thread to end what it does
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
@@ -62,7 +62,7 @@ def check_sigterm(limit_s: float, durable: str | None) -> None:
 
 
 class SigtermWatch:
-    """Of one process, for all its stores; installed while one is watched."""
+    """The SIGTERM handling of one process, for all its stores; installed while one is watched."""
 
     def __init__(self) -> None:
         self._limits_s: dict[HolderLink, float] = {}
@@ -85,7 +85,7 @@ class SigtermWatch:
         self._limits_s[link] = limit_s
         if self._is_on and self._is_ours():
             return
-        if self._is_on:  # somebody's handler is in the place of ours: ours goes in front of it
+        if self._is_on:  # another handler replaced ours: ours goes in front of it
             self._put_back()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -115,13 +115,13 @@ class SigtermWatch:
         return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def _put_back(self) -> None:
-        """End the thread. A signal that it has not read is sent again, to what was there before."""
+        """End the thread. A signal that it has not read is sent again, to the former handler."""
         self._restore()
         os.write(self._write_fd, bytes([END]))
         os.close(self._write_fd)
 
     def _restore(self) -> None:
-        """Set the former handler and descriptor, unless somebody has put another one in the place of ours."""
+        """Set the former handler and descriptor, unless another one has replaced ours."""
         if self._is_ours():
             signal.signal(signal.SIGTERM, self._former)
         self._is_on = False
@@ -167,7 +167,7 @@ class SigtermWatch:
         self._pass_on()
 
     def _is_asked(self, numbers: bytes) -> bool:
-        """True if some of the bytes tell of a SIGTERM that others sent; what is not for us is written on."""
+        """Return whether a byte stands for a SIGTERM that another process sent; other signals are passed on."""
         is_asked = False
         for number in numbers:
             if number == signal.SIGTERM and self._own:
@@ -180,7 +180,7 @@ class SigtermWatch:
         return is_asked
 
     def _write_on(self, number: int) -> None:
-        """Tell who was told of signals before, such as an event loop."""
+        """Pass the signal on to the earlier wakeup fd, such as an event loop's."""
         if self._former_fd >= 0:
             try:
                 os.write(self._former_fd, bytes([number]))
@@ -229,13 +229,13 @@ class SigtermWatch:
             self._masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_in_parent(self) -> None:
-        """The thread hears SIGTERM again."""
+        """Let the thread receive SIGTERM again."""
         mask = self._masks.pop(threading.get_ident(), None)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def after_in_child(self) -> None:
-        """A child has no store of its own: SIGTERM is what it was before."""
+        """Restore SIGTERM in a child, which has no store of its own."""
         mask = self._masks.pop(threading.get_ident(), None)
         if self._is_on:
             self._restore()

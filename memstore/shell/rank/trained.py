@@ -3,7 +3,7 @@
 rank --at most one message a second, of a step that should_put() or a skipped put names--> holder
 holder --heartbeats--> controller
 
-What the rank trained since its last word is known to nobody when it dies, so that every count of it is "at least".
+The steps since a rank's last report are lost when it dies, so that every count of them is "at least".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrainedWord:
         self._said: tuple[int, int] = (-1, -1)  # attempt, step
 
     def say(self, step: int) -> None:
-        """The step is trained and not put."""
+        """Note a step that is trained and not put."""
         now, what = time.monotonic(), (self._link.attempt, step)
         if what > self._said and now - self._said_s >= SAY_S:
             self._said, self._said_s = what, now

@@ -1,1 +1,1 @@
-"""Where tensors keep their bytes, and how they lie on slots."""
+"""The memory of tensors, and its layout over slots."""

@@ -1,4 +1,4 @@
-"""Where the bytes of tensors and arrays lie, and which of them share memory.
+"""The memory of tensors and arrays, and which of them share it.
 
 A *leaf* is one tensor or array object of a state. Leaves whose byte extents overlap form a
 component, stored once as the extent that covers them, so that tied tensors come back tied. A leaf
@@ -40,7 +40,7 @@ class Leaf:
 
 @dataclass(slots=True)
 class Source:
-    """Bytes to be stored: host memory at `address`, or, if None, what `owner` yields when it is copied."""
+    """Bytes to be stored: host memory at `address`, or, if None, the bytes of `owner`, gathered at the copy."""
 
     nbytes: int
     address: int | None
@@ -242,7 +242,7 @@ def flat_source(tensor: torch.Tensor) -> Source:
 
 
 def is_flat(owner: Any) -> bool:
-    """Tell whether these are a device's bytes as they lie, so that no copy is needed to have them in one piece."""
+    """Return whether these are contiguous bytes of a device, so that no gathering copy is needed."""
     return isinstance(owner, torch.Tensor) and owner.is_contiguous() and owner.dtype is torch.uint8 and owner.dim() == 1
 
 

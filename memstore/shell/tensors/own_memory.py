@@ -2,7 +2,7 @@
 
 Training may free what a copy reads: `untyped_storage().resize_(0)`, as offloading does, gives large memory back to the
 kernel at once, and a plain read of it is a segmentation fault. So the kernel is asked to copy; it answers EFAULT.
-That takes a third longer than a memmove. Memory that was freed and is used for something else is copied as it is.
+That takes a third longer than a memmove. Freed memory that is in use again is copied like any other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def copy_own(target: int, source: int, nbytes: int) -> bool:
     """Copy host memory between two addresses, without the GIL; False if some of it is not there.
 
     Raises:
-        OSError: This process may not ask for that, or the kernel has no memory for it.
+        OSError: The system call is not permitted, or the kernel has no memory for it.
     """
     while nbytes:
         to, at = _Range(target, nbytes), _Range(source, nbytes)
@@ -47,7 +47,7 @@ def copy_own(target: int, source: int, nbytes: int) -> bool:
 
 @functools.cache
 def is_permitted() -> bool:
-    """Tell whether this process may copy so: some sandboxes refuse the call."""
+    """Return whether this process may use the call: some sandboxes refuse it."""
     source, target = ctypes.create_string_buffer(b"x", 1), ctypes.create_string_buffer(1)
     try:
         return copy_own(ctypes.addressof(target), ctypes.addressof(source), 1)

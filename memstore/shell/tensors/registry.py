@@ -54,12 +54,12 @@ def class_name(cls: type[Any]) -> str:
 
 
 def is_namedtuple(cls: type[Any]) -> bool:
-    """Tell whether `cls` came from namedtuple() or NamedTuple."""
+    """Return whether `cls` came from namedtuple() or NamedTuple."""
     return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
 
 
 def is_registered(cls: type[Any]) -> bool:
-    """Tell whether exactly this class was registered."""
+    """Return whether exactly this class was registered."""
     return _BY_NAME.get(class_name(cls)) is cls
 
 

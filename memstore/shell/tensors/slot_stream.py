@@ -103,7 +103,7 @@ class SlotStream:
         return torch.from_numpy(self._arrays[slot][start : start + nbytes])
 
     def settle(self) -> None:
-        """Every read is done when it returns."""
+        """Return at once: every read is done when it is planned."""
 
 
 def move_all(moves: Sequence[Move]) -> None:
@@ -148,7 +148,7 @@ class _Helper:
         self._thread = SafeThread(self._run)
 
     def start(self) -> None:
-        """Start it; with no thread to be had the caller does its share."""
+        """Start it; if no thread can be started, the caller does its share."""
         try:
             self._thread.start()
         except RuntimeError:  # the limit of threads or of memory
@@ -160,26 +160,26 @@ class _Helper:
                 self._work(self._share)
 
     def finish(self) -> None:
-        """Return when its share is done: bounded by the bytes, for memory moves wait for nobody."""
+        """Wait until its share is done; the time is bounded by the bytes, as memory moves never block."""
         self._thread.join()
 
     def wait_stopped(self) -> None:
-        """Return when it moves nothing any more; `is_stopped` is set."""
+        """Wait until it moves nothing any more; needs `is_stopped` to be set."""
         with self._turn:
             pass
 
 
-_here = threading.local()  # copies: the helpers of those that this thread has under way, or was torn from
+_here = threading.local()  # copies: the helpers of this thread's copies, under way or interrupted
 
 
 def _stop(helpers: Sequence[_Helper]) -> None:
-    """End helpers of an interrupted copy: whoever gets the slots next must be alone in them."""
+    """End helpers of an interrupted copy: the next owner of the slots must be alone in them."""
     try:
         for helper in helpers:
             helper.is_stopped = True
         for helper in helpers:
             helper.wait_stopped()
-    except BaseException:  # another signal: who waits is needed all the more
+    except BaseException:  # another signal: the wait is still needed
         _stop(helpers)
         raise
 

@@ -20,13 +20,13 @@ _described: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by mesh
 
 
 def is_dtensor(value: object) -> bool:
-    """Tell whether `value` is a DTensor, without importing torch.distributed for it."""
+    """Return whether `value` is a DTensor, without importing torch.distributed for it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_wrapper(value: object) -> bool:
-    """Tell whether `value` is a tensor made of inner tensors that it can name."""
+    """Return whether `value` is a tensor made of inner tensors that it can name."""
     return isinstance(value, torch.Tensor) and hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
 
 
@@ -46,7 +46,7 @@ def describe_dtensor(value: Any) -> DTensorDescription:
 def describe_mesh(mesh: Any) -> list[Any]:
     """Return [ranks, shape, dim names | None]; the device type is left out, a restore may move it.
 
-    Not to be changed: it is made once for a mesh, whose ranks torch computes whenever they are asked for (30 us).
+    Not to be changed: cached for each mesh, because torch computes the ranks of a mesh on every access (30 us).
     """
     known = _described.get(mesh)
     if known is None:

@@ -1,4 +1,4 @@
-"""What another thread's future holds, for a caller who shall read one error and not the way it came."""
+"""Results of other threads' futures; their errors are raised without the frames of those threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Answer(Future[T]):
-    """A future that an exception of a signal's handler in who waits for it does not lock for who answers."""
+    """A future that stays usable for the answering thread after a signal's handler raised in a waiting one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def is_answered(future: Future[T], timeout_s: float) -> bool:
 
 
 def answer_of(future: Future[T], timeout_s: float | None = None) -> T:
-    """Return a future's result, or raise its error without the frames of the threads that it passed through.
+    """Return a future's result, or raise its error without the frames of other threads.
 
     Raises:
         concurrent.futures.TimeoutError: There is none within `timeout_s`.

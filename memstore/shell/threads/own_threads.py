@@ -12,23 +12,23 @@ class OwnThreads:
     """A pool for every key that has work; one without work has no thread."""
 
     def __init__(self, threads_count: int, name: str, begin: Callable[[], object] | None = None) -> None:
-        """Each key gets at most so many threads; `begin` is what each of them does first."""
+        """Give each key at most `threads_count` threads; each of them calls `begin` first."""
         self._threads_count, self._name, self._begin = threads_count, name, begin
         self._lock = threading.Lock()
-        self._pools: dict[Hashable, tuple[ThreadPoolExecutor, int]] = {}  # and how much of its work is not done
+        self._pools: dict[Hashable, tuple[ThreadPoolExecutor, int]] = {}  # with the count of unfinished work
         self._is_closed = False
 
     def submit(self, key: Hashable, work: Callable[..., Any], *arguments: Any) -> None:
-        """Do some work on a thread of this key, after what was asked for before."""
+        """Run work on a thread of this key, after the work submitted before."""
         with self._lock:
             if self._is_closed:
                 return
             pool, count = self._pools.get(key) or (self._new_pool(), 0)
-            self._pools[key] = pool, count + 1  # first: work that finds no new thread is queued all the same
+            self._pools[key] = pool, count + 1  # first: work is queued even if no new thread starts
             pool.submit(self._run, key, work, arguments)
 
     def close(self) -> None:
-        """Begin nothing more; what is under way may hang, and is not waited for."""
+        """Begin nothing more; do not wait for work under way, which may hang."""
         with self._lock:
             self._is_closed = True
             for pool, _ in self._pools.values():

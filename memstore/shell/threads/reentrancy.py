@@ -1,7 +1,7 @@
-"""What a thread is in the middle of: a verb that a signal's handler, or code of the state, calls inside another one.
+"""A guard against a verb that a signal's handler, or code of the state, calls inside another one.
 
-The outer verb has locks and room, and goes on only when the inner one has returned, which would wait for them for ever,
-or take the room that is being filled. Other threads are no concern: they wait for their turn.
+The outer verb holds locks and slots, and goes on only after the inner one has returned; the inner one would wait for
+them for ever, or overwrite the slots. Other threads are not affected: they wait for their turn.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class ReentrancyGuard:
         self.refuse(verb)
         thread = threading.get_ident()
         try:
-            self._verbs[thread] = verb, sys._getframe(2)  # of whoever enters it
+            self._verbs[thread] = verb, sys._getframe(2)  # the frame of the caller
             yield
         finally:
             self._verbs.pop(thread, None)
 
 
 def is_running(call: FrameType) -> bool:
-    """Tell whether this thread is in the middle of a call."""
+    """Return whether this thread is in the middle of a call."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back

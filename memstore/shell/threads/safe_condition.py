@@ -1,9 +1,9 @@
-"""Waits and threads that an exception of a signal's handler cannot tear, and how to tell one.
+"""Waits and threads that an exception of a signal's handler cannot break, and a check for such an exception.
 
 A handler runs between any two steps of Python in the main thread, and may raise there. threading.Condition is entered
-by Python, so what is raised in between leaves its lock held for ever: the threads of a link, or of a copy, would stand
-still. A lock of C is taken and let go in one step each. Whoever waits looks again now and then, for a call to wake him
-may have been torn.
+by Python, so an exception in between leaves its lock held for ever: the threads of a link, or of a copy, would stand
+still. A lock of C is acquired and released in one step each. A waiter looks again now and then, for a call to wake it
+may have been interrupted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LOOK_S = 1.0  # a wake that was torn costs no more
+LOOK_S = 1.0  # the longest delay after an interrupted wake
 
 
 def is_of_handler(exc: BaseException) -> bool:
-    """Tell whether a signal's handler raised it, and it is not the store's to swallow.
+    """Return whether a signal's handler raised it, so that the store must not swallow it.
 
-    Who handles a signal is given the frame in which it came, and is called from there; nobody else gets his caller's.
+    A signal's handler is given the frame in which the signal came and is called from there; no other caller's is given.
     """
     step = exc.__traceback__
     while step is not None and step.tb_next is not None:
@@ -38,16 +38,16 @@ class SafeCondition(_thread.RLock):  # type: ignore[misc]
     """A threading.Condition over an RLock of its own."""
 
     def __init__(self) -> None:
-        self._waiting: list[Any] = []  # a locked lock of everyone who waits
+        self._waiting: list[Any] = []  # a held lock for each waiter
 
     def notify_all(self) -> None:
-        """Wake all who wait; the caller holds it."""
+        """Wake all waiters; the caller holds the condition."""
         waiting, self._waiting = self._waiting, []
         for asleep in waiting:
             asleep.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let go of it, sleep until woken, and take it again; False if the time was over."""
+        """Release it, sleep until woken, and acquire it again; False after the timeout."""
         asleep = _thread.allocate_lock()
         asleep.acquire()
         self._waiting.append(asleep)
@@ -60,7 +60,7 @@ class SafeCondition(_thread.RLock):  # type: ignore[misc]
             lock._acquire_restore(held)  # and after this one
 
     def wait_for(self, is_so: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """Wait until something is so, at most so long; return whether it is."""
+        """Wait until `is_so()` or the timeout; return whether it is so."""
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not is_so():
             left_s = until_s - time.monotonic()
@@ -78,11 +78,11 @@ class SafeEvent:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Tell whether it is set; it stays so."""
+        """Return whether it is set; it stays so."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake all who wait."""
+        """Set it, and wake all waiters."""
         self._is_set = True
         with self._changed:
             self._changed.notify_all()
@@ -94,16 +94,16 @@ class SafeEvent:
 
 
 class SafeThread:
-    """A daemon thread. threading.Thread waits, as it starts, for a word of the new thread that can be torn."""
+    """A daemon thread. The start of a threading.Thread waits for the new thread, and that wait can be broken."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._is_started = False
-        self._one_run = _thread.allocate_lock()  # for a start that was torn may be followed by another
+        self._one_run = _thread.allocate_lock()  # a start that was interrupted may be followed by another
         self._ended = SafeEvent()
 
     def start(self) -> None:
-        """Start it, once. RuntimeError: no thread is to be had."""
+        """Start it, once. RuntimeError: no thread can be started."""
         if not self._is_started:
             _thread.start_new_thread(self._run, ())
             self._is_started = True

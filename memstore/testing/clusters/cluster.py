@@ -68,8 +68,8 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        found: dict[str, Any] = self.ask(AskStatus())
-        return found
+        status: dict[str, Any] = self.ask(AskStatus())
+        return status
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""

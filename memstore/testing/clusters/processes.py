@@ -40,7 +40,7 @@ START_S = 120.0  # a guard against hangs
 POLL_S = 0.02
 StartedProcess = subprocess.Popen[bytes] | ForkedProcess
 shared_nursery: Callable[[], Nursery] | None = None
-"""Returns what forks the processes of all clusters; None: each process is a program that imports everything anew."""
+"""Returns what forks the processes of all clusters; None: each process is a program that imports all modules again."""
 
 
 def wait_for(

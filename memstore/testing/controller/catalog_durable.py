@@ -41,7 +41,7 @@ class Durable:
     damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
     discarded: list[tuple[str, int, int]] = field(default_factory=list)  # steps whose unfinished slices were removed
     problem: str = ""
-    lacks: str = ""  # what is missing of the step that a host is told to check
+    lacks: str = ""  # what is missing of the step that a host is ordered to check
     keys: dict[ShardId, set[str]] = field(default_factory=dict)  # -> keys that some slice of it was written under
     marker_keys: dict[tuple[str, int, int], str] = field(default_factory=dict)
 

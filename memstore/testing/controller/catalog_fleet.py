@@ -60,7 +60,7 @@ class CatalogFleet:
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
         self.rooms: dict[str, Reserve] = {}  # host -> the last reservation that it was ordered
-        self.committed: set[int] = set()  # steps whose commit every host was told
+        self.committed: set[int] = set()  # steps whose commit was sent to every host
         self.answers: list[Answer] = []
         self._told: dict[int, int] = {}
         self.catalog = ControllerMachine(term=1, now=0.0, wall_offset_s=1e9, rules=Rules(), expected_hosts=self.hosts)

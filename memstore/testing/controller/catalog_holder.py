@@ -1,7 +1,7 @@
 """A holder without an arena: it carries out the orders of core/wire/orders.py on plain values.
 
 A copy is a statement about bytes (a shard, its digest, the chunks that it lacks). The holder also keeps a journal, and
-hosts ranks that put, get and are told levels. The world delivers its messages; this file knows neither time nor
+hosts ranks that put, get and receive levels. The world delivers its messages; this file knows neither time nor
 controller.
 """
 
@@ -96,7 +96,7 @@ LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
 
 @dataclass
 class FakeRank:
-    """One training process, with the answers and levels that it was told."""
+    """One training process, with the answers and levels that it received."""
 
     job: str
     rank: int

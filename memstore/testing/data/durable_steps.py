@@ -68,7 +68,7 @@ def write_part(tier: DurableTier, shard: ShardId, nbytes: int = 3 * CHUNK + 7) -
     """Write all slices of a part of known bytes."""
     for number in range(slices_count(spec_of(shard, nbytes, 1))):
         if write_slice(tier, shard, number, nbytes) is None:
-            raise AssertionError(f"slice {number} of {shard} was abandoned though nobody asked")
+            raise AssertionError(f"slice {number} of {shard} was abandoned without a request")
 
 
 def names_of(shard: ShardId, nbytes: int = 3 * CHUNK + 7) -> list[str]:

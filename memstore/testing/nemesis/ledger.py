@@ -16,7 +16,7 @@ Step = tuple[int, int]  # attempt, step
 
 @dataclass
 class Commit:
-    """A step of which a rank was told that it is committed."""
+    """A step whose commit was reported to a rank."""
 
     step: Step
     safe_since_s: float | None  # since when every copy was there; None: it was committed degraded
@@ -62,7 +62,7 @@ class Ledger:
             self.put_ranks.setdefault(key, set()).add(rank)
 
     def committed(self, step: Step, *, degraded: bool) -> bool:
-        """Note that a rank was told of a commit; return whether it is the first."""
+        """Note that a commit was reported to a rank; return whether it is the first report."""
         with self.lock:
             known = self.commits.get(step)
             if known is None:
@@ -73,7 +73,7 @@ class Ledger:
             return False
 
     def became_durable(self, step: Step) -> None:
-        """Note that a rank was told that a step is on durable storage."""
+        """Note that a rank was sent that a step is on durable storage."""
         with self.lock:
             if step not in self.durable:
                 self.durable.append(step)
@@ -125,7 +125,7 @@ class Ledger:
             return step in self.timeline
 
     def newest_commit(self) -> Step | None:
-        """Return the newest step of the lineage that a rank was told is committed."""
+        """Return the newest step of the lineage whose commit was reported to a rank."""
         with self.lock:
             return next((step for step in reversed(self.timeline) if step in self.commits), None)
 

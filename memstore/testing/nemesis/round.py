@@ -114,7 +114,7 @@ class Round:
     def _mend_and_check(self) -> None:
         self.faults.heal()
         healed_s = max(time.monotonic(), self.faults.last_s)
-        self.story.tell("everything is mended")
+        self.story.tell("everything is repaired")
         if self.faults.held_for_restart or self.scenario.ending == "dead":
             self.job.hold("the round ends with a dead job")
             self._await_hosts()

@@ -79,7 +79,7 @@ class Scenario:
 
     @property
     def racks(self) -> bool:
-        """True if copies are spread over racks."""
+        """Return whether copies are spread over racks."""
         return len({labels.get("rack") for labels in self.hosts.values()} - {None}) >= self.replicas
 
     def domains(self) -> dict[str, str]:

@@ -29,7 +29,7 @@ class NaturalRank(Rank):
         return {"rank": self.store.rank}
 
     def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
-        """Put the shard's state, or that of another step, and change one element of a tensor if told."""
+        """Put the shard's state, or that of another step, and change one element of a tensor if asked."""
         import torch
 
         state = self.state(step if of_step is None else of_step)

@@ -2,7 +2,7 @@
 
 A `RankNursery` is one process that has imported torch; it forks a rank in milliseconds. Test and rank talk in JSON
 lines over a socket pair: one command, one reply. A put with `hold=True` stops after half of its bytes, reports that,
-and goes on when told, so that a test can find a rank in mid-copy without a clock.
+and goes on when asked, so that a test can find a rank in mid-copy without a clock.
 
 The state is made from (seed, rank, step) with numpy alone. `state_digest` makes the same bytes in the test without the
 store, so a restored state is compared with something that the store never saw.

@@ -115,7 +115,7 @@ def test_a_lost_number_is_refused_and_taken_above(tmp_path: Path, nursery: RankN
         cluster.start_holder("h1")
         cluster.wait_live("h0", "h1")
         assert int((cluster.arena("h1") / INCARNATION_NAME).read_text()) == number + 1
-        assert "told to take a higher one" in cluster.logs()
+        assert "ordered to take a higher one" in cluster.logs()
         assert "the controller refused incarnation 2" in cluster.logs()
         ranks[0].kill()
         ranks, got = fleet.resume(["h0", "h1"])

@@ -70,7 +70,7 @@ def test_a_whole_newest_step_keeps_the_promise() -> None:
     [
         (Restored(1, step=9, nbytes=64, bytes_equal=63, differences=("state: 1 of 64 bytes differ",)), "bytes differ"),
         (Restored(1, error="RecoveryError", message="nothing is whole"), "nothing is whole"),
-        (Restored(1, step=9, nbytes=0, bytes_equal=0), "differs from the one made anew"),
+        (Restored(1, step=9, nbytes=0, bytes_equal=0), "differs from the one made again"),
     ],
 )
 def test_a_byte_that_differs_or_a_shard_that_cannot_be_read_breaks_it(bad: Restored, words: str) -> None:

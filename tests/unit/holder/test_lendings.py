@@ -76,7 +76,7 @@ def test_a_child_that_comes_too_late_gets_nothing(site: Site) -> None:
     wait_for(site.is_whole, "the whole share")
     late = child.do("adopt")
     assert late["error"] == "CommitError"
-    assert "nothing staged for step 5 is lent any more" in late["message"]
+    assert "nothing staged for step 5 is on offer any more" in late["message"]
     assert site.is_whole()
 
 
@@ -87,7 +87,7 @@ def test_slots_are_adopted_once(site: Site) -> None:
     child.do("connect")
     assert child.do("adopt")["slots"] == room.slots
     assert child.do("adopt")["error"] == "CommitError"
-    with pytest.raises(CommitError, match="lent any more"):
+    with pytest.raises(CommitError, match="on offer any more"):
         site.link.adopt(STEP, WAIT_S)
     room.abandon()
     child.close()

@@ -19,7 +19,7 @@ _entry = functools.lru_cache(1 << 14)(entry_from_record)  # a whole journal is r
 
 
 class Commits:
-    """The facts in journals, and the commits that tickets are told of."""
+    """The facts in journals, and the commits that tickets are sent."""
 
     def __init__(self, world: World, observed: Observed, shared_shards: SharedShards) -> None:
         self.world, self.observed, self.shared_shards = world, observed, shared_shards
@@ -41,13 +41,13 @@ class Commits:
                 self._journals.setdefault(step, set()).add(holder.host_id)
 
     def told_committed(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
-        """Look at a commit of which a ticket is told for the first time."""
+        """Look at a commit that a ticket is sent for the first time."""
         step = StepId(rank.attempt, step_number)
         if step in self.observed.acked or step_number not in rank.tickets:
             return
         fact = self.observed.facts.get(step)
         if fact is None:
-            raise Violation("R16", f"rank {rank.rank} was told that {step} is committed; no journal knows it")
+            raise Violation("R16", f"rank {rank.rank} was sent that {step} is committed; no journal knows it")
         self._look_at_journals(rank, step)
         self._look_at_copies(rank.job, step, fact)
         self._look_at_other_ranks(rank, step)

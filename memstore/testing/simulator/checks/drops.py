@@ -10,7 +10,7 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-HEARD_S = 0.05  # a controller is told of a host's end within this
+HEARD_S = 0.05  # a controller learns of a host's end within this
 
 
 class Drops:

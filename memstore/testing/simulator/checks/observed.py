@@ -14,7 +14,7 @@ class Observed:
     def __init__(self) -> None:
         self.contents: dict[ShardId, list[list[bytes]]] = {}  # what ranks put under a name, chunk by chunk
         self.facts: dict[StepId, StepCommitted] = {}
-        self.acked: set[StepId] = set()  # commits that some ticket was told of
+        self.acked: set[StepId] = set()  # commits that some ticket was sent
         self.decided: dict[tuple[int, str], StepId | None] = {}  # (attempt, key of the launch) -> step of its get
         self.ever: dict[Replica, set[str]] = {}  # -> hosts that ever had all of it, spoilt or not
         self.whole: dict[str, set[Replica]] = {}  # host -> replicas whose every byte is right

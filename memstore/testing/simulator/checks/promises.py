@@ -20,7 +20,7 @@ class Promises:
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
-        self.pins: dict[str, StepId] = {}  # acknowledged pins, until somebody asks to take them back
+        self.pins: dict[str, StepId] = {}  # acknowledged pins, until a command takes them back
         self.forks: dict[str, StepId] = {}  # acknowledged forks by job, until then: the step of the origin
         self.asked: dict[str, StepId] = {}  # every fork that was ever asked for
 
@@ -28,7 +28,7 @@ class Promises:
         """Look at a manifest of a fork: it must name what the origin's rank put."""
         shard, origin = manifest.shard, self.asked.get(manifest.shard.job)
         if origin is None:
-            raise Violation("R32", f"{host} holds {shard}, of a job that nobody asked for")
+            raise Violation("R32", f"{host} holds {shard}, of a job that no rank asked for")
         put = self.observed.contents.get(self._shard(origin, shard.rank), [])
         wanted = [[chunk_digest(data) for data in content] for content in put]
         if [chunk.digest for chunk in manifest.chunks] not in wanted:

@@ -21,7 +21,7 @@ class Restores:
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
-        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was told to be it
+        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
     def ordered(self, rank: Rank, answer: Body) -> None:
         """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
@@ -42,18 +42,18 @@ class Restores:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
 
     def arrived(self, rank: Rank, manifest: Manifest, read: Mapping[int, bytes], slots: Sequence[int]) -> None:
-        """Look at chunks that a reader was told of while others still came: each is the manifest's (R27)."""
+        """Look at chunks that reached a reader while others were still on their way: each is the manifest's (R27)."""
         spoilt = self.world.memories[rank.host_id].spoilt
         wrong = [index for index, data in read.items() if chunk_digest(data) != manifest.chunks[index].digest]
         if wrong and spoilt.keys().isdisjoint(slots):
-            raise Violation("R27", f"rank {rank.rank} was told of chunks {wrong} of {manifest.shard} with other bytes")
+            raise Violation("R27", f"rank {rank.rank} got chunks {wrong} of {manifest.shard} with other bytes")
 
     def read_ranges(self, rank: Rank, answer: Body) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""
         shard = decode_manifest(answer["manifest"]).shard
         puts = self.observed.contents.get(shard, [])
         if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
-            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")
 
     def restored(self, rank: Rank, answer: Body) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
@@ -62,7 +62,7 @@ class Restores:
             return 0
         shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
         if answer["read"] not in self.observed.contents.get(shard, []):
-            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that nobody put")
+            raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
 
     def chosen(self, rank: Rank, answer: Body) -> StepId | None:

@@ -28,12 +28,12 @@ class SharingRank(Rank, Protocol):
 
 
 class SharedShards:
-    """What ranks with equal state put and are told; nothing if ranks name no shard."""
+    """What ranks with equal state put and receive; nothing if ranks name no shard."""
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self.opened: dict[Launch, list[AttemptOpened]] = defaultdict(list)  # in some journal, each with other copiers
-        self.copiers: dict[Launch, AttemptOpened] = {}  # the fact whose copiers a rank was told
+        self.copiers: dict[Launch, AttemptOpened] = {}  # the fact whose writers a rank was sent
         # (attempt and step, shard) -> what its copiers put as shared chunks
         self.shared: dict[tuple[StepId, int], list[list[bytes]]] = defaultdict(list)
         self.put_by: dict[ShardId, list[bytes]] = {}  # shared chunks of a rank's put
@@ -44,7 +44,7 @@ class SharedShards:
     # -- which ranks copy -----------------------------------------------------------------------
 
     def journalled(self, host: str, fact: Fact) -> None:
-        """Look at a fact in a journal: copiers lie in domains of their own, and stay those that ranks were told."""
+        """Look at a fact in a journal: writers lie in domains of their own, and stay those that ranks were sent."""
         if not isinstance(fact, AttemptOpened) or not fact.shard_of or fact.job != self.world.scenario.job:
             return
         launch: Launch = (fact.attempt, fact.order, fact.key)
@@ -76,7 +76,7 @@ class SharedShards:
         return is_well and len(racks_of(self.world, set(fact.hosts))) >= self.world.scenario.replicas
 
     def told(self, rank: SharingRank, answer: Body) -> None:
-        """Look at the copiers that a rank is told: those of the fact, whichever controller or process asks again."""
+        """Look at the writers that a rank is sent: those of the fact, whichever controller or process asks again."""
         launch: Launch = (int(answer["attempt"]), tuple(answer["order"]), rank.key)
         known = [self.copiers[launch]] if launch in self.copiers else self.opened[launch]
         for fact in known:
@@ -91,7 +91,7 @@ class SharedShards:
                     self._calm.setdefault(fact.attempt, self._faults_count())
                 return
         facts = [fact.copiers for fact in known]
-        raise Violation("R34", f"rank {rank.rank} of {launch} was told {answer['shared_shard']}, facts say {facts}")
+        raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer['shared_shard']}, facts say {facts}")
 
     # -- what was put ---------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class SimSession:
 
     @property
     def is_open(self) -> bool:
-        """True while both ends use it."""
+        """Return whether both ends use it."""
         return self.down.is_open
 
     def close(self) -> None:
@@ -140,10 +140,10 @@ class SimController:
             self.handle(LeaseRenewed(self.world.now + LEASE_S))
 
     def greet(self, holder: Holder) -> None:
-        """Open a session; a holder that obeys a newer term tells this controller to go (R17)."""
+        """Open a session; a holder that obeys a newer term refuses this controller (R17)."""
         session = SimSession(self.world, self, holder)
         if not holder.accept(session):
-            self.world.note(f"{self.name} is told to go by {holder.host_id}")
+            self.world.note(f"{self.name} is sent away by {holder.host_id}")
             self.stop()
             return
         self.sessions[holder.host_id] = session
@@ -151,7 +151,7 @@ class SimController:
         holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
-        """End a session; with `why` the state machine is told, as of a reset connection (R28)."""
+        """End a session; with `why` the state machine gets the event of a reset connection (R28)."""
         session = self.sessions.pop(host, None)
         if session is None:
             return

@@ -267,7 +267,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.CloseLink) -> Waits[None]:
-        yield from ()  # its process hears no more on it: it has another one, or is dead
+        yield from ()  # its process gets nothing more on it: it has another one, or is dead
 
     @_perform.register
     def _(self, effect: effects.ForgetProcess) -> Waits[None]:

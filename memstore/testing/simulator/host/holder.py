@@ -1,4 +1,4 @@
-"""A holder of the simulation: the real vault, peer server and procedures of core/holder, in virtual time.
+"""A holder of the simulation: the real replica store, peer server and procedures of core/holder, in virtual time.
 
 It begins them when an order, a message of a rank or the time demands it, as shell/holder does on threads.
 """
@@ -130,7 +130,7 @@ class SimHolder:
 
     @property
     def is_serving(self) -> bool:
-        """True if its process lives and runs."""
+        """Return whether its process lives and runs."""
         return self.is_up and not self.is_frozen
 
     def spawn(self, work: Thread) -> None:
@@ -211,7 +211,7 @@ class SimHolder:
         self.spawn(serve())
 
     def leave(self, rank: Rank) -> None:
-        """Take a goodbye."""
+        """Take a `bye`."""
         if isinstance(rank.link, RankLink):
             self.driver.start(ranks.leave(self.state, rank.link))
 

@@ -28,7 +28,7 @@ DIGEST_S = 0.004  # a chunk
 
 
 class Digested:
-    """A fresh shard whose digests are known: the vault digests it once more when it stores it."""
+    """A fresh shard whose digests are known: the replica store digests it once more when it stores it."""
 
     def __init__(self, fresh: StreamingReplica) -> None:
         self.seal = fresh.seal

@@ -24,7 +24,7 @@ SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an h
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a hand-over in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
-UNTOLD = patch.object(ranks, "tell_fenced", lambda *_: iter(()))  # no process hears that it is fenced
+UNTOLD = patch.object(ranks, "tell_fenced", lambda *_: iter(()))  # no process learns that it is fenced
 
 
 @planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
@@ -140,7 +140,7 @@ def use_is_a_connect() -> Iterator[None]:
 
 @planted("reader-told-of-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
 def reader_told_of_other_slots() -> Any:
-    """A reader that hears of chunks while others come is told the slot of another chunk."""
+    """A reader that gets chunks one by one gets the slot of another chunk."""
 
     before: list[int] = []
 

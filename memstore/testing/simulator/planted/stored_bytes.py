@@ -1,4 +1,4 @@
-"""Planted bugs in the store of replicas: vault, shelf, slot table, adoption, peer server."""
+"""Planted bugs in the replica store: index, slot table, adoption, peer server."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SharedShardRank(SimRank):
 
     @property
     def is_copier(self) -> bool:
-        """True if it copies what it shares."""
+        """Return whether it copies what it shares."""
         return self.rank in self.copiers
 
     def named(self) -> Body:

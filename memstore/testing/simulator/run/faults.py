@@ -90,7 +90,7 @@ def _kill_rank(cluster: Cluster, each: Fault) -> None:
 
 @fault("leave-rank")
 def _leave_rank(cluster: Cluster, each: Fault) -> None:
-    """Let the launcher lose sight of a rank: it starts anew while that one trains on (R20, R21)."""
+    """Let the launcher lose sight of a rank: it starts another while that one trains on (R20, R21)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.is_left = True
@@ -108,7 +108,7 @@ def _break_link(cluster: Cluster, each: Fault) -> None:
 
 @fault("put-raises")
 def _put_raises(cluster: Cluster, each: Fault) -> None:
-    """Let puts of a rank raise before anything is copied; it trains on, and the store hears nothing of it (R12)."""
+    """Let puts of a rank raise before anything is copied; it trains on, and no message says so (R12)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.raises = each.count

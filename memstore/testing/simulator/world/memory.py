@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def is_sound(self) -> bool:
-        """True if every byte and every file is as it was written."""
+        """Return whether every byte and every file is as it was written."""
         return not (self.spoilt or self.rotten or self.is_removed)
 
     def wipe(self) -> None:

@@ -79,7 +79,7 @@ class Holder(Process, Protocol):
 
     @property
     def is_serving(self) -> bool:
-        """True if its process lives and runs."""
+        """Return whether its process lives and runs."""
 
     def copies(self) -> Sequence[Copy]:
         """Return its inventory."""

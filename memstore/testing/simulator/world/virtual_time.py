@@ -21,7 +21,7 @@ class Process(Protocol):
 
     @property
     def is_frozen(self) -> bool:
-        """True while the process is stopped."""
+        """Return whether the process is stopped."""
 
 
 class Endless:

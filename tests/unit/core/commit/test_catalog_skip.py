@@ -62,7 +62,7 @@ def test_status_tells_why_a_step_was_skipped() -> None:
     assert "rank 1 put step 4 without having put it" in str(world.holders["h0"].orders)
     world.crash_controller()
     world.run(10.0)
-    assert "the controller that was told why is gone" in skip_row(world, ranks[0])[0]
+    assert "the controller that got the reason is gone" in skip_row(world, ranks[0])[0]
 
 
 @pytest.mark.parametrize("is_first_ahead", [True, False], ids=["behind", "ahead"])

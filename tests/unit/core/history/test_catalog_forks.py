@@ -142,7 +142,7 @@ def test_a_name_that_durable_storage_knows_is_refused() -> None:
     world.durable.markers["old", 7, 70] = world.durable.markers["train", 1, 1]
     assert "job 'old' has steps on durable storage" in fork(world, ranks[0], 1, "old")
     world.durable.problem = "Input/output error"
-    assert "cannot be told: Input/output error" in fork(world, ranks[0], 1)
+    assert "is unknown: Input/output error" in fork(world, ranks[0], 1)
     world.durable.problem = ""
     assert fork(world, ranks[0], 1) == ""
 

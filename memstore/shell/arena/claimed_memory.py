@@ -1,4 +1,4 @@
-"""Room for what a vault is to hold: slots with memory behind them, claimed up to a limit as jobs reserve (R9, R10)."""
+"""The room of a replica store: slots with memory behind them, claimed up to a limit as jobs reserve (R9, R10)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from memstore.shell.arena.memory_limits import beyond_limit, gib
 Admit = Callable[[int, int], str | None]  # (asked bytes, claimed bytes) -> why this machine has no room for it, or None
 
 
-class VaultRoom:
+class ClaimedMemory:
     """Grows and empties one arena; `lock` is held meanwhile, and never the lock of the index for long.
 
     Args:
-        arena: Whose pages are claimed and given back.
-        shelf: The index of what lies there, under `index_lock`.
-        flush: Writes down which slots are free; called under `index_lock`.
-        chunk_bytes: Of a slot.
-        limit_bytes: How much may be claimed, and `limit_why`.
-        admit: Says why the machine has no room for more, or None.
+        arena: The arena whose pages are claimed and given back.
+        replica_index: The index of the stored replicas, under `index_lock`.
+        flush: Records which slots are free; called under `index_lock`.
+        chunk_bytes: The size of a slot.
+        limit_bytes: The most that may be claimed, for the reason `limit_why`.
+        admit: Returns why the machine has no room for more, or None.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class VaultRoom:
     ) -> None:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
 
-        A share that was refused elsewhere shrinks again, and so does that of a job that ended: what no job has reserved
-        then is given back. Guests that only moved to another host come again, and their room stays.
+        A share that was refused elsewhere shrinks again, and so does that of an ended job: slots that no job reserves
+        then are given back. Guests that only moved to another host come again, and their room stays.
         """
         with self.lock:
             with self._index_lock:
@@ -89,7 +89,7 @@ class VaultRoom:
         self.ensure_free(count)
 
     def ensure_free(self, count: int) -> None:
-        """Make sure `count` slots are free for staging (R10); who finds them free does not wait for others' growth."""
+        """Make sure `count` slots are free for staging (R10); if they are free, do not wait for others' growth."""
         table = self._index.table
         while len(table.free) < count:
             with self.lock:
@@ -98,10 +98,10 @@ class VaultRoom:
                 self.grow_to(needed)
 
     def grow_to(self, slots_count: int, on_step: Callable[[int, int], None] = lambda done, wanted: None) -> None:
-        """Have so many slots with pages; the caller holds `lock`.
+        """Claim pages until there are `slots_count` slots; the caller holds `lock`.
 
         Raises:
-            CapacityError: They are beyond the limit, or not to be had.
+            CapacityError: They are beyond the limit, or the machine has no memory for them.
         """
         arena, table, chunk_bytes = self._arena, self._index.table, self._chunk_bytes
         missing = slots_count - table.claimed_count
@@ -132,7 +132,7 @@ class VaultRoom:
         """Give back the pages of free slots that no job has reserved, but for those that some process still needs."""
         with self.lock:
             with self._index_lock:
-                self._flush()  # what is free is written down as free before it loses its bytes
+                self._flush()  # free slots are recorded as free before they lose their bytes
                 chosen = self._index.table.empty(self._index.spare_count(), self.overlooked)
             kept = self._arena.give_back(chosen)
             with self._index_lock:
