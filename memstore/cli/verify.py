@@ -14,7 +14,8 @@ from memstore.cli.output import ExitCode, data_console, plain_table, plural, pri
 from memstore.cli.plan import outcome
 from memstore.config import Config
 from memstore.core.wire.calls import AskPlan, VerifyStore
-from memstore.core.wire.replies import Plan
+from memstore.core.wire.codec import fields_of
+from memstore.core.wire.replies import Plan, VerifyResult
 
 VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
 
@@ -41,8 +42,9 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
     ]
     lost = [plan.job for plan in plans if outcome(plan) in ("lost", "older")]
     nothing = {"shards": 0, "chunks": 0, "damaged": 0, "damaged_manifests": 0, "error": ""}
-    rows = {host: {**nothing, **found} for host, found in answer["hosts"].items()}
-    rows.update({host: {**nothing, "error": "no answer"} for host in answer["silent"]})
+    rows = {host: {**nothing, **fields_of(found)} for host, found in answer.found.items()}
+    rows |= {host: {**nothing, "error": why} for host, why in answer.failed.items()}
+    rows |= {host: {**nothing, "error": "no answer"} for host in answer.silent}
     damaged = sum(row["damaged"] + row["damaged_manifests"] for row in rows.values())
     is_whole_answer = all(not row["error"] for row in rows.values())
     code = ExitCode.FINE if not damaged and is_whole_answer else ExitCode.DEGRADED
@@ -54,7 +56,7 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
     ctx.exit(code)
 
 
-def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> dict[str, Any]:
+def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> VerifyResult:
     """Ask all hosts; a spinner on stderr tells how much there is and how long it takes so far."""
     used = sum(int(host["stats"].get("used_bytes", 0)) for host in status["hosts"] if host["status"] != "dead")
     words = f"re-digesting {'job ' + job if job else 'all jobs'} (at most {size_text(used)}) on every host"
@@ -66,7 +68,7 @@ def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> 
         asked = pool.submit(where.ask, VerifyStore(job=job), VERIFY_S)
         while True:
             try:
-                found: dict[str, Any] = asked.result(timeout=1.0)
+                found: VerifyResult = asked.result(timeout=1.0)
                 return found
             except FutureTimeout:
                 if asked.done():

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from memstore.client.restore import OpenShard
 from memstore.client.shared_shard import check_shard, load_natural, reader_of
 from memstore.core.cluster.text import lost_text, plural
 from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.wire.replies import ShardPlaced, Steps
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.shard_read import ShardRead
@@ -96,10 +99,10 @@ def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) 
 
 
 def checkpoint(
-    staged: OpenShard, answer: dict[str, Any], state: Any, rank_state: Any = None, load_s: float = 0.0
+    staged: OpenShard, answer: ShardPlaced, state: Any, rank_state: Any = None, load_s: float = 0.0
 ) -> Checkpoint:
     """Return the result of get(), from the controller's answer."""
-    count = staged.mended_count
+    count, report = staged.mended_count, answer.report
     if staged.not_filled:
         log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
     mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
@@ -108,27 +111,26 @@ def checkpoint(
         attempt=staged.manifest.shard.attempt,
         state=state,
         nbytes=staged.manifest.nbytes,
-        source="mixed" if count and answer["verdict"] == "local" else str(answer["verdict"]),
-        source_reason=f"{answer['why']}{mended}",
-        steps_lost=int(answer.get("steps_lost", 0)),
-        ranks_moved=tuple(answer.get("ranks_moved", ())),
-        moved_bytes=int(answer.get("moved_bytes", 0)),
-        bytes_by_tier=dict(answer.get("bytes", {})),
-        seconds_by_phase={**{k: float(v) for k, v in answer.get("seconds", {}).items()}, "load": load_s},
+        source="mixed" if count and answer.verdict == "local" else answer.verdict,
+        source_reason=f"{answer.why}{mended}",
+        steps_lost=report.steps_lost if report is not None else 0,
+        ranks_moved=report.ranks_moved if report is not None else (),
+        moved_bytes=report.moved_bytes if report is not None else 0,
+        bytes_by_tier=asdict(report.bytes) if report is not None else {},
+        seconds_by_phase={**(asdict(report.seconds) if report is not None else {}), "load": load_s},
         rank_state=rank_state,
         not_filled=tuple(staged.not_filled),
     )
 
 
-def step_infos(body: dict[str, Any]) -> list[StepInfo]:
+def step_infos(answer: Steps) -> list[StepInfo]:
     """Return StepInfo rows from the controller's answer."""
     return [
         StepInfo(
-            int(r["attempt"]), int(r["step"]), bool(r["committed"]), str(r["degraded"]), bool(r["durable"]),
-            int(r["copies"]), int(r["nbytes"]), bool(r["in_lineage"]), str(r["retired"]),
-            tuple(r["pins"]), tuple(r["forks"]),
+            r.attempt, r.step, r.committed, r.degraded, r.durable, r.copies, r.nbytes, r.in_lineage, r.retired,
+            tuple(r.pins), tuple(r.forks),
         )
-        for r in body["steps"]
+        for r in answer.steps
     ]  # fmt: skip
 
 
@@ -142,14 +144,15 @@ def not_filled_line(job: str, paths: Sequence[str]) -> str:
     )
 
 
-def restore_line(job: str, attempt: int, got: Checkpoint, answer: dict[str, Any]) -> str:
+def restore_line(job: str, attempt: int, got: Checkpoint, answer: ShardPlaced) -> str:
     """Return the log line of a restore: the step, its source, its duration, and why none newer."""
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
     lost = lost_text(got.steps_lost)
     count = len(got.ranks_moved)
     moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
-    unused = "; ".join(f"{step} ({why})" for _, step, why in answer.get("rejected", [])[:3])
+    rejected = answer.report.rejected[:3] if answer.report is not None else ()
+    unused = "; ".join(f"{row.step} ({row.reason})" for row in rejected)
     return (
         f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.source} · {tiers}{moved} · "
         f"{seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"

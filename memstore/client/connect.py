@@ -272,7 +272,7 @@ class Reader:
 
     def pins(self) -> list[str]:
         """Return the names of the job's pins."""
-        return sorted(self._ask(AskSteps(job=self.job))["pins"])
+        return sorted(self._ask(AskSteps(job=self.job)).pins)
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back; as `Store.unpin`."""

@@ -21,7 +21,7 @@ from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
 from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
 from memstore.core.wire.calls import Get, ReadStep, TellDiffering
 from memstore.core.wire.rank_messages import ReplicasDiffer
-from memstore.core.wire.replies import Joined
+from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
 from memstore.shell.codec.decode import check_into
 from memstore.shell.codec.encode import StatePlan, plan_state
@@ -90,7 +90,7 @@ class SharedShard:
 
     # -- another world size ---------------------------------------------------------------------
 
-    def get_resized(self, link: HolderLink, request: Get, into: Any) -> tuple[OpenShard, dict[str, Any], Any] | None:
+    def get_resized(self, link: HolderLink, request: Get, into: Any) -> tuple[OpenShard, ShardPlaced, Any] | None:
         """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
 
         Args:
@@ -102,12 +102,14 @@ class SharedShard:
         timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
         found = self._copier_elsewhere(link, ranges, request.step)
-        adopted: dict[str, Any] = {}
+        agreed: StepAgreed | None = None
         if found is not None and request.step is None:
-            adopted = collective(link, replace(request, is_agreement=True), timeout_s)
-            agreed = (adopted["step"], adopted["attempt"])
-            if agreed != found[:2]:  # a late host brought a newer one, of other copiers
-                found = self._copier_elsewhere(link, ranges, *agreed)
+            told = collective(link, replace(request, is_agreement=True), timeout_s)
+            if not isinstance(told, StepAgreed):
+                return None
+            agreed = told
+            if (agreed.step, agreed.attempt) != found[:2]:  # a late host brought a newer one, of other copiers
+                found = self._copier_elsewhere(link, ranges, agreed.step, agreed.attempt)
         if found is None:
             return None
         step, attempt, copier = found
@@ -118,7 +120,7 @@ class SharedShard:
             _check(part, into)
             with staged.naming_partial_writes():
                 state = _load(staged, part, into, "into=")
-                return staged, {**read.answer(), **adopted}, state
+                return staged, _of_all(read.answer(), agreed), state
 
     def _copier_elsewhere(
         self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
@@ -128,7 +130,7 @@ class SharedShard:
             natural, answer = NaturalLayout.decode(read.manifest()), read.answer()
         if natural is None or natural.shards != self.shards or not natural.roster:
             return None
-        return int(answer["step"]), int(answer["attempt"]), _chosen(link, natural.roster[self.shard])
+        return answer.step, answer.attempt, _chosen(link, natural.roster[self.shard])
 
     # -- writers that differ ----------------------------------------------------------------------
 
@@ -173,6 +175,12 @@ class SharedShard:
                 read = ranges.ask(event.step, rank, wanted, size, attempt=event.attempt)
                 both.append(stack.enter_context(read))
             return differing_names(both[0], both[1], chunks)[:NAMES_MAX]
+
+
+def _of_all(read: ShardPlaced, agreed: StepAgreed | None) -> ShardPlaced:
+    """Return the result of a read, with the step's fields for all ranks."""
+    report = agreed.report if agreed is not None else None
+    return read if report is None else replace(read, report=report, verdict=report.verdict, why=report.why)
 
 
 def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:

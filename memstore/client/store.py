@@ -31,7 +31,7 @@ from memstore.core.wire.rank_messages import (
     RoomGrown,
     StepLevel,
 )
-from memstore.core.wire.replies import Joined
+from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
@@ -298,7 +298,7 @@ class Store(PinVerbs):
             return self._restored(step, checkpoint(*found), found[1])
         finally:
             self._into = self._own_into = None
-        if answer["step"] is None:
+        if not isinstance(answer, ShardPlaced):
             if must_exist:
                 raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
             return None
@@ -306,7 +306,7 @@ class Store(PinVerbs):
         got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
         return self._restored(step, got, answer)
 
-    def _restored(self, step: int | None, got: Checkpoint, answer: dict[str, Any]) -> Checkpoint:
+    def _restored(self, step: int | None, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
         if step is None:
             self._go_on_from(got.step)
         if self.rank == 0:
@@ -324,10 +324,10 @@ class Store(PinVerbs):
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
                 request = Get(**self.puts.who(), step=None, timeout_s=left_s, is_agreement=True)
                 answer = collective(self._link, request, left_s)
-        if answer["step"] is None:
+        if not isinstance(answer, StepAgreed):
             return None
-        self._go_on_from(int(answer["step"]))
-        return int(answer["step"])
+        self._go_on_from(answer.step)
+        return answer.step
 
     # -- torch.distributed.checkpoint ----------------------------------------------------------
 

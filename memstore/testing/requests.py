@@ -11,7 +11,7 @@ from msgspec.structs import fields
 from memstore.core.wire.calls import RankCall, decode_call
 from memstore.core.wire.codec import encode, tag_of
 from memstore.core.wire.frame import unpack_body
-from memstore.core.wire.replies import unpack_reply
+from memstore.core.wire.replies import NothingStored, unpack_passed
 
 KINDS: Mapping[str, Any] = {tag_of(kind): kind for kind in get_args(RankCall)}
 UNSAID: Mapping[str, Any] = {
@@ -37,7 +37,8 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
 
 def fields_told(request: RankCall, data: bytes) -> dict[str, Any]:
     """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
-    unpack_reply(request, data)
+    told = unpack_passed(request, data)
     fields = unpack_body(data)
+    fields |= {"step": None} if isinstance(told, NothingStored) else fields.pop("report", None) or {}
     fields.pop("k", None)
     return fields

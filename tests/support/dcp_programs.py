@@ -347,7 +347,7 @@ def load_parts(rank: DcpRank, seed: int, step: int, names: list[str]) -> dict[st
     opened = [
         chunk.nbytes
         for read in reads
-        for chunk, slot in zip(read.manifest().chunks, read.answer()["slots"], strict=True)
+        for chunk, slot in zip(read.manifest().chunks, read.answer().slots, strict=True)
         if slot is not None
     ]
     return {"nbytes": sum(opened), "differing": differing(state, wanted)}

@@ -171,7 +171,7 @@ class DcpReader(StorageReader):
         """Return a shard's manifest, and what DCP's writer said in it; None if another put it."""
         with self._ranges.ask(self.step, rank, attempt=self._attempt) as read:
             answer, manifest = read.answer(), read.manifest()
-        self.step, self._attempt = int(answer["step"]), int(answer["attempt"])
+        self.step, self._attempt = answer.step, answer.attempt
         self._chunk_bytes = manifest.chunk_bytes
         return manifest, SavedLayout.decode(manifest.layout)
 

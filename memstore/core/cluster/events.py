@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memstore.core.cluster.facts import JobRemoved
 from memstore.core.cluster.job import Attempt, Job, Seat
 from memstore.core.cluster.reading import Round
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import RestoreReport
 from recovery.inventory import StepId
 
 
@@ -86,7 +86,8 @@ class RoundReleased:
     """A get() is over: every rank has the step."""
 
     round: Round
-    answer: Body  # the same for all ranks
+    step: StepId
+    report: RestoreReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Literal
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
-from memstore.core.wire.messages import Body
 from memstore.core.wire.reports import StageEnded
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
@@ -63,4 +62,5 @@ class Read:
 
     call: Call[Get] | Call[ReadStep] | Call[ReadRanges]
     shard: ShardId
-    answer: Body  # but for the shard's place on the host
+    verdict: str  # which tier its bytes come from
+    why: str

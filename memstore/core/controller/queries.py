@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
+from msgspec import convert
 
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call, Job
@@ -19,7 +19,7 @@ from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import VerifyCopies
-from memstore.core.wire.replies import NoRollCall, RollCalled
+from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, Steps, VerifyResult
 from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
@@ -31,7 +31,8 @@ class Ask:
 
     call: Call[VerifyStore]
     waits: set[str]
-    answers: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, HostVerified] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     died: set[str] = field(default_factory=set)  # hosts that died before they answered
 
 
@@ -101,7 +102,8 @@ class Queries:
         job = job_of(self.state, self.out, call)
         if job is not None:
             newest = job.newest.ordinal if job.newest is not None else None
-            self.out.answer(call, {**timeline(self.state, self.parts.durable_states, job), "attempt": newest})
+            rows = timeline(self.state, self.parts.durable_states, job)
+            self.out.answer(call, convert({**rows, "k": "steps", "attempt": newest}, Steps))
 
     def _events(self, call: Call[calls.AskEvents]) -> None:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
@@ -133,8 +135,10 @@ class Queries:
         found = self.asks.get(report.call)
         if found is not None:
             found.waits.discard(host_id)
-            error = {"error": report.problem}
-            found.answers[host_id] = structs.asdict(report.found) if report.found is not None else error
+            if report.found is not None:
+                found.found[host_id] = report.found
+            else:
+                found.failed[host_id] = report.problem
             self._finish_asks()
 
     def _finish_asks(self) -> None:
@@ -143,7 +147,8 @@ class Queries:
             ask.waits -= ask.died
             if not ask.waits or self.state.now - ask.call.since_s > ASK_DEADLINE_S:
                 del self.asks[number]
-                self.out.answer(ask.call, {"hosts": ask.answers, "silent": sorted(ask.waits | ask.died)})
+                silent = sorted(ask.waits | ask.died)
+                self.out.answer(ask.call, VerifyResult(found=ask.found, failed=ask.failed, silent=silent))
 
     def host_died(self, host_id: str) -> None:
         """Wait no longer for a host that died, even if it is back at once."""

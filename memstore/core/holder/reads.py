@@ -10,7 +10,7 @@ from memstore.core.holder import partial_read
 from memstore.core.holder.effects import OnStore, Steps
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.messages import Body, shard_from_wire
+from memstore.core.wire.replies import ChunksStaged, ShardStaged
 from memstore.errors import IntegrityError
 
 
@@ -22,14 +22,13 @@ class Lent(NamedTuple):
     pin: int
 
 
-def lend(state: HolderState, link: Link, body: Body) -> Steps[Lent]:
+def lend(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Steps[Lent]:
     """Pin what the controller's answer to a read names. IntegrityError if it is gone, or its manifest damaged."""
-    if "excerpt" in body:
-        number = int(body["excerpt"])
-        excerpt = partial_read.take(state, number)
-        release = partial(partial_read.release, state, number)
+    if isinstance(staged, ChunksStaged):
+        excerpt = partial_read.take(state, staged.read)
+        release = partial(partial_read.release, state, staged.read)
         return Lent(excerpt.manifest, excerpt.draft.slots, _hold(state, link, release))
-    pinned = state.store.pin(shard_from_wire(body["shard"]), str(body["digest"]), is_reader=True)
+    pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
     if pinned is None:
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
     release = partial(state.store.unpin, *pinned)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
 
+from msgspec.structs import asdict
+
 from memstore.core.cluster import events as e
 from memstore.core.cluster import facts as f
 from memstore.core.cluster.effects import Effects
@@ -266,14 +268,14 @@ class EventRecorder:
     @never_raises
     def restored(self, event: e.RoundReleased) -> None:
         """Record a restored step: every rank has it (R23)."""
-        active, shared = event.round, event.answer
+        active, report = event.round, event.report
         self.add(
-            "restore", job=active.job, attempt=active.attempt, step=int(shared["step"]), verdict=shared["verdict"],
-            of_attempt=shared["attempt"], ranks=len(active.calls), adopted=active.is_adopting,
-            bytes=dict(shared["bytes"]), steps_lost=shared["steps_lost"],
-            seconds={name: rounded(value) for name, value in shared["seconds"].items()}, why=shared["why"],
-            not_used=[f"step {step} (attempt {attempt}): {why}" for attempt, step, why in shared["rejected"]],
-            notes=list(shared["notes"]),
+            "restore", job=active.job, attempt=active.attempt, step=event.step.step, verdict=report.verdict,
+            of_attempt=event.step.attempt, ranks=len(active.calls), adopted=active.is_adopting,
+            bytes=asdict(report.bytes), steps_lost=report.steps_lost,
+            seconds={name: rounded(value) for name, value in asdict(report.seconds).items()}, why=report.why,
+            not_used=[f"step {row.step} (attempt {row.attempt}): {row.reason}" for row in report.rejected],
+            notes=list(report.notes),
         )  # fmt: skip
 
     @never_raises

@@ -28,7 +28,7 @@ from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, Withdraw
-from memstore.core.wire.replies import Noted
+from memstore.core.wire.replies import Noted, NothingStored, StepAgreed
 from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
@@ -122,8 +122,11 @@ class Rounds:
 
     def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
         """Give a rank the step of the others, without a barrier: they may be training already."""
-        if attempt.parent is None or attempt.parent_step is None or call.request.is_agreement:
-            self.out.answer(call, {"step": attempt.parent_step, "attempt": attempt.parent})
+        if attempt.parent is None or attempt.parent_step is None:
+            self.out.answer(call, NothingStored())
+            return
+        if call.request.is_agreement:
+            self.out.answer(call, StepAgreed(step=attempt.parent_step, attempt=attempt.parent, report=None))
             return
         self.reads.read(call, Wanted(attempt.parent_step, attempt.parent, call.request.rank))
 
@@ -315,7 +318,7 @@ class Rounds:
             return
         if fact.step is None:
             del self.state.rounds[fact.job]
-            active.calls.answer_all(self.out, {"step": None})
+            active.calls.answer_all(self.out, NothingStored())
         else:
             self._act(now, active, self.staging.start(now, active))
 

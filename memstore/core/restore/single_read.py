@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
-
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
@@ -19,6 +17,7 @@ from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkListener, ChunkRange, ReadChunks, ReadShard, Run
+from memstore.core.wire.replies import ChunksStaged, ShardStaged
 from memstore.core.wire.reports import ReadEnded
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
@@ -101,7 +100,6 @@ class SingleReads:
         self._count += 1
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
-        answer = {"step": shard.step, "attempt": shard.attempt, "verdict": result.verdict, "why": result.why}
         bring: dict[str, Any] = {
             "job": job.name, "read": self._count, "rank": rank, "shard": WireShard.of(shard),
             "spec": WireSpec.of(result.specs[rank]), "attempt": attempt.ordinal, "holders": tuple(sorted(holders)),
@@ -111,11 +109,10 @@ class SingleReads:
             ),
         }  # fmt: skip
         if wanted.chunks is not None:
-            answer["excerpt"] = self._count
             self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks))
         else:
             self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
-        self.state.reads[self._count] = Read(call, shard, answer)
+        self.state.reads[self._count] = Read(call, shard, result.verdict, result.why)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
@@ -131,12 +128,11 @@ class SingleReads:
             return
         del self.state.reads[report.read]
         if report.problem is None:
-            shard = list(structs.astuple(report.shard))
-            self.out.answer(read.call, {**read.answer, "shard": shard, "digest": report.digest})
+            self.out.answer(read.call, _told(read, report))
         elif self._was_dropped(read.shard):
             self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
         else:
-            self.out.refuse(read.call, "RecoveryError", f"step {read.answer['step']}: {report.problem}")
+            self.out.refuse(read.call, "RecoveryError", f"step {read.shard.step}: {report.problem}")
 
     def _was_dropped(self, shard: ShardId) -> bool:
         """Say whether retention dropped the step for a newer one: its chunks are gone then, not damaged (R19)."""
@@ -146,3 +142,13 @@ class SingleReads:
     def host_died(self, host: str) -> None:
         """Forget reads of ranks on a host that died: they ask again."""
         self.state.reads = {n: read for n, read in self.state.reads.items() if read.call.host_id != host}
+
+
+def _told(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
+    """Return the answer for the reader's holder: the slots staged for it."""
+    step, attempt, verdict, why = read.shard.step, read.shard.attempt, read.verdict, read.why
+    if isinstance(read.call.request, ReadRanges):
+        return ChunksStaged(step=step, attempt=attempt, verdict=verdict, why=why, read=report.read)
+    return ShardStaged(
+        step=step, attempt=attempt, verdict=verdict, why=why, shard=report.shard, digest=report.digest, report=None
+    )

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundReleased
@@ -23,7 +21,9 @@ from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import OrderCheck, Run, StageShard
+from memstore.core.wire.replies import PhaseSeconds, RestoreReport, ShardStaged, StepAgreed
 from memstore.core.wire.reports import IntoChecked, StageEnded
+from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, ShardId
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
@@ -184,24 +184,27 @@ class Staging:
         trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
         for seat in attempt.seats.values():
             seat.last_active_s = now
-        shared = {
-            "step": result.step.step, "attempt": result.step.attempt, "verdict": result.verdict, "why": result.why,
-            "round": active.number, "ranks_moved": list(result.ranks_moved),
-            "moved_bytes": result.moved_bytes,
-            "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
-            "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:10]],
-            "steps_lost": max(0, trained_step - result.step.step),
-            "seconds": {
-                "gather": active.planned_s - active.since_s,
-                "transfer": now - active.planned_s,
-            },
-            "notes": active.notes[:10],
-        }  # fmt: skip
-        self.out.emit(RoundReleased(active, shared))
+        step, attempt_id = result.step.step, result.step.attempt
+        report = RestoreReport(
+            round=active.number, verdict=result.verdict, why=result.why, ranks_moved=tuple(result.ranks_moved),
+            moved_bytes=result.moved_bytes,
+            bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
+            rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
+            steps_lost=max(0, trained_step - step),
+            seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
+            notes=tuple(active.notes[:10]),
+        )  # fmt: skip
+        self.out.emit(RoundReleased(active, result.step, report))
         for rank, call in active.calls.items():
-            staged = None if active.is_agreement else active.staged[rank]
-            place = {} if staged is None else {"shard": list(structs.astuple(staged.shard)), "digest": staged.digest}
-            self.out.answer(call, {**shared, **place})
+            if active.is_agreement:
+                self.out.answer(call, StepAgreed(step=step, attempt=attempt_id, report=report))
+                continue
+            staged = active.staged[rank]
+            told = ShardStaged(
+                step=step, attempt=attempt_id, verdict=report.verdict, why=report.why, shard=staged.shard,
+                digest=staged.digest, report=report,
+            )  # fmt: skip
+            self.out.answer(call, told)
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
         self.repair.consider(now, job)

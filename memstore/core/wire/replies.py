@@ -3,14 +3,14 @@
 The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
 ChunksStaged, reach the rank with their place there, as ShardPlaced.
 
-Those of reads and of status still travel as plain maps (`MAPPED`).
+The answers to AskStatus and AskEvents still travel as plain maps (`MAPPED`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.wire.codec import Message, Part, Request, Row, decode_reply, encode, tag_of
+from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, encode, tag_of
 from memstore.core.wire.frame import pack_body, unpack_body
 from memstore.core.wire.ids import Digest, Name, Ordinal, WireShard
 from memstore.core.wire.status_rows import (
@@ -89,7 +89,7 @@ class NoRollCall(Message, frozen=True, tag="no_roll_call"):
 # -- of reads (R23-R27) -------------------------------------------------------------------------------
 
 
-class Seconds(Part, frozen=True):
+class PhaseSeconds(Part, frozen=True):
     """How long the phases of a restore took."""
 
     gather: float
@@ -107,7 +107,7 @@ class RestoreReport(Part, frozen=True):
     bytes: BytesByTier
     rejected: tuple[RejectedStep, ...]
     steps_lost: Ordinal
-    seconds: Seconds
+    seconds: PhaseSeconds
     notes: tuple[str, ...]
 
 
@@ -333,8 +333,8 @@ PassedReply = (
 )
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
 
-Reply = ControllerReply | dict[str, Any]
-MAPPED = frozenset({"get", "read_step", "read_ranges", "status", "steps", "events", "verify"})
+Reply = ControllerReply | ShardPlaced | dict[str, Any]
+MAPPED = frozenset({"status", "events"})
 """Tags of the requests that are answered with a plain map still."""
 
 
@@ -343,6 +343,20 @@ def pack_reply(reply: Reply) -> bytes:
     return encode(reply) if isinstance(reply, Message) else pack_body(reply)
 
 
+READS = frozenset({"get", "read_step", "read_ranges"})
+"""Tags of the requests whose reply gets the place of the bytes from the holder."""
+
+decode_staged: Decoder[NothingStored | StepAgreed | ShardStaged | ChunksStaged] = Decoder(
+    NothingStored | StepAgreed | ShardStaged | ChunksStaged
+)
+decode_placed: Decoder[ShardPlaced] = Decoder(ShardPlaced)
+
+
+def unpack_passed(request: Request[Any], data: bytes) -> Any:
+    """Return the controller's reply to a request of a rank, as the holder gets it; ProtocolError if it is none."""
+    return decode_staged(data) if tag_of(request) in READS else unpack_reply(request, data)
+
+
 def unpack_reply(request: Request[Any], data: bytes) -> Any:
-    """Return the reply to a request that a body is; ProtocolError if it is none."""
+    """Return the reply to a request, as the rank gets it; ProtocolError if it is none."""
     return unpack_body(data) if tag_of(request) in MAPPED else decode_reply(request, data)

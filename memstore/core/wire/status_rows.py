@@ -2,7 +2,7 @@
 
 A field that is named `..._s` is in seconds; an age is as of the answer. `report/` makes the rows.
 
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
+Rows of hosts, jobs, launches, problems and events are declared only: their answers are plain maps (`replies.MAPPED`).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class FlipInTransit(NetworkScene):
         found = self.errors_count(self.site.status()) - self.errors_before
         if found != self.flips_count:
             self.broken(f"{self.flips_count} bits flipped and {found} digest errors were counted")
-        damaged = self.site.ask(VerifyStore(job=self.job.name), 60.0)["hosts"][VIA]["damaged"]
+        damaged = self.site.ask(VerifyStore(job=self.job.name), 60.0).found[VIA].damaged
         if damaged:
             self.broken(f"{damaged} damaged chunks were stored on {VIA}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from memstore.core.wire.calls import VerifyStore
+from memstore.core.wire.replies import VerifyResult
 from memstore.drills.breaking.kept_up import SlowFileSystem
 from memstore.drills.breaking.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.ranks.ranks import PutRow, collect
@@ -59,7 +60,7 @@ class CorruptChunk(CopyScene):
     name = "corrupt-chunk"
     what = "the copy"
     flips: dict[str, dict[str, Any]] | None = None
-    answer: dict[str, Any] | None = None
+    answer: VerifyResult | None = None
 
     def inject(self) -> str:
         self.flips = {host: self.damage(host, "flip_chunk") for host in self.hit}
@@ -81,7 +82,7 @@ class CorruptChunk(CopyScene):
         for host, flip in self.flips.items():
             if self.site.do(host, "is_sealed_damage", self.site.folder(host), flip):
                 return None
-        found = {host: self.answer["hosts"][host]["damaged"] for host in self.hit}
+        found = {host: self.answer.found[host].damaged for host in self.hit}
         by_verify = ", ".join(f"{count} on {host}" for host, count in found.items() if count)
         return f"verify took out {by_verify}" if by_verify else "the scrubber had taken it out before verify came"
 

@@ -38,7 +38,7 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
-from memstore.core.wire.replies import Joined, pack_reply, unpack_reply
+from memstore.core.wire.replies import ChunksStaged, Joined, ShardPlaced, ShardStaged, pack_reply, unpack_passed
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
@@ -172,7 +172,7 @@ class RankServer:
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        reply = unpack_reply(call.request, data) if data is not None else None
+        reply = unpack_passed(call.request, data) if data is not None else None
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank
         answer: AskAnswered | AskRefused
@@ -181,16 +181,21 @@ class RankServer:
             answer = AskRefused(id=call.rank_id, error=name, message=message)
         else:
             try:
-                if isinstance(reply, dict) and "shard" in reply:
-                    reply |= self._place(link, reply)
+                if isinstance(reply, ShardStaged | ChunksStaged):
+                    reply = self._placed(link, reply)
                 answer = AskAnswered(id=call.rank_id, reply=pack_reply(reply))
             except IntegrityError as exc:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)
 
-    def _place(self, link: Link, body: dict[str, Any]) -> dict[str, Any]:
-        lent = self.runner.run(reads.lend(self.state, link, body))
-        return {"manifest": lent.manifest, "slots": list(lent.slots), "pin": lent.pin}
+    def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
+        """Pin what was brought here for a rank, and say where it lies."""
+        lent = self.runner.run(reads.lend(self.state, link, staged))
+        return ShardPlaced(
+            step=staged.step, attempt=staged.attempt, verdict=staged.verdict, why=staged.why,
+            report=staged.report if isinstance(staged, ShardStaged) else None, manifest=lent.manifest,
+            slots=tuple(lent.slots), pin=lent.pin,
+        )  # fmt: skip
 
     # -- processes that are gone ----------------------------------------------------------------
 

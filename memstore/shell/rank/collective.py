@@ -13,7 +13,7 @@ from typing import Any
 from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, Withdraw
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
-from memstore.core.wire.replies import Joined, RollCalled
+from memstore.core.wire.replies import Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -52,7 +52,7 @@ def in_turn(lock: threading.Lock, what: str, timeout_s: float) -> Iterator[float
         lock.release()
 
 
-def collective(link: HolderLink, request: Get, timeout_s: float) -> dict[str, Any]:
+def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStored | StepAgreed | ShardPlaced:
     """Ask, withdraw when the deadline passes, and take the result if it is already decided.
 
     Raises:
@@ -78,7 +78,8 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> dict[str, An
             f"{link.commands('`memstore status`')}, or raise timeout_s",
             operation="get", limit_s=timeout_s,
         )  # fmt: skip
-    return answer_of(future)
+    answer: NothingStored | StepAgreed | ShardPlaced = answer_of(future)
+    return answer
 
 
 def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:

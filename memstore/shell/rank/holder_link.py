@@ -7,6 +7,7 @@ own, and sends unsealed puts and unanswered calls again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -26,7 +27,7 @@ import msgspec
 from memstore.core.wire.calls import RankCall, decode_call
 from memstore.core.wire.codec import encode, tag_of
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.frame import Kind, unpack_body
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
     Ask,
@@ -51,7 +52,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import unpack_reply
+from memstore.core.wire.replies import decode_placed, unpack_reply
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -242,8 +243,9 @@ class HolderLink(LeasedSlots):
                 future.set_exception(error)
         elif future is not None:
             self._settle(future, asked, event)
-        elif isinstance(event, AskAnswered) and "pin" in (reply := unpack_body(event.reply)):
-            self.notify(Unpin(pin=reply["pin"]))  # the reader has given up
+        elif isinstance(event, AskAnswered):
+            with contextlib.suppress(ProtocolError):  # the answer to another call
+                self.notify(Unpin(pin=decode_placed(event.reply).pin))  # its reader has given up
         with self.room:
             self.room.notify_all()  # a thread waits for this or something else
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.rank_messages import ChunksArrived, Unpin
+from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
@@ -48,7 +48,7 @@ class ShardRead:
 
     def __init__(
         self, link: HolderLink, request: ReadStep | ReadRanges | None, timeout_s: float,
-        answer: dict[str, Any] | None = None,
+        answer: ShardPlaced | None = None,
     ) -> None:  # fmt: skip
         """Ask, and wait for nothing yet; chunks of a whole shard can be taken while others are still coming.
 
@@ -60,14 +60,15 @@ class ShardRead:
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
         self._hold: PageHold | None = None  # of these slots
-        self._answer: dict[str, Any] | None = None
+        self._answer: ShardPlaced | None = None
         self._pin: int | None = None
         self._is_closed = False
-        self._heard: queue.SimpleQueue[ChunksArrived | Future[dict[str, Any]]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
         self._number: int | None = None
-        self._future: Future[dict[str, Any]] = Future()
+        self._future: Future[ShardPlaced] = Future()
         if request is None:
-            self._future.set_result(answer or {})
+            assert answer is not None
+            self._future.set_result(answer)
         elif isinstance(request, ReadStep):
             self._number = link.hear(self._heard)
             self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
@@ -98,9 +99,9 @@ class ShardRead:
         else:
             self._future.add_done_callback(self._give_back)  # it may just have come; later ones the link gives back
 
-    def _give_back(self, future: Future[dict[str, Any]]) -> None:
+    def _give_back(self, future: Future[ShardPlaced]) -> None:
         if future.exception() is None:
-            self.link.notify(Unpin(pin=future.result()["pin"]))
+            self.link.notify(Unpin(pin=future.result().pin))
 
     # -- what has come --------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class ShardRead:
             self._listen()
         return self._manifest
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> ShardPlaced:
         """Wait until all that was asked for is here, or cannot be brought; return the controller's answer."""
         while self._answer is None:
             self._listen()
@@ -157,8 +158,8 @@ class ShardRead:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest().shard
-        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S)["steps"]
-        kept = [(int(row["attempt"]), int(row["step"])) for row in rows if row["committed"] and row["copies"]]
+        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S).steps
+        kept = [(row.attempt, row.step) for row in rows if row.committed and row.copies]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
         raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))
@@ -197,10 +198,10 @@ class ShardRead:
             self._name(heard.manifest)
         self._add({chunk.index: chunk.slot for chunk in heard.chunks})
 
-    def _take_answer(self, answer: dict[str, Any]) -> None:
-        self._pin = int(answer["pin"])  # first: it is given back even if the rest is malformed
-        manifest = self._name(bytes(answer["manifest"]))
-        slots = answer["slots"]
+    def _take_answer(self, answer: ShardPlaced) -> None:
+        self._pin = answer.pin  # first: it is given back even if the rest is malformed
+        manifest = self._name(answer.manifest)
+        slots = answer.slots
         if len(slots) != len(manifest.chunks):
             raise IntegrityError(
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
@@ -208,7 +209,7 @@ class ShardRead:
             )
         self._check_asked(manifest, answer)
         self._slots = {}
-        self._add({index: int(slot) for index, slot in enumerate(slots) if slot is not None})
+        self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
         self._answer = answer
 
     def _name(self, data: bytes) -> Manifest:
@@ -222,13 +223,13 @@ class ShardRead:
         self._manifest = named
         return named
 
-    def _check_asked(self, manifest: Manifest, answer: dict[str, Any]) -> None:
+    def _check_asked(self, manifest: Manifest, answer: ShardPlaced) -> None:
         """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
         asked = self._request
         if asked is None:
             return
-        step = answer["step"] if asked.step is None else asked.step
-        attempt = answer["attempt"] if asked.of_attempt is None else asked.of_attempt
+        step = answer.step if asked.step is None else asked.step
+        attempt = answer.attempt if asked.of_attempt is None else asked.of_attempt
         wanted = ShardId(asked.job, attempt, step, asked.rank)
         if manifest.shard != wanted:
             raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")

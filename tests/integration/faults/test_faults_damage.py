@@ -30,12 +30,12 @@ def test_a_damaged_chunk_is_found_and_mended_from_the_peer(tmp_path: Path, nurse
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         corrupt(cluster, "h0", rank=0, step=2)
-        found = cluster.ask(VerifyStore())["hosts"]
-        assert (found["h0"]["damaged"], found["h1"]["damaged"]) == (1, 0)
+        found = cluster.ask(VerifyStore()).found
+        assert (found["h0"].damaged, found["h1"].damaged) == (1, 0)
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
-        again = cluster.ask(VerifyStore())["hosts"]
-        assert (again["h0"]["damaged"], again["h1"]["damaged"]) == (0, 0)
-        assert again["h0"]["chunks"] == found["h0"]["chunks"]
+        again = cluster.ask(VerifyStore()).found
+        assert (again["h0"].damaged, again["h1"].damaged) == (0, 0)
+        assert again["h0"].chunks == found["h0"].chunks
 
 
 def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) -> None:
@@ -50,7 +50,7 @@ def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) 
 
         wait_for(found, "the scrub to find it")
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
-        assert all(answer["damaged"] == 0 for answer in cluster.ask(VerifyStore())["hosts"].values())
+        assert all(answer.damaged == 0 for answer in cluster.ask(VerifyStore()).found.values())
 
 
 def test_a_damaged_chunk_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
@@ -112,9 +112,9 @@ def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: R
             file.seek(before[damaged].index(b"weights"))
             file.write(b"v")
         if finder == "verify":
-            found = cluster.ask(VerifyStore(job="train"))["hosts"]
-            assert [found[host]["damaged_manifests"] for host in ("h0", "h1")] == [1, 0]
-            assert found["h0"]["damaged"] == 0
+            found = cluster.ask(VerifyStore(job="train")).found
+            assert [found[host].damaged_manifests for host in ("h0", "h1")] == [1, 0]
+            assert found["h0"].damaged == 0
         wait_for(lambda: cluster.manifests("h0") == before, "the manifest to be written anew")
         wait_for(lambda: cluster.job("train")["missing_copies"] == 0, "the word of it")
         assert cluster.job("train")["copies"] == 2
@@ -124,7 +124,7 @@ def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: R
             return [(event["host"], event["found"]) for event in rows if event["event"] == "scrub"]
 
         assert wait_for(events, "the event") == [("h0", 1)]
-        assert all(row["damaged_manifests"] == 0 for row in cluster.ask(VerifyStore())["hosts"].values())
+        assert all(row.damaged_manifests == 0 for row in cluster.ask(VerifyStore()).found.values())
 
 
 def test_a_damaged_manifest_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:

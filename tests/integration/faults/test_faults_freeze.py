@@ -25,7 +25,7 @@ def freeze(rank: RankProcess) -> None:
 
 def all_sound(cluster: ProcessCluster) -> bool:
     """True if every sealed slot of every live host still has its digest."""
-    return all(answer["damaged"] == 0 and answer["chunks"] for answer in cluster.ask(VerifyStore())["hosts"].values())
+    return all(answer.damaged == 0 and answer.chunks for answer in cluster.ask(VerifyStore()).found.values())
 
 
 def test_a_rank_frozen_in_mid_copy_harms_nothing_when_it_wakes(tmp_path: Path, nursery: RankNursery) -> None:

@@ -29,8 +29,8 @@ def test_a_rank_killed_in_mid_copy_loses_only_its_own_step(tmp_path: Path, nurse
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (2, "local")
         assert together(ranks, "train", first=3, last=8)[0]["level"] == "committed"
-        verify = cluster.ask(VerifyStore())["hosts"]
-        assert all(answer["damaged"] == 0 and answer["chunks"] > 0 for answer in verify.values())
+        verify = cluster.ask(VerifyStore()).found
+        assert all(answer.damaged == 0 and answer.chunks > 0 for answer in verify.values())
 
 
 @pytest.mark.parametrize("victims", ["holder", "holder and controller", *later("controller")])

@@ -54,7 +54,7 @@ def damage(cluster: ProcessCluster, host: str) -> tuple[int, int]:
 
 def restored_from_h1_alone(cluster: ProcessCluster, fleet: Fleet, ranks: list[RankProcess], step: int) -> None:
     """Without h0 every byte of rank 0 is h1's copy: it came through the proxy, and it is right."""
-    assert all(found["damaged"] == 0 and found["chunks"] for found in cluster.ask(VerifyStore())["hosts"].values())
+    assert all(found.damaged == 0 and found.chunks for found in cluster.ask(VerifyStore()).found.values())
     fleet.kill(ranks)
     cluster.lose_host("h0")
     _, got = fleet.resume(["h1", "h1"])

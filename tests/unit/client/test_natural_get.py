@@ -20,6 +20,7 @@ from memstore.client.shared_shard import Read, SharedShard, load_natural
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.core.wire.calls import Get, ReadStep
+from memstore.core.wire.replies import StepAgreed
 from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
 from memstore.shell.codec.encode import copy_into
 from memstore.shell.codec.verified_stream import Views
@@ -142,7 +143,7 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
             assert natural is not None
             layout = msgspec.structs.replace(natural, roster=((copiers[found],),)).encode(made.nbytes)
             manifest = replace(made, layout=layout, world_size=4)
-            answer = {"attempt": found[0], "step": found[1]}
+            answer = SimpleNamespace(attempt=found[0], step=found[1])
             yield SimpleNamespace(answer=lambda: answer, manifest=lambda: manifest)
 
     @contextlib.contextmanager
@@ -153,7 +154,7 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_copiers(monkeyp
 
     monkeypatch.setattr(module, "ShardRanges", Ranges)
     monkeypatch.setattr(module, "ShardRead", read)
-    monkeypatch.setattr(module, "collective", lambda *_: {"step": 7, "attempt": 2})
+    monkeypatch.setattr(module, "collective", lambda *_: StepAgreed(step=7, attempt=2, report=None))
     link = cast(HolderLink, SimpleNamespace(job="job", folder=Path("h0")))
     with pytest.raises(RecoveryError, match="far enough"):
         SharedShard(0, 1, (0,), 1).get_resized(link, Get(job="job", attempt=1, rank=1, step=None, timeout_s=1.0), None)

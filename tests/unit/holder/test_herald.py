@@ -15,6 +15,7 @@ from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, encode_manifest
 from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
+from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
@@ -56,13 +57,18 @@ class Asked:
         self.heard = heard
         return 1
 
-    def call_soon(self, request: ReadStep) -> Future[dict[str, Any]]:
+    def call_soon(self, request: ReadStep) -> Future[ShardPlaced]:
         manifest, slots = self.first
         self.heard.put(
             ChunksArrived(read=1, manifest=manifest, chunks=tuple(ArrivedChunk(i, i) for i in range(len(slots))))
         )
-        future: Future[dict[str, Any]] = Future()
-        future.set_result({"manifest": self.then, "slots": list(range(len(slots))), "pin": 1, "verdict": "peer"})
+        future: Future[ShardPlaced] = Future()
+        future.set_result(
+            ShardPlaced(
+                step=11, attempt=1, verdict="peer", why="", report=None, manifest=self.then,
+                slots=tuple(range(len(slots))), pin=1,
+            )
+        )  # fmt: skip
         return future
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:

@@ -17,9 +17,9 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
 from memstore.core.wire.frame import Kind, pack_body
-from memstore.core.wire.messages import shard_to_wire
+from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob, GiveUpFork
 from memstore.core.wire.rank_messages import (
     Ask,
@@ -34,7 +34,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.replies import ShardStaged, pack_reply
 from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
@@ -54,12 +54,13 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 WAIT_S = 60.0
 ME = os.getpid()
+READ, STATUS = ReadStep(job="job", step=2, rank=0), AskStatus()
 
 RANK = """
 import signal, sys
 from pathlib import Path
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.calls import AskSteps, RankCall, ReadStep
 from memstore.shell.rank.holder_link import HolderLink
 link = HolderLink(Path(sys.argv[1]), nonce="n", job="job", rank=0)
 link.wait_free(2, 15.0)
@@ -158,10 +159,10 @@ def answered(reply: dict[str, Any]) -> AskAnswered:
     return AskAnswered(id=1, reply=pack_body(reply))
 
 
-def ask(site: Site, channel: Channel) -> int:
+def ask(site: Site, channel: Channel, request: RankCall = STATUS) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, Ask(id=1, call=AskSteps(job="job")))
+    send(channel, Ask(id=1, call=request))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1]
 
@@ -236,14 +237,17 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
 # -- pid namespaces ---------------------------------------------------------------------------------
 
 
-def stored(site: Site) -> tuple[StoredReplica, dict[str, Any]]:
+def stored(site: Site) -> tuple[StoredReplica, ShardStaged]:
     """Store a shard of one chunk; return it, and the controller's answer that names it."""
     replicas, shard = site.holder.replicas, ShardId("job", 1, 2, 0)
     replicas.ensure_free(1)
     shelved = replicas.seal_local(
         shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=replicas.take_slots(1), attempt=1
     )
-    return shelved, {"shard": shard_to_wire(shard), "digest": shelved.spec.digest}
+    staged = ShardStaged(
+        step=2, attempt=1, verdict="local", why="", shard=WireShard.of(shard), digest=shelved.spec.digest, report=None
+    )
+    return shelved, staged
 
 
 def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
@@ -252,7 +256,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
     shelved, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
-    number, manifest = ask(site, channel), replicas.manifest
+    number, manifest = ask(site, channel, READ), replicas.manifest
 
     def read_after_the_link(*named: Any) -> Any:
         channel.close()
@@ -269,7 +273,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     """Not left to its deadline; and nothing stays pinned for it."""
     shelved, answer = stored(site)
     channel = hello(1)
-    number = ask(site, channel)
+    number = ask(site, channel, READ)
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, pack_reply(answer), None)

@@ -16,9 +16,8 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.messages import shard_to_wire
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
@@ -242,14 +241,14 @@ class Reader:
 
     def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
-            self.holder.ranks.answer(call_id, pack_reply({"steps": []}), None)
+            none = Steps(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
+            self.holder.ranks.answer(call_id, pack_reply(none), None)
             return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
-        answer = {"step": 2, "attempt": 1, "excerpt": self.count}
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
-        reply = None if bad else pack_reply({**answer, "shard": shard_to_wire(SHARD)})
-        self.holder.ranks.answer(call_id, reply, error)
+        reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
+        self.holder.ranks.answer(call_id, None if bad else pack_reply(reply), error)
 
 
 @pytest.fixture
@@ -276,7 +275,7 @@ def test_the_manifest_alone_moves_no_chunk(reader: Reader, fetched: list[int]) -
     """Asking for no ranges answers with the manifest."""
     with reader.ranges.ask(2, 3) as found:
         assert found.manifest().shard == SHARD
-        assert (found.answer()["slots"], fetched) == ([None] * 8, [])
+        assert (found.answer().slots, fetched) == ((None,) * 8, [])
 
 
 @pytest.mark.parametrize("is_elsewhere", [True, False])
@@ -303,7 +302,7 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     """The end of the link gives back what its reader still held."""
     before = used_slots(reader.holder)
     found = reader.ranges.ask(2, 3, [(0, 5 * CHUNK_BYTES)], CHUNK_BYTES)
-    assert sum(slot is not None for slot in found.answer()["slots"]) == 5
+    assert sum(slot is not None for slot in found.answer().slots) == 5
     assert used_slots(reader.holder) == before + 5
     reader.link.outbox.put(None)
     reader.link.closed.set()  # no goodbye

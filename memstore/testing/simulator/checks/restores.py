@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memstore.core.format.manifest import Manifest, chunk_digest
-from memstore.core.wire.messages import shard_from_wire
+from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.violation import Violation
@@ -51,7 +50,7 @@ class Restores:
 
     def read_ranges(self, rank: Rank, answer: Body) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""
-        shard = shard_from_wire(answer["shard"])
+        shard = decode_manifest(answer["manifest"]).shard
         puts = self.observed.contents.get(shard, [])
         if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
             raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")

@@ -10,6 +10,7 @@ from memstore.core.holder import reads
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.replies import ChunksStaged, ShardStaged
 from memstore.errors import IntegrityError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
@@ -31,11 +32,11 @@ class Stager:
         procedure.begin(self.state, order)
         self.driver.start(procedure.run(self.state, order))
 
-    def read(self, link: RankLink, call_id: int, body: Body) -> Thread:
+    def read(self, link: RankLink, call_id: int, staged: ShardStaged | ChunksStaged, body: Body) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
         try:
-            lent = yield from self.driver.run(reads.lend(self.state, link, body))
+            lent = yield from self.driver.run(reads.lend(self.state, link, staged))
         except IntegrityError as exc:
             rank.answered(call_id, body, ("RecoveryError", str(exc)))
             return
@@ -46,12 +47,11 @@ class Stager:
             reads.give_back(link, lent.pin)
         chunks = decode_manifest(lent.manifest).chunks
         if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
-            if "round" in body:  # else no barrier has said that it is good (R27)
-                key = StagedKey(rank.job, rank.rank, "round", int(body["round"]))
+            if isinstance(staged, ShardStaged) and staged.report is not None:  # a barrier said: good (R27)
+                key = StagedKey(rank.job, rank.rank, "round", staged.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
                 holder.checker.restores.read_damaged(rank, [n for n in lent.slots if n is not None], staged_s)
             rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
             return
-        is_part = "excerpt" in body
-        found = dict(zip(wanted, read, strict=True)) if is_part else read
+        found = dict(zip(wanted, read, strict=True)) if isinstance(staged, ChunksStaged) else read
         rank.answered(call_id, {**body, "slots": list(lent.slots), "manifest": lent.manifest, "read": found}, None)
