@@ -77,7 +77,7 @@ def test_no_offer_waits_for_a_rank_that_names_no_shard(twins: Twins) -> None:
 
 def test_a_declared_twin_is_one_of_its_attempt(twins: Twins) -> None:
     """In the next attempt this host may have no such rank, and no seal of it would ever end the wait."""
-    twins.declare("job", 1, [], [[0, ["h1"], [1]]])
+    twins.declare(copying(1))
     assert not waits(twins, 2, attempt=2)
     assert waits(twins, 2)
 
