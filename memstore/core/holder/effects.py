@@ -9,17 +9,18 @@ Calls that cannot wait are no effects: a report is queued, and a pin is released
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.durable.marker_format import MarkerRecord
+from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
+from memstore.core.wire.reports import MarkerRow
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -77,24 +78,6 @@ class Stop:
     """The flag that ends the durable writes of a step once it is set."""
 
     is_set: bool = False
-
-
-class Link(Protocol):
-    """The connection of a rank's process, or of a tool, to its host's holder."""
-
-    nonce: str
-    owner: Owner
-    job: str  # "": a tool's
-    rank: int
-    attempt: int
-    parent: str  # nonce of the rank's process, if this is a child of it (R20)
-    pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
-    pin_numbers: Iterator[int]
-    is_retired: bool  # the same process came back on another link and sends again what was not sealed
-
-    @property
-    def is_open(self) -> bool:
-        """Say whether it can be sent anything."""
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -273,7 +256,7 @@ class MarkersFound:
     """What durable storage has of a job."""
 
     key: str  # the name of the key that this host has
-    records: Sequence[MarkerRecord]
+    markers: tuple[MarkerRow, ...]
     damaged: str  # what is wrong with markers that are there and say nothing
     lacks: str  # what is missing of the step that was to be checked
 

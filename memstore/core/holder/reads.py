@@ -7,7 +7,8 @@ from functools import partial
 from typing import NamedTuple
 
 from memstore.core.holder import partial_read
-from memstore.core.holder.effects import Link, OnStore, Steps
+from memstore.core.holder.effects import OnStore, Steps
+from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import Body, shard_from_wire
 from memstore.errors import IntegrityError

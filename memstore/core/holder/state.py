@@ -9,8 +9,9 @@ from typing import Protocol
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import Link, Source, Stop
+from memstore.core.holder.effects import Source, Stop
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.link import Link
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import PutTimes, Report
 from recovery.inventory import ShardId, StepId
