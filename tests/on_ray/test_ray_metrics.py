@@ -70,6 +70,7 @@ def test_the_endpoint_has_the_right_numbers() -> None:
         store = cluster.config.store
         job = ray_job(cluster, "job")
         job.start(["h1"])
+        assert [found.error for found in job.restore()] == ["None"], "a new job has no history"
         [shard_bytes] = {row.nbytes for step in range(STEPS) for row in job.put_measured(step, "committed")}
         job.leave()
 
