@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: $(STAMP)
-	$(PYTEST) -m "not long" -o faulthandler_timeout=50
+	$(PYTEST) -m "not long"
 test-long: $(STAMP)
 	$(PYTEST) -m long
 # Lines of the product and of its kit, beside their limits.

@@ -204,12 +204,14 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
     store.put(2, state(2))
     assert stop.at.wait(WAIT_S)
     owner = next(iter(site.replicas.table.leases))
-    store.close()
     holder = site.holders["a"]
-    again = memstore.client.connect.HolderLink(site.folder("a"), nonce=store._link.nonce, job="job", rank=0)
+    links, nonce = holder.state.ranks.links, store._link.nonce
+    old = links[nonce]
+    store.close()
+    again = memstore.client.connect.HolderLink(site.folder("a"), nonce=nonce, job="job", rank=0)
     try:
-        with holder.context.changed:  # the welcome is read before the link is known
-            link: Any = wait_for(lambda: holder.state.ranks.links.get(again.nonce), "the link to be known")
+        wait_for(lambda: links.get(nonce, old) is not old, "the new link to be known")  # the welcome is read before
+        link = links[nonce]
         link.attempt = 1
         holder.connections.grant(link)
         taken = again.acquire(Tenant(), 1, WAIT_S)
