@@ -56,11 +56,6 @@ class Placement:
     unmet: tuple[Unmet, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def domains_of(self, owner: str, topology: Topology) -> frozenset[str]:
-        """Return the distinct domains at `level` that the owner and its targets cover."""
-        domains = topology.domains(self.level)
-        return frozenset(domains[host] for host in (owner, *self.targets[owner]))
-
 
 def place(
     topology: Topology, *, replicas: int, strategy: Strategy = "mixed", demand_bytes: Mapping[str, int] | None = None

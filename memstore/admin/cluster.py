@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
@@ -57,11 +57,7 @@ class ClusterStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "version": self.version, "store": self.store, "ray": self.ray, "term": self.term,
-            "failure_domains": self.failure_domains, "hosts": self.hosts, "jobs": self.jobs, "problems": self.problems,
-            "job_defaults": self.job_defaults, "launches": self.launches,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def start(config: Config | None = None, *, address: str | None = None, timeout_s: float | None = None) -> ClusterStatus:

@@ -12,6 +12,8 @@ from memstore.cli.timeline import gone_text
 from memstore.config import Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.wire.calls import AskPlan
+from memstore.core.wire.codec import fields_of
+from memstore.core.wire.replies import Plan
 from memstore.errors import ConfigError
 
 SPANS_MAX = 3  # runs of steps that are gone
@@ -62,7 +64,7 @@ def plan(
         raise ConfigError(f"no rank has connected to {', '.join(names[:10])} since the store knows it: nothing to plan")
     plans = [where.ask(AskPlan(job=name, lose=tuple(hosts))) for name in running]
     if as_json:
-        print_json({"lost_hosts": hosts, "plans": [{**row, "outcome": outcome(row)} for row in plans]})
+        print_json({"lost_hosts": hosts, "plans": [{**fields_of(plan), "outcome": outcome(plan)} for plan in plans]})
     else:
         for row in plans:
             _show(row)
@@ -95,47 +97,47 @@ def lost_hosts(status: dict[str, Any], words: tuple[str, ...]) -> list[str]:
     return list(hosts)
 
 
-def outcome(row: dict[str, Any]) -> str:
+def outcome(plan: Plan) -> str:
     """Return "whole", "older", "lost", "wait", or "nothing" for a job that has committed nothing."""
-    if row["verdict"] == "wait":
+    if plan.verdict == "wait":
         return "wait"
-    if row["step"] is None:
-        return "lost" if row["committed_step"] is not None else "nothing"
-    committed = row["committed_step"]
-    return "older" if committed is not None and row["step"] < committed else "whole"
+    if plan.step is None:
+        return "lost" if plan.committed_step is not None else "nothing"
+    committed = plan.committed_step
+    return "older" if committed is not None and plan.step < committed else "whole"
 
 
-def exit_code(row: dict[str, Any]) -> ExitCode:
+def exit_code(plan: Plan) -> ExitCode:
     """Return the exit code one job's plan calls for."""
     codes = {"lost": ExitCode.UNRECOVERABLE, "older": ExitCode.DEGRADED, "wait": ExitCode.DEGRADED}
-    return codes.get(outcome(row), ExitCode.FINE)
+    return codes.get(outcome(plan), ExitCode.FINE)
 
 
-def verdict_line(row: dict[str, Any]) -> str:
+def verdict_line(plan: Plan) -> str:
     """Return the one line that answers the question."""
-    lost, step, committed = ", ".join(row["lost_hosts"]), row["step"], row["committed_step"]
-    head = f"{row['job']}: losing {lost} now" if lost else f"{row['job']}: get() now"
-    kind = outcome(row)
+    lost, step, committed = ", ".join(plan.lost_hosts), plan.step, plan.committed_step
+    head = f"{plan.job}: losing {lost} now" if lost else f"{plan.job}: get() now"
+    kind = outcome(plan)
     if kind == "lost":
-        return f"{head} loses the run: {row['why']}" if lost else f"{head} raises RecoveryError: {row['why']}"
+        return f"{head} loses the run: {plan.why}" if lost else f"{head} raises RecoveryError: {plan.why}"
     if kind == "nothing":
         loss = "loses everything" if lost else "returns None"
         return f"{head} {loss}: no step is committed yet"
     if kind == "wait":
-        return f"{head}: not known yet: {row['why']}"
-    committed_lost = committed - step if kind == "older" else 0
-    words = f"{head} restores step {step:,} ({row['verdict']}), {plural(committed_lost, 'committed step')} lost"
-    if row["steps_lost"] > committed_lost:
-        words += f", {lost_text(row['steps_lost'])} in all"
-    ranks, asked = row["step_world_size"], row["world_size"]
+        return f"{head}: not known yet: {plan.why}"
+    committed_lost, steps_lost = (committed or 0) - (step or 0) if kind == "older" else 0, plan.steps_lost or 0
+    words = f"{head} restores step {step:,} ({plan.verdict}), {plural(committed_lost, 'committed step')} lost"
+    if steps_lost > committed_lost:
+        words += f", {lost_text(steps_lost)} in all"
+    ranks, asked = plan.step_world_size or plan.world_size, plan.world_size
     other = f"; it is of {plural(ranks, 'rank')}: a get() of the newest launch's {asked} raises WorldSizeError"
     return words + (other if ranks != asked else "")
 
 
-def moved_text(row: dict[str, Any]) -> str:
+def moved_text(plan: Plan) -> str:
     """Return how many ranks would start on a host without their copy, and the bytes they fetch (R27)."""
-    ranks = plural(len(row["ranks_moved"]), "rank")
-    return f"{ranks} moved, {size_text(row['moved_bytes'])} for them" if row["ranks_moved"] else f"{ranks} moved"
+    ranks = plural(len(plan.ranks_moved), "rank")
+    return f"{ranks} moved, {size_text(plan.moved_bytes)} for them" if plan.ranks_moved else f"{ranks} moved"
 
 
 def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
@@ -148,23 +150,24 @@ def odds_text(lost_count: int, chance: float, *, is_exact: bool) -> str:
     return f"{plural(lost_count, 'random host')} at once: {bound}{chance:.2%} chance to keep"
 
 
-def _show(row: dict[str, Any]) -> None:
+def _show(plan: Plan) -> None:
     console = data_console()
-    console.print(verdict_line(row))
-    if row["unlisted"]:
-        console.print(f"  {row['unlisted']}: a get() lists them first, and may find a newer step there")
-    if row["step"] is not None:
-        sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in row["bytes"].items())
-        console.print(f"  {sizes} · {moved_text(row)}")
-    is_said = outcome(row) == "lost"  # the newest one is the answer's reason already
-    for attempt, step, reason in row["rejected"][int(is_said) : 3]:
-        console.print(f"  not used: step {step:,} of attempt {attempt}: {reason}")
-    for span in row["gone"][:SPANS_MAX]:
-        console.print(f"  not used: {gone_text(span)}")
-    routes: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
-    for rank, tier, source, target, nbytes in row["transfers"]:
-        total, ranks = routes.get((tier, source, target), (0, set()))
-        routes[tier, source, target] = (total + nbytes, ranks | {rank})
+    console.print(verdict_line(plan))
+    if plan.unlisted:
+        console.print(f"  {plan.unlisted}: a get() lists them first, and may find a newer step there")
+    if plan.step is not None:
+        sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in fields_of(plan.bytes).items())
+        console.print(f"  {sizes} · {moved_text(plan)}")
+    is_said = outcome(plan) == "lost"  # the newest one is the answer's reason already
+    for each in plan.rejected[int(is_said) : 3]:
+        console.print(f"  not used: step {each.step:,} of attempt {each.attempt}: {each.reason}")
+    for span in plan.gone[:SPANS_MAX]:
+        console.print(f"  not used: {gone_text(fields_of(span))}")
+    routes: dict[tuple[str, str | None, str], tuple[int, set[int]]] = {}
+    for sent in plan.transfers:
+        route = sent.tier, sent.source, sent.target_host
+        total, ranks = routes.get(route, (0, set()))
+        routes[route] = (total + sent.nbytes, ranks | {sent.rank})
     if routes:
         table = plain_table("  FROM", "TO", ">BYTES", "RANKS")
         for (tier, source, target), (nbytes, ranks) in sorted(routes.items())[:SOURCES_MAX]:
@@ -174,5 +177,5 @@ def _show(row: dict[str, Any]) -> None:
             )
             table.add_row(f"  {name}", target, size_text(nbytes), shown)
         console.print(table)
-    for lost_count, chance, is_exact in row["odds"]:
-        console.print(f"  now, losing {odds_text(lost_count, chance, is_exact=is_exact)} every shard in RAM")
+    for odds in plan.odds:
+        console.print(f"  now, losing {odds_text(odds.lost, odds.chance, is_exact=odds.is_exact)} every shard in RAM")

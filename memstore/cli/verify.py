@@ -14,6 +14,7 @@ from memstore.cli.output import ExitCode, data_console, plain_table, plural, pri
 from memstore.cli.plan import outcome
 from memstore.config import Config
 from memstore.core.wire.calls import AskPlan, VerifyStore
+from memstore.core.wire.replies import Plan
 
 VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
 
@@ -38,7 +39,7 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
         for row in status["jobs"]
         if row["job"] in names and row["attempt"] is not None
     ]
-    lost = [row["job"] for row in plans if outcome(row) in ("lost", "older")]
+    lost = [plan.job for plan in plans if outcome(plan) in ("lost", "older")]
     nothing = {"shards": 0, "chunks": 0, "damaged": 0, "damaged_manifests": 0, "error": ""}
     rows = {host: {**nothing, **found} for host, found in answer["hosts"].items()}
     rows.update({host: {**nothing, "error": "no answer"} for host in answer["silent"]})
@@ -72,17 +73,17 @@ def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> 
                     raise  # the answer itself is a timeout
 
 
-def _show(rows: dict[str, dict[str, Any]], plans: list[dict[str, Any]], lost: list[str]) -> None:
+def _show(rows: dict[str, dict[str, Any]], plans: list[Plan], lost: list[str]) -> None:
     console = data_console()
     table = plain_table("HOST", ">SHARDS", ">CHUNKS", ">DAMAGED", "RESULT")
     for host, row in sorted(rows.items()):
         result = row["error"] or damage_text(row) or "every digest ok"
         table.add_row(host, f"{row['shards']:,}", f"{row['chunks']:,}", f"{row['damaged']:,}", result)
     console.print(table)
-    for row in plans:
-        if row["job"] in lost:
-            back = f"a restart would get step {row['step']:,}" if row["step"] is not None else "nothing can be restored"
-            console.print(f"! {row['job']}: committed step {row['committed_step']:,} is lost: {back}. {row['why']}")
+    for plan in plans:
+        if plan.job in lost:
+            back = f"a restart would get step {plan.step:,}" if plan.step is not None else "nothing can be restored"
+            console.print(f"! {plan.job}: committed step {plan.committed_step:,} is lost: {back}. {plan.why}")
     found = {key: sum(row[key] for row in rows.values()) for key in ("damaged", "damaged_manifests")}
     if not lost and any(found.values()):
         counts = [plural(n, what) for n, what in zip(found.values(), ("chunk", "manifest"), strict=True) if n]

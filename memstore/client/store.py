@@ -9,12 +9,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
-from memstore.client.mark_verbs import MarkVerbs
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
 from memstore.client.put_interval import Cadence
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memstore")
 
 
-class Store(PinVerbs, MarkVerbs):
+class Store(PinVerbs):
     """One rank of one attempt of a job; made by `memstore.connect`. A context manager; not thread-safe."""
 
     def __init__(self, link: HolderLink, launch: Launch, config: Config, joined: Joined, *, job: str) -> None:
@@ -356,6 +355,33 @@ class Store(PinVerbs, MarkVerbs):
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)
         self._cadence.restart(step)
+
+    # -- collectives, so that a put's copies travel between them (D87) --------------------------
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Hold the copies of puts back while a collective runs inside; at most `collective_hold_max_s` (D87)."""
+        self.marks.begin()
+        try:
+            yield
+        finally:
+            self.marks.end()
+
+    def mark_iteration(self) -> None:
+        """Mark that the next iteration begins; without it every put does, where collectives are marked."""
+        self.marks.has_iterations = True
+        self.marks.iteration()
+
+    def instrument_ddp(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
+
+        For others use `collective`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if not DDP.
+        """
+        from memstore.client.collective_hooks import watch_module, watch_optimizer
+
+        watch_module(self.marks, module)
+        if optimizer is not None:
+            watch_optimizer(self.marks, optimizer)
 
     # -- the rest -----------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
 
 
 def fields_told(request: RankCall, data: bytes) -> dict[str, Any]:
-    """Return the fields of a reply as plain values, once it was read as a rank reads it."""
+    """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
     unpack_reply(request, data)
     fields = unpack_body(data)
     fields.pop("k", None)

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 import memstore
 import memstore.admin.cluster
 from memstore.config import MIB, Config
+from memstore.core.wire.replies import Plan
+from memstore.core.wire.status_rows import BytesByTier
 from memstore.drills.canary.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
 from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
 from memstore.drills.cli.group import drill as drill_command
@@ -26,8 +28,12 @@ def job(name: str = "llama", **changed: Any) -> dict[str, Any]:
     return {"job": name, "attempt": 1, "steps": [{"hosts": ["h1", "h2"]}], **changed}
 
 
-def plan(step: int | None, committed: int | None, verdict: str = "local") -> dict[str, Any]:
-    return {"step": step, "committed_step": committed, "verdict": verdict, "why": "rank 0 is nowhere"}
+def plan(step: int | None, committed: int | None, verdict: str = "local") -> Plan:
+    return Plan(
+        job="llama", lost_hosts=["h1"], verdict=verdict, why="rank 0 is nowhere", step=step, attempt=1,
+        committed_step=committed, steps_lost=0, ranks_moved=[], world_size=1, step_world_size=1, moved_bytes=0,
+        bytes=BytesByTier(local=0, peer=0, durable=0), transfers=[], rejected=[], gone=[], unlisted="", odds=[],
+    )  # fmt: skip
 
 
 def test_a_job_that_keeps_its_newest_step_is_not_endangered() -> None:
@@ -46,7 +52,7 @@ def test_a_job_that_keeps_its_newest_step_is_not_endangered() -> None:
         (None, "no attempt of it is known, and h1 holds copies of it"),
     ],
 )
-def test_a_job_that_would_lose_its_newest_step_is(answer: dict[str, Any] | None, words: str) -> None:
+def test_a_job_that_would_lose_its_newest_step_is(answer: Plan | None, words: str) -> None:
     """Nothing left, only an older step, not known, or copies that nobody can plan for: named, with the reason."""
     plans = {"llama": answer} if answer is not None else {}
     found = endangered([job()], plans, ["h1"])

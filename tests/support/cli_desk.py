@@ -28,7 +28,7 @@ class Desk:
             import_module("memstore.cli.drain"), "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.run)
         )
 
-    def ask(self, request: RankCall, limit_s: float) -> dict[str, Any]:
+    def ask(self, request: RankCall, limit_s: float) -> Any:
         """As `Where.ask`, in the world's time."""
         verb = tag_of(request)
         said, refused = self.rank.answers.setdefault(verb, []), self.rank.errors.setdefault(verb, [])
@@ -39,7 +39,7 @@ class Desk:
         if len(refused) > before[1]:
             kind, message = refused[-1]
             raise getattr(errors, kind)(message)
-        return dict(said[-1])
+        return self.rank.last_reply
 
     def run(self, *typed: str) -> Result:
         """Type a command."""

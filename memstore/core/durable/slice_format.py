@@ -55,6 +55,11 @@ def slice_range(spec: ShardSpec, number: int) -> range:
     return range(number * each, min((number + 1) * each, spec.chunks_count))
 
 
+def slice_nbytes(spec: ShardSpec, number: int) -> int:
+    """Return the payload bytes of a slice."""
+    return sum(spec.chunk_nbytes(index) for index in slice_range(spec, number))
+
+
 def header_nbytes(spec: ShardSpec, number: int) -> int:
     """Return the size of a slice's header, which follows from its spec."""
     return _FIELDS.size + _SIZE.size * len(slice_range(spec, number)) + _CHECK.size

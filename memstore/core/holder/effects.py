@@ -9,7 +9,7 @@ Calls that cannot wait are no effects: a report is queued, and a pin is released
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.durable.marker_format import MarkerRecord
+from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
@@ -77,24 +78,6 @@ class Stop:
     """The flag that ends the durable writes of a step once it is set."""
 
     is_set: bool = False
-
-
-class Link(Protocol):
-    """The connection of a rank's process, or of a tool, to its host's holder."""
-
-    nonce: str
-    owner: Owner
-    job: str  # "": a tool's
-    rank: int
-    attempt: int
-    parent: str  # nonce of the rank's process, if this is a child of it (R20)
-    pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
-    pin_numbers: Iterator[int]
-    is_retired: bool  # the same process came back on another link and sends unsealed puts again
-
-    @property
-    def is_open(self) -> bool:
-        """Say whether it can be sent anything."""
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -313,20 +296,6 @@ class Verify(Effect):
 
 
 @dataclass(frozen=True)
-class VerifySlots(Effect):
-    """Digest slots again and quarantine those that are bad."""
-
-    slots: Sequence[int]
-
-
-@dataclass(frozen=True)
-class LoadManifest(Effect):
-    """Give the manifest of a stored replica; DigestMismatch if its file was damaged."""
-
-    shelved: StoredReplica
-
-
-@dataclass(frozen=True)
 class OpenDraft(Effect):
     """Open a draft for some chunks of a shard, or for all (None); it begins with the good chunks that are here."""
 
@@ -336,13 +305,6 @@ class OpenDraft(Effect):
     sizes: Sequence[int]
     attempt: int
     chunks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class EnsureFree(Effect):
-    """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
-
-    count: int
 
 
 @dataclass(frozen=True)

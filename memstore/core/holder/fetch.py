@@ -10,13 +10,14 @@ until the deadline is over, the holder stops, or the same rank's restore has gon
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder.effects import (
     Ask,
     ChunkNotifier,
-    LoadManifest,
+    OnStore,
     Reach,
     ReadDurableManifest,
     ReceiveChunks,
@@ -64,7 +65,7 @@ def manifest(
     pinned = state.store.pin(shard, digest)
     if pinned is not None:
         try:
-            return (yield LoadManifest(pinned[0])), set()
+            return (yield OnStore(partial(state.store.manifest, pinned[0]))), set()
         except DigestMismatch:
             pass  # its file here was damaged: any other copy's manifest serves as well
         finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
-from memstore.core.format.manifest import encode_manifest, shard_digest
+from memstore.core.format.manifest import decode_manifest, encode_manifest, shard_digest
 from memstore.core.holder.effects import OnStore, Steps, Warn
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import LookAtCopies, MakeFork
@@ -20,8 +21,10 @@ def look(state: HolderState, order: LookAtCopies) -> Steps[None]:
         if pinned is None:
             continue
         try:
-            manifest = yield OnStore(partial(state.store.renamed, pinned[0], item.new.id))
-            digest = shard_digest(encode_manifest(manifest))
+            manifest = decode_manifest((yield OnStore(partial(state.store.manifest, pinned[0]))))
+            chunks = manifest.chunks
+            yield OnStore(partial(state.store.verify_old, [c.digest for c in chunks], [c.nbytes for c in chunks]))
+            digest = shard_digest(encode_manifest(replace(manifest, shard=item.new.id)))
             found.append(ForkedDigest(item.shard.rank, digest, len(pinned[0].missing)))
         except DigestMismatch:
             pass  # of a copy whose manifest is damaged no fork is made

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
-from memstore.core.holder.effects import EnsureFree, OpenDraft, Steps, VerifySlots, WaitFor
+from memstore.core.holder.effects import OnStore, OpenDraft, Steps, WaitFor
 from memstore.core.holder.state import Excerpt, HolderState
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
@@ -67,8 +68,9 @@ def _stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]
     draft = yield OpenDraft(name, shard, digests, sizes, order.attempt, wanted)
     is_kept = False
     try:
-        yield VerifySlots(_held(draft))  # what this host holds already is good, or it is fetched like the rest
-        yield EnsureFree(len(draft.missing))
+        # What this host holds already is good, or it is fetched like the rest.
+        yield OnStore(partial(state.store.verify_slots, _held(draft)))
+        yield OnStore(partial(state.store.ensure_free, len(draft.missing)))
         bad, problems = yield from fetch.chunks(state, _elsewhere(state, order), draft, sizes, until_s)
         if draft.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))

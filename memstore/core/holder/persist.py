@@ -8,6 +8,8 @@ The chunks of a slice are copied first: a pin that is held while storage hangs w
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
@@ -15,8 +17,8 @@ from memstore.core.durable.marker_format import row_of
 from memstore.core.holder.effects import (
     CopySlice,
     Effect,
-    LoadManifest,
     MarkersFound,
+    OnStore,
     OpenDurable,
     ReadMarkers,
     RemoveDurable,
@@ -119,7 +121,7 @@ def _copied(
         raise IntegrityError(f"{shard} is not here any more")
     shelved, pin = pinned
     try:
-        manifest = yield LoadManifest(shelved)
+        manifest = yield OnStore(partial(state.store.manifest, shelved))
         chunks, bad = yield CopySlice(shelved, number)
         if bad is not None:
             yield Verify(shelved)

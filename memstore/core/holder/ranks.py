@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Link, Steps, Tell, TellWelcome, WaitFor
+from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Steps, Tell, TellWelcome, WaitFor
+from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import AbandonStep, RaiseLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello

@@ -7,7 +7,8 @@ from functools import partial
 from typing import NamedTuple
 
 from memstore.core.holder import partial_read
-from memstore.core.holder.effects import Link, LoadManifest, Steps
+from memstore.core.holder.effects import OnStore, Steps
+from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.messages import Body, shard_from_wire
 from memstore.errors import IntegrityError
@@ -33,7 +34,7 @@ def lend(state: HolderState, link: Link, body: Body) -> Steps[Lent]:
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
     release = partial(state.store.unpin, *pinned)
     try:
-        manifest = yield LoadManifest(pinned[0])
+        manifest = yield OnStore(partial(state.store.manifest, pinned[0]))
     except BaseException:
         release()
         raise
@@ -48,6 +49,12 @@ def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     else:
         release()
     return pin
+
+
+def expire(state: HolderState) -> Steps[None]:
+    """Let go of what readers kept past their deadline, or did not take."""
+    yield OnStore(state.store.expire_pins)
+    partial_read.expire(state)
 
 
 def give_back(link: Link, pin: int) -> None:

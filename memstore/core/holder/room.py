@@ -39,4 +39,4 @@ def grow(state: HolderState, order: Grow) -> Steps[None]:
     """Have memory and streams for the puts that may follow a restore; this claims nothing."""
     yield BeginConnect(order.job)
     with contextlib.suppress(CapacityError):
-        yield OnStore(partial(state.store.prepare_room, order.job, share_of(order)))
+        yield OnStore(partial(state.store.room.prepare, order.job, share_of(order)))

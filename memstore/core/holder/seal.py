@@ -23,7 +23,6 @@ from memstore.core.holder.effects import (
     DigestAndStore,
     GiveUpPut,
     Grant,
-    Link,
     NotePut,
     OpenFresh,
     Replicate,
@@ -32,6 +31,7 @@ from memstore.core.holder.effects import (
     WaitFor,
     Warn,
 )
+from memstore.core.holder.link import Link
 from memstore.core.holder.state import HandOver, HolderState
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import PutTimes

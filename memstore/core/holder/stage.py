@@ -10,13 +10,14 @@ Of several reads of one shard one fetches and the others wait; one that brings n
 
 from __future__ import annotations
 
+from functools import partial
+
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch, partial_read
 from memstore.core.holder.effects import (
-    EnsureFree,
     KeepStaged,
-    LoadManifest,
+    OnStore,
     OpenDraft,
     OpenHerald,
     Steps,
@@ -82,7 +83,7 @@ def check(state: HolderState, order: OrderCheck) -> Steps[None]:
     shelved = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
     try:
         if shelved is not None:
-            manifest = yield LoadManifest(shelved)
+            manifest = yield OnStore(partial(state.store.manifest, shelved))
             for link in state.ranks.of_job(order.job):
                 if link.rank == order.rank:
                     yield Tell(link, CheckInto(round=order.round, manifest=manifest))
@@ -145,7 +146,7 @@ def stage(
     if reading is not None:
         reading.draft = draft
     try:
-        yield EnsureFree(len(draft.missing))
+        yield OnStore(partial(store.ensure_free, len(draft.missing)))
         notifier = yield OpenHerald(order.listener if isinstance(order, ReadShard) else None, data, draft)
         lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, notifier)
         for source, chunks in lost.items():
@@ -195,7 +196,7 @@ def _staged_here(
 def _has_manifest(state: HolderState, order: Bring, shelved: StoredReplica) -> Steps[bool]:
     """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
     try:
-        yield LoadManifest(shelved)
+        yield OnStore(partial(state.store.manifest, shelved))
     except DigestMismatch as exc:
         yield Warn(f"host {state.host_id}: {exc}")
         until_s = fetch.deadline_s(state)

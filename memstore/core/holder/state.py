@@ -9,12 +9,19 @@ from typing import Protocol
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import Manifest
-from memstore.core.holder.effects import Link, Source, Stop
+from memstore.core.holder.effects import Source, Stop
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.link import Link
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import PutTimes, Report
 from recovery.inventory import ShardId, StepId
+
+
+class Room(Protocol):
+    """The slots that a store has, and may have (shell/arena/claimed_memory.py)."""
+
+    def prepare(self, job: str, share: PeerShare) -> None:
+        """Grow for a share that may be claimed later; CapacityError at the limit."""
 
 
 class Store(Protocol):
@@ -22,6 +29,9 @@ class Store(Protocol):
 
     def pin(self, shard: ShardId, digest: str, *, is_reader: bool = False) -> tuple[StoredReplica, int] | None:
         """Pin a replica; None if it is not here, or dropped. A reader's pin ends soon after a drop."""
+
+    def expire_pins(self) -> None:
+        """Release the pins of readers that are past their deadline."""
 
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
@@ -31,6 +41,10 @@ class Store(Protocol):
 
     def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
+
+    @property
+    def room(self) -> Room:
+        """Return its slots."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -76,14 +90,17 @@ class Store(Protocol):
     def drop_step(self, job: str, attempt: int, step: int) -> None:
         """Remove what is stored of a step, and what is on its way in."""
 
-    def prepare_room(self, job: str, share: PeerShare) -> None:
-        """Grow for a share that may be claimed later; CapacityError at the limit."""
+    def manifest(self, shelved: StoredReplica) -> bytes:
+        """Return the manifest of a stored replica; DigestMismatch if its file was damaged."""
 
-    def keep_shares(self, jobs: Collection[str]) -> None:
-        """Give back the room of jobs that are not among these, if nothing of them is here."""
+    def verify_slots(self, slots: Iterable[int]) -> None:
+        """Digest slots again and quarantine those that are bad."""
 
-    def renamed(self, shelved: StoredReplica, new: ShardId) -> Manifest:
-        """Verify a pinned replica, and return its manifest under another id; DigestMismatch if it was damaged."""
+    def ensure_free(self, count: int) -> None:
+        """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
+
+    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Digest again the slots with such content that were verified too long ago."""
 
     def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
         """Store a shard under another id as well, with a reference more for each slot; None if it is not here."""

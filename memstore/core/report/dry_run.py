@@ -12,6 +12,8 @@ from memstore.core.report.status import StatusReport
 from memstore.core.report.timeline import gone_rows
 from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
+from memstore.core.wire.replies import Plan
+from memstore.core.wire.status_rows import BytesByTier, GoneRow, RejectedStep, TransferRow
 from recovery.planner import RecoveryPlan
 from recovery.simulate import what_if
 
@@ -44,26 +46,26 @@ class DryRuns:
         trained = max((attempt.trained_step, *(s.step for s in job.commits)))
         self.out.answer(
             call,
-            {
-                "job": job.name, "lost_hosts": lost, "verdict": result.verdict, "why": result.why,
-                "step": result.step.step if result.step is not None else None,
-                "attempt": result.step.attempt if result.step is not None else None,
-                "committed_step": committed,
-                "steps_lost": max(0, trained - result.step.step) if result.step is not None else None,
-                "ranks_moved": list(result.ranks_moved),
-                "world_size": attempt.world_size, "step_world_size": result.world_size,
-                "moved_bytes": result.moved_bytes,
-                "bytes": {"local": result.bytes_local, "peer": result.bytes_peer, "durable": result.bytes_durable},
-                "transfers": [
-                    [t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes]
+            Plan(
+                job=job.name, lost_hosts=lost, verdict=result.verdict, why=result.why,
+                step=result.step.step if result.step is not None else None,
+                attempt=result.step.attempt if result.step is not None else None,
+                committed_step=committed,
+                steps_lost=max(0, trained - result.step.step) if result.step is not None else None,
+                ranks_moved=list(result.ranks_moved),
+                world_size=attempt.world_size, step_world_size=result.world_size,
+                moved_bytes=result.moved_bytes,
+                bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
+                transfers=[
+                    TransferRow(t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes)
                     for t in result.transfers
                     if t.tier != "local"
                 ][:1000],
-                "rejected": [[r.step.attempt, r.step.step, r.reason] for r in result.rejected[:20]],
-                "gone": gone_rows(job, result.gone),
-                "unlisted": self.looks.unlisted(job),
-                "odds": self.status.odds_table(job, attempt.replicas),
-            },
+                rejected=[RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:20]],
+                gone=[GoneRow(**row) for row in gone_rows(job, result.gone)],
+                unlisted=self.looks.unlisted(job),
+                odds=self.status.odds_table(job, attempt.replicas),
+            ),
         )  # fmt: skip
 
     def _survivors(self, lost: list[str]) -> set[str]:

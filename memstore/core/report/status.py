@@ -24,6 +24,7 @@ from memstore.core.report.timeline import fewest_copies, timeline
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import OddsRow
 from placement.domains import is_finer
 from recovery.inventory import StepId
 
@@ -188,7 +189,7 @@ class StatusReport:
         found = {host: why for (_, host), why in job.refusals.items()}
         return sorted(f"{host}: {why}" for host, why in {**found, **unroomed}.items())
 
-    def odds_table(self, job: Job, replicas: int) -> list[list[Any]]:
+    def odds_table(self, job: Job, replicas: int) -> list[OddsRow]:
         """Return rows of the newest committed step: hosts lost at once, chance that no shard is lost, is it exact."""
         step, hosts = job.newest_committed, self.state.hosts.live_ids()
         if step is None:
@@ -199,4 +200,4 @@ class StatusReport:
             for rank in range(job.commits[step].world_size)
         ]
         found = [(lost, survival_odds(shards, hosts, lost)) for lost in range(1, replicas + 2)]
-        return [[lost, odds.chance, odds.is_exact] for lost, odds in found if odds is not None]
+        return [OddsRow(lost, odds.chance, odds.is_exact) for lost, odds in found if odds is not None]

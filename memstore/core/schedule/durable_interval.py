@@ -157,6 +157,12 @@ def paced(now: float, free_s: float, nbytes: int, bytes_per_s: int | None) -> tu
     return start_s, start_s + nbytes / bytes_per_s if bytes_per_s else now
 
 
+def take_turn(free_s: dict[str, float], job: str, now: float, nbytes: int, bytes_per_s: int | None) -> float:
+    """Return the seconds until a job's next write may begin; `free_s` keeps for each job when the one after it may."""
+    start_s, free_s[job] = paced(now, free_s.get(job, now), nbytes, bytes_per_s)
+    return start_s - now
+
+
 def retire(durable_steps: Mapping[StepId, str], keep: int, key: str = "") -> tuple[StepId, ...]:
     """Return the steps of one lineage that `durable_keep` lets go, oldest first; never the newest.
 

@@ -92,10 +92,10 @@ def tag_of(kind: type[Message] | Message) -> str:
     return str(kind.__struct_config__.tag)
 
 
-def fields_of(message: Message) -> dict[str, Any]:
-    """Return the fields of a message as plain values: for JSON."""
+def fields_of(message: Message | Part) -> dict[str, Any]:
+    """Return the fields of a message, or of a part of one, as plain values: for JSON."""
     fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
-    del fields["k"]
+    fields.pop("k", None)
     return fields
 
 

@@ -334,7 +334,7 @@ PassedReply = (
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
 
 Reply = ControllerReply | dict[str, Any]
-MAPPED = frozenset({"get", "read_step", "read_ranges", "status", "steps", "events", "plan", "verify"})
+MAPPED = frozenset({"get", "read_step", "read_ranges", "status", "steps", "events", "verify"})
 """Tags of the requests that are answered with a plain map still."""
 
 

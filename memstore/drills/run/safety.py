@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memstore.core.wire.calls import AskPlan
+from memstore.core.wire.replies import Plan
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError
 
 
-def endangered(
-    jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]
-) -> list[str]:
+def endangered(jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Plan], hosts: Sequence[str]) -> list[str]:
     """Return, as text, each job that would lose a committed step together with the memory of the hosts.
 
     Args:
@@ -31,11 +30,11 @@ def endangered(
             if held:
                 found.append(f"{name}: no attempt of it is known, and {', '.join(held)} holds copies of it")
             continue
-        step, committed = plan["step"], plan["committed_step"]
+        step, committed = plan.step, plan.committed_step
         if committed is None:
             continue
-        if plan["verdict"] == "wait" or step is None:
-            found.append(f"{name}: committed step {committed} could not be restored any more ({plan['why']})")
+        if plan.verdict == "wait" or step is None:
+            found.append(f"{name}: committed step {committed} could not be restored any more ({plan.why})")
         elif step < committed:
             found.append(f"{name}: it would fall back from committed step {committed} to step {step}")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 from memstore.core.arena.replica_index import ReplicaIndex
@@ -48,11 +48,45 @@ class ClaimedMemory:
         with self.lock:
             with self._index_lock:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
-            self.grow_to(needed, on_step)
+            try:
+                self.grow_to(needed, on_step)
+            except CapacityError as exc:
+                raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc
             with self._index_lock:
                 self._index.set_share(job, share)
         if before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values())):
             self.release()
+
+    def _asked(self, share: PeerShare) -> str:
+        size = self._chunk_bytes
+        ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
+        return (
+            f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
+            f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
+        )
+
+    def keep_shares(self, jobs: Collection[str]) -> None:
+        """Give back room of jobs that the controller does not know, if no shard of them is here.
+
+        A controller that died before it recorded the job left such a claim.
+        """
+        index = self._index
+        with self._index_lock:
+            drafts = {draft.shard.job for draft in index.drafts.values()}
+            known = {*jobs, *drafts, *(shard.job for shard, _ in index.shards)}
+            unknown = [job for job in index.shares if job not in known]
+            for job in unknown:
+                index.drop_share(job, index.shares[job].attempt)
+        if unknown:
+            self.release()
+
+    def prepare(self, job: str, share: PeerShare) -> None:
+        """Grow for a share that may be claimed later; CapacityError at the limit."""
+        table = self._index.table
+        with self._index_lock:
+            missing = self._index.slots_needed(job, share) - table.claimed_count
+            count = len(table.free) + missing
+        self.ensure_free(count)
 
     def ensure_free(self, count: int) -> None:
         """Make sure `count` slots are free for staging (R10); if they are free, do not wait for others' growth."""

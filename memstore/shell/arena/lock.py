@@ -8,14 +8,15 @@ cleared on a clean release. No lock, no service.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from memstore.errors import ConfigError
 from memstore.shell.arena.folder import check_folder, commands_for, is_at, open_file
@@ -114,7 +115,7 @@ class ArenaLock:
             self._close()
 
     def _write(self) -> None:
-        record = json.dumps(asdict(self._owner)).encode()
+        record = msgspec.json.encode(self._owner)
         if len(record) > _RECORD_NBYTES:
             raise ConfigError(f"cluster and address make a lock record of {len(record)} bytes, limit {_RECORD_NBYTES}")
         os.pwrite(self._fd, record.ljust(_RECORD_NBYTES), 0)
@@ -140,16 +141,8 @@ def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
     finally:
         os.close(fd)
     try:
-        fields = json.loads(text)
-        return LockOwner(
-            int(fields["pid"]),
-            int(fields["start_time"]),
-            str(fields["boot_id"]),
-            int(fields["pid_namespace"]),
-            str(fields["cluster"]),
-            str(fields["address"]),
-        )
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(text, type=LockOwner)
+    except msgspec.MsgspecError:
         return None
 
 

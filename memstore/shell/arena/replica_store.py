@@ -35,7 +35,6 @@ from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
 from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
-from memstore.shell.arena.memory_limits import gib
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from recovery.inventory import ShardId
@@ -137,37 +136,8 @@ class ReplicaStore:
     def claim(
         self, job: str, share: PeerShare, on_step: Callable[[int, int], None] = lambda done, wanted: None
     ) -> None:
-        """Reserve room for a job; see ClaimedMemory.claim. CapacityError says what was asked for, too."""
-        try:
-            self.room.claim(job, share, on_step)
-        except CapacityError as exc:
-            ranks = ", ".join(f"{r}: {gib(n * self.chunk_bytes)}" for r, n in sorted(share.ranks.items())[:8])
-            raise CapacityError(
-                f"{exc}. The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
-                f"{gib(share.guest_slots * self.chunk_bytes)} for copies of other hosts' ranks and their repair",
-                **vars(exc),
-            ) from exc
-
-    def prepare_room(self, job: str, share: PeerShare) -> None:
-        """Grow for a share that may be claimed later; CapacityError at the limit (R10)."""
-        with self.lock:
-            missing = self.index.slots_needed(job, share) - self.table.claimed_count
-            count = len(self.table.free) + missing
-        self.ensure_free(count)
-
-    def keep_shares(self, jobs: Collection[str]) -> None:
-        """Give back room of jobs that the controller does not know, if no shard of them is here.
-
-        A controller that died before it recorded the job left such a claim.
-        """
-        with self.lock:
-            drafts = {draft.shard.job for draft in self.index.drafts.values()}
-            known = {*jobs, *drafts, *(shard.job for shard, _ in self.index.shards)}
-            unknown = [job for job in self.index.shares if job not in known]
-            for job in unknown:
-                self.index.drop_share(job, self.index.shares[job].attempt)
-        if unknown:
-            self.room.release()
+        """Reserve room for a job; see ClaimedMemory.claim."""
+        self.room.claim(job, share, on_step)
 
     def ensure_free(self, count: int) -> None:
         """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
@@ -296,9 +266,7 @@ class ReplicaStore:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
             # A moment that is yet to come was taken by a clock that was set back since: it says nothing.
             old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > age_s}
-        for number in old:
-            for hurt in self.verify_slot(number):
-                self.on_hurt(hurt)
+        self.verify_slots(old)
 
     def take_slots(self, count: int) -> list[int]:
         """Take up to `count` slots to receive into; CapacityError if none is free."""
@@ -400,8 +368,7 @@ class ReplicaStore:
 
     def staged(self, key: StagedKey) -> StoredReplica | None:
         """Return what is kept for the reader of a round."""
-        found = self.index.staged.get(key)
-        return found[0] if found is not None else None
+        return self.index.staged.get(key, (None, 0))[0]
 
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         """Release a pin."""
@@ -449,12 +416,6 @@ class ReplicaStore:
 
     # -- forks (R7, R32) ----------------------------------------------------------------------
 
-    def renamed(self, shelved: StoredReplica, new: ShardId) -> Manifest:
-        """Digest again what was verified too long ago, and return the manifest under another id (R13)."""
-        manifest = replace(decode_manifest(self.manifest(shelved)), shard=new)
-        self.verify_old([c.digest for c in manifest.chunks], [c.nbytes for c in manifest.chunks])
-        return manifest
-
     def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
         """Store a shard under another id as well, with a reference more for each slot; None if it is not here.
 
@@ -475,6 +436,12 @@ class ReplicaStore:
                 known = self.index.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
                 self.flush()
             return known
+
+    def verify_slots(self, slots: Iterable[int]) -> None:
+        """Digest slots again and condemn those that are bad; `on_hurt` hears of the replicas that used them."""
+        for number in slots:
+            for hurt in self.verify_slot(number):
+                self.on_hurt(hurt)
 
     # -- dropping -----------------------------------------------------------------------------
 

@@ -103,9 +103,9 @@ class StateWalk:
             return self._tensor_subclass(value)
         if isinstance(value, np.generic):
             array = np.asarray(value)
-            return [Tag.SCALAR, [self._described(value, array.dtype), array.tobytes()]]
+            return [Tag.SCALAR, [self._described(value, describe_dtype, array.dtype), array.tobytes()]]
         if isinstance(value, np.dtype):
-            return [Tag.ARRAY_DTYPE, self._described(value, value)]
+            return [Tag.ARRAY_DTYPE, self._described(value, describe_dtype, value)]
         if is_stateful(value):
             self._enter(value)
             node = self._node(value.state_dict())
@@ -229,31 +229,21 @@ class StateWalk:
         return len(self.blobs) - 1
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        index = self._indices.get(id(value))
-        if index is None:
-            try:
-                self.leaves.append(leaf_of_tensor(value))
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
-            index = self._indices[id(value)] = len(self.leaves) - 1
-        return [Tag.TENSOR, index]
+        return [Tag.TENSOR, self._leaf(value, leaf_of_tensor)]
 
     def _array(self, value: np.ndarray) -> Any:
+        return [Tag.ARRAY, self._leaf(value, leaf_of_array)]
+
+    def _leaf(self, value: Any, describe: Callable[[Any], Leaf]) -> int:
         index = self._indices.get(id(value))
         if index is None:
-            try:
-                self.leaves.append(leaf_of_array(value))
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
+            self.leaves.append(self._described(value, describe, value))
             index = self._indices[id(value)] = len(self.leaves) - 1
-        return [Tag.ARRAY, index]
+        return index
 
     def _tensor_subclass(self, value: torch.Tensor) -> Any:
         if subclasses.is_dtensor(value):
-            try:
-                described = subclasses.describe_dtensor(value)
-            except ValueError as error:
-                raise _Refused(str(error), value) from None
+            described = self._described(value, subclasses.describe_dtensor, value)
             return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
         if not subclasses.is_wrapper(value):
             raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
@@ -269,9 +259,10 @@ class StateWalk:
             raise _Refused("its flatten context holds tensors", value)
         return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner)], nodes]
 
-    def _described(self, value: object, dtype: np.dtype[Any]) -> Any:
+    def _described(self, value: object, describe: Callable[[Any], Any], part: Any) -> Any:
+        """Return what a part of a value is; what cannot be described makes the value refused."""
         try:
-            return describe_dtype(dtype)
+            return describe(part)
         except ValueError as error:
             raise _Refused(str(error), value) from None
 

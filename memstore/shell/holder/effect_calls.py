@@ -116,24 +116,10 @@ class EffectCalls:
         return self.replicas.verify(effect.shelved, self.digesters.map)
 
     @_call.register
-    def _(self, effect: effects.VerifySlots) -> None:
-        for number in effect.slots:
-            for hurt in self.replicas.verify_slot(number):
-                self.replicas.on_hurt(hurt)
-
-    @_call.register
-    def _(self, effect: effects.LoadManifest) -> bytes:
-        return self.replicas.manifest(effect.shelved)
-
-    @_call.register
     def _(self, effect: effects.OpenDraft) -> IncomingReplica:
         return self.replicas.open_draft(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
-
-    @_call.register
-    def _(self, effect: effects.EnsureFree) -> None:
-        self.replicas.ensure_free(effect.count)
 
     @_call.register
     def _(self, effect: effects.KeepStaged) -> None:

@@ -43,7 +43,6 @@ from memstore.shell.holder.controller_session import ControllerSessions, term_of
 from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
 from memstore.shell.holder.orders import OrderRouter
-from memstore.shell.holder.partial_read import Excerpts
 from memstore.shell.holder.peer_table import PeerTable
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.persist import Persister
@@ -154,7 +153,6 @@ class Holder:
         self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
         self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.twins)
-        self.excerpts = Excerpts(context, self.runner)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
@@ -291,7 +289,7 @@ class Holder:
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             for work in (
-                self.ranks.reap, self.replicas.expire_pins, self.excerpts.expire, self.peer_server.give_up_idle,
+                self.ranks.reap, self.peer_server.give_up_idle,
                 self.idle.keep, self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
             ):  # fmt: skip
                 self.context.logged(work)

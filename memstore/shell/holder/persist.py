@@ -9,12 +9,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from memstore.core.durable.slice_format import slice_range
+from memstore.core.durable.slice_format import slice_nbytes, slice_range
 from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import persist as procedure
-from memstore.core.schedule.durable_interval import paced
+from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.orders import (
     DurableOrder,
     ListMarkers,
@@ -96,12 +96,9 @@ class Persister:
     # -- effects ------------------------------------------------------------------------------
 
     def _turn(self, effect: effects.SliceTurn) -> float:
-        spec = effect.shelved.spec
-        nbytes = sum(spec.chunk_nbytes(index) for index in slice_range(spec, effect.number))
-        now, job = time.monotonic(), effect.job
+        nbytes = slice_nbytes(effect.shelved.spec, effect.number)
         with self.lock:
-            start_s, self.free_s[job] = paced(now, self.free_s.get(job, now), nbytes, effect.bytes_per_s)
-        return start_s - now
+            return take_turn(self.free_s, effect.job, time.monotonic(), nbytes, effect.bytes_per_s)
 
     def _copy(self, effect: effects.CopySlice) -> tuple[list[bytes], int | None]:
         chunks: list[bytes] = []

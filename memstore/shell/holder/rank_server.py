@@ -14,6 +14,7 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
+from memstore.core.holder.link import Link
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -187,15 +188,16 @@ class RankServer:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)
 
-    def _place(self, link: effects.Link, body: dict[str, Any]) -> dict[str, Any]:
+    def _place(self, link: Link, body: dict[str, Any]) -> dict[str, Any]:
         lent = self.runner.run(reads.lend(self.state, link, body))
         return {"manifest": lent.manifest, "slots": list(lent.slots), "pin": lent.pin}
 
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead."""
+        """Reclaim what processes leased that are proved dead, and let go of what readers kept for too long."""
         self.runner.run(ranks.reap(self.state))
+        self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
         with self.runner.state():

@@ -37,7 +37,7 @@ class RoomOrders:
 
     def keep_jobs(self, jobs: Collection[str]) -> None:
         """Give back the shares of jobs that the controller does not know and that have nothing here."""
-        self._begin(self.context.replicas.keep_shares, jobs)
+        self._begin(self.context.replicas.room.keep_shares, jobs)
 
     def release(self) -> None:
         """Give back what no job has reserved, once the claims that are queued are done."""

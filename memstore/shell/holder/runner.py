@@ -23,14 +23,14 @@ SIDE_THREADS = 8
 class Runner:
     """The lock of one holder's state, and the calls that carry out the effects of its procedures."""
 
-    def __init__(self, perform: Callable[[Effect], Any], changed: threading.Condition | None = None) -> None:
+    def __init__(self, perform: Callable[[Effect], Any], changed: threading.Condition) -> None:
         """Run procedures on a state.
 
         Args:
             perform: Carries out one effect by a call that blocks; all but WaitFor and Together.
-            changed: The lock of the state, if other parts share it; woken after every step.
+            changed: The lock of the state; woken after every step.
         """
-        self._perform, self._changed = perform, changed or threading.Condition(threading.RLock())
+        self._perform, self._changed = perform, changed
         self._calls: dict[type[Effect], Callable[[Any], Any]] = {}
         self._beside = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="memstore-source")
 

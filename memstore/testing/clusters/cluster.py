@@ -62,13 +62,14 @@ class Cluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> Any:
         """Ask the controller through any holder that runs."""
         return ask_through(map(self.arena, self.running()), request, timeout_s)
 
     def status(self) -> dict[str, Any]:
         """Return the controller's status."""
-        return self.ask(AskStatus())
+        status: dict[str, Any] = self.ask(AskStatus())
+        return status
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""
@@ -95,14 +96,14 @@ class Cluster:
         return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
 
 
-def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> Any:
     """Ask the controller through the first holder that answers, of those that own these arena folders."""
     problems = []
     for folder in folders:
         if (folder / "holder.sock").exists():
             try:
                 with Tool(folder) as tool:
-                    return dict(tool.ask(request, timeout_s))
+                    return tool.ask(request, timeout_s)
             except (MemstoreError, OSError) as exc:
                 problems.append(f"{folder.name}: {type(exc).__name__}: {exc}")
     raise MemstoreError(f"no holder answers: {problems}")

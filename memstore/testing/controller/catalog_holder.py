@@ -65,7 +65,7 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.replies import HostVerified
+from memstore.core.wire.replies import HostVerified, unpack_reply
 from memstore.core.wire.reports import (
     CopiesLookedAt,
     CopiesVerified,
@@ -107,7 +107,8 @@ class FakeRank:
     is_dead: bool = False
     stall_s: float = 0.0  # how long each of its puts blocks
     has_room: bool = False  # its reservation was granted
-    answers: dict[str, list[Body]] = field(default_factory=dict)
+    answers: dict[str, list[Body]] = field(default_factory=dict)  # their fields
+    last_reply: Any = None
     errors: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     tickets: dict[int, str] = field(default_factory=dict)
     degraded: dict[int, bool] = field(default_factory=dict)
@@ -207,7 +208,7 @@ class FakeHolder:
         if error is not None or data is None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
-        body = fields_told(request, data)
+        rank.last_reply, body = unpack_reply(request, data), fields_told(request, data)
         rank.answers.setdefault(verb, []).append(body)
         if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])

@@ -83,7 +83,7 @@ class Hosts:
         """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> dict[str, Any]:
+    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         """Ask the controller through a holder that runs; MemstoreError if none answers."""
         hosts = [host for host in self if host not in self.stopped and self.holder(host) is not None]
         return ask_through([self.arena(host) for host in hosts], request, timeout_s)

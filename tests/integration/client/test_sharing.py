@@ -30,6 +30,7 @@ from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.report.problems import problems
 from memstore.core.wire.calls import AskEvents
+from memstore.core.wire.rank_messages import MarksMade
 from memstore.errors import ConfigError, ProtocolError
 from memstore.shell.holder.marks_reader import CollectiveMarksReader
 from memstore.shell.holder.send_gate import Traffic, _cut
@@ -137,9 +138,9 @@ class FakeLink:
         self.folder, self.channel = folder, object()
         self.files: list[str] = []
 
-    def notify(self, body: dict[str, Any]) -> None:
-        """Hear of a file."""
-        self.files.append(body["file"])
+    def notify(self, message: MarksMade) -> None:
+        """Take a message that names a file."""
+        self.files.append(message.file)
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_every_call_of_all_ranks_says_for_whom_it_waits(
 
         run_together(join, join)
         for name, call in {
-            "mesh_order of": lambda store: store.assign_ranks(),
+            "assign_ranks of": lambda store: store.assign_ranks(),
             "get of": lambda store: store.get(),
             "room for the puts of": lambda store: store.prepare({"x": b"1"}).wait(),
         }.items():

@@ -60,7 +60,7 @@ def test_one_procedure_at_a_time_touches_the_state() -> None:
             counter.inside.pop()
             yield WaitFor(lambda: True, 0.0)
 
-    together(Runner(perform), *(count() for _ in range(8)))
+    together(Runner(perform, threading.Condition(threading.RLock())), *(count() for _ in range(8)))
     assert counter.value == 8 * 50
 
 
@@ -71,13 +71,13 @@ def test_effects_run_side_by_side() -> None:
     def meet() -> Steps[int]:
         return (yield Meet(barrier))
 
-    assert sorted(together(Runner(perform), meet(), meet())) == [0, 1]
+    assert sorted(together(Runner(perform, threading.Condition(threading.RLock())), meet(), meet())) == [0, 1]
 
 
 def test_a_procedure_that_waits_sees_what_another_changes() -> None:
     """It is woken by the step that makes its condition true, and by a change from outside of all procedures."""
     found: list[str] = []
-    runner = Runner(perform)
+    runner = Runner(perform, threading.Condition(threading.RLock()))
 
     def wait() -> Steps[list[bool]]:
         return [(yield WaitFor(lambda: "step" in found, WAIT_S)), (yield WaitFor(lambda: "outside" in found, WAIT_S))]
@@ -100,12 +100,12 @@ def test_a_wait_ends_at_its_limit() -> None:
     def wait() -> Steps[bool]:
         return (yield WaitFor(lambda: False, 0.01))
 
-    assert Runner(perform).run(wait()) is False
+    assert Runner(perform, threading.Condition(threading.RLock())).run(wait()) is False
 
 
 def test_an_error_of_an_effect_is_raised_where_the_procedure_waits_for_it() -> None:
     """The procedure may mend it; what it lets go of in `finally` is let go under the lock."""
-    runner, freed = Runner(perform), list[bool]()
+    runner, freed = Runner(perform, threading.Condition(threading.RLock())), list[bool]()
 
     def mend() -> Steps[str]:
         try:
@@ -123,7 +123,7 @@ def test_an_error_of_an_effect_is_raised_where_the_procedure_waits_for_it() -> N
 
 def test_an_error_that_a_procedure_does_not_mend_is_the_callers() -> None:
     """It ends the procedure, and the lock is free again."""
-    runner = Runner(perform)
+    runner = Runner(perform, threading.Condition(threading.RLock()))
 
     def fail() -> Steps[None]:
         yield Sleep(1.0)

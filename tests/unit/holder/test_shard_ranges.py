@@ -126,13 +126,13 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
     shelved, before = seal(a.replicas), used_slots(b)
     assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    excerpt = b.excerpts.take(1)
+    excerpt = partial_read.take(b.state, 1)
     assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
     assert b.replicas.index.copies("b") == []
-    b.excerpts.release(1)
+    partial_read.release(b.state, 1)
     assert used_slots(b) == before
     with pytest.raises(IntegrityError, match="read again"):
-        b.excerpts.take(1)
+        partial_read.take(b.state, 1)
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
@@ -142,7 +142,7 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
     mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
     assert stage(b, order(shelved, [[0, 4]])) == {}
     assert fetched == [3]
-    b.excerpts.release(1)
+    partial_read.release(b.state, 1)
     assert b.replicas.verify(mine) == []
 
 
@@ -153,9 +153,9 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
     rot(b.replicas, mine, 2)
     assert stage(b, order(shelved, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
     assert fetched == [2]
-    excerpt = b.excerpts.take(1)
+    excerpt = partial_read.take(b.state, 1)
     assert bytes(b.replicas.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
-    b.excerpts.release(1)
+    partial_read.release(b.state, 1)
     assert sorted(mine.missing) == [2]
 
 
@@ -197,11 +197,11 @@ def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypa
     monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
     for number in (2, 3):
         stage(b, order(shelved, [[4, 2]], number))
-    b.excerpts.take(3)
-    b.excerpts.expire()
+    partial_read.take(b.state, 3)
+    partial_read.expire(b.state)
     assert list(b.state.excerpts.known) == [1, 3]  # not yet due, and taken
     for number in (1, 3):
-        b.excerpts.release(number)
+        partial_read.release(b.state, number)
     assert used_slots(b) == before
 
 
@@ -219,11 +219,11 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
     with pytest.raises(CapacityError):
         stage(b, order(others, [[0, 8]], 2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
-    first = threading.Timer(0.2, b.excerpts.release, [1])
+    first = threading.Timer(0.2, partial_read.release, [b.state, 1])
     first.start()
     assert stage(b, order(others, [[0, 8]], 3)) == {}
     first.join()
-    b.excerpts.release(3)
+    partial_read.release(b.state, 3)
     assert used_slots(b) == len(whole)
 
 
@@ -286,7 +286,7 @@ def test_bytes_that_change_under_the_copy_are_found(
     """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
     with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
         found.answer()
-        excerpt = reader.holder.excerpts.take(1)
+        excerpt = partial_read.take(reader.holder.state, 1)
         reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
         if is_elsewhere:
             assert found.bytes_of([(0, 10)]) == [b"\1" * 10]

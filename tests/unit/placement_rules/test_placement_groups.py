@@ -31,7 +31,11 @@ def _guests(placement: Placement) -> Counter[str]:
 
 
 def _separated(placement: Placement, topology: Topology) -> bool:
-    return all(len(placement.domains_of(owner, topology)) == placement.replicas for owner in topology.hosts)
+    domains = topology.domains(placement.level)
+    return all(
+        len({domains[host] for host in (owner, *placement.targets[owner])}) == placement.replicas
+        for owner in topology.hosts
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.core.wire.messages import shard_from_wire
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank
@@ -39,6 +41,13 @@ class Restores:
         early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
+
+    def arrived(self, rank: Rank, manifest: Manifest, read: Mapping[int, bytes], slots: Sequence[int]) -> None:
+        """Look at chunks that a reader was told of while others still came: each is the manifest's (R27)."""
+        spoilt = self.world.memories[rank.host_id].spoilt
+        wrong = [index for index, data in read.items() if chunk_digest(data) != manifest.chunks[index].digest]
+        if wrong and spoilt.keys().isdisjoint(slots):
+            raise Violation("R27", f"rank {rank.rank} was told of chunks {wrong} of {manifest.shard} with other bytes")
 
     def read_ranges(self, rank: Rank, answer: Body) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""

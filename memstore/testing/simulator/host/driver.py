@@ -21,6 +21,7 @@ from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, O
 from memstore.core.wire.rank_messages import CheckInto, SlotsLeased, StepLevel
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
+from memstore.shell.holder.chunk_notifier import TELL_S, ChunkNotifier
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import PeerLink, connect
@@ -99,7 +100,12 @@ class Driver:
 
         for number, steps in enumerate(effect.procedures):
             self.holder.spawn(child(number, steps))
+        while effect.notifier is not None and len(ends) < len(effect.procedures):
+            effect.notifier.tell()
+            yield TELL_S
         yield lambda: len(ends) == len(effect.procedures)
+        if effect.notifier is not None:
+            effect.notifier.tell()
         for _, error in (ends[number] for number in sorted(ends)):
             if error is not None:
                 raise error
@@ -176,18 +182,6 @@ class Driver:
         return self.replicas.verify(effect.shelved)
 
     @_perform.register
-    def _(self, effect: effects.VerifySlots) -> Waits[None]:
-        yield from ()
-        for number in effect.slots:
-            for hurt in self.replicas.verify_slot(number):
-                self.replicas.on_hurt(hurt)
-
-    @_perform.register
-    def _(self, effect: effects.LoadManifest) -> Waits[bytes]:
-        yield FILE_S
-        return self.replicas.manifest(effect.shelved)
-
-    @_perform.register
     def _(self, effect: effects.OpenDraft) -> Waits[IncomingReplica]:
         yield FILE_S
         self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
@@ -196,19 +190,19 @@ class Driver:
         )
 
     @_perform.register
-    def _(self, effect: effects.EnsureFree) -> Waits[None]:
-        yield from ()
-        self.replicas.ensure_free(effect.count)
-
-    @_perform.register
     def _(self, effect: effects.KeepStaged) -> Waits[None]:
         yield from ()
         self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
         self.verified_s[effect.key] = self._opened_s.pop(effect.shelved.shard, self.holder.world.now)
 
     @_perform.register
-    def _(self, effect: effects.OpenHerald) -> Waits[None]:
-        yield from ()  # no reader of the simulation asks for chunks while others still come
+    def _(self, effect: effects.OpenHerald) -> Waits[ChunkNotifier | None]:
+        yield from ()
+        listener = effect.listener
+        link = cast("RankLink | None", self.holder.state.ranks.links.get(listener.nonce)) if listener else None
+        if listener is None or link is None or not link.is_open:
+            return None
+        return ChunkNotifier(link.process.hear, listener.number, effect.manifest, effect.draft)
 
     @_perform.register
     def _(self, effect: effects.Warn) -> Waits[None]:

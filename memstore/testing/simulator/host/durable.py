@@ -8,11 +8,12 @@ from typing import cast
 import msgspec
 
 from memstore.core.durable.marker_format import MarkerRecord
-from memstore.core.durable.slice_format import slice_range, slices_count
+from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import persist as procedure
 from memstore.core.holder.state import HolderState
+from memstore.core.schedule.durable_interval import take_turn
 from memstore.core.wire.orders import (
     DurableOrder,
     ListMarkers,
@@ -44,6 +45,7 @@ class Persister:
 
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.storage = holder, state, holder.world.durable
+        self.free_s: dict[str, float] = {}  # job -> when its next slice may begin
         self.driver = driver.extended(
             {
                 effects.OpenDurable: self._open,
@@ -90,7 +92,8 @@ class Persister:
 
     def _turn(self, effect: effects.SliceTurn) -> Waits[float]:
         yield from ()
-        return 0.0
+        nbytes = slice_nbytes(effect.shelved.spec, effect.number)
+        return take_turn(self.free_s, effect.job, self.holder.world.now, nbytes, effect.bytes_per_s)
 
     def _copy(self, effect: effects.CopySlice) -> Waits[tuple[list[bytes], int | None]]:
         yield from ()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import drop, fork, partial_read, ranks, room, stage
+from memstore.core.holder import drop, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
@@ -246,8 +246,7 @@ class SimHolder:
             if not link.is_open:
                 ranks.end(self.state, link)
         self.driver.start(ranks.reap(self.state))
-        self.replicas.expire_pins()
-        partial_read.expire(self.state)
+        self.driver.start(reads.expire(self.state))
         self.peer_server.give_up_idle()
         self.sessions.facts.retry()
 
@@ -270,7 +269,7 @@ class SimHolder:
                 known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
                 self.view = known | {row.host for row in order.hosts}
                 self.peer_server.keep_senders(self.view)
-                self.replicas.keep_shares(order.jobs)
+                self.replicas.room.keep_shares(order.jobs)
             case Fence():
                 self.sealer.fence(order.job, order.attempt, order.members)
             case PushTargets():

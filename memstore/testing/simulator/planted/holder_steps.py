@@ -12,8 +12,9 @@ from memstore.core.holder import ranks, seal
 from memstore.core.holder.effects import Steps
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HandOver, HolderState
-from memstore.core.wire.rank_messages import StepLevel
+from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.holder import chunk_notifier
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
@@ -135,3 +136,16 @@ def use_is_a_connect() -> Iterator[None]:
     unseen = patch.object(Cluster, "see", lambda self, holder: None)
     with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "join", joined):
         yield
+
+
+@planted("reader-told-of-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
+def reader_told_of_other_slots() -> Any:
+    """A reader that hears of chunks while others come is told the slot of another chunk."""
+
+    before: list[int] = []
+
+    def told(index: int, slot: int) -> ArrivedChunk:
+        before.append(slot)
+        return ArrivedChunk(index, before[-2] if before[1:] else slot)
+
+    return patch.object(chunk_notifier, "ArrivedChunk", told)

@@ -63,7 +63,7 @@ def digest_skipped_on_staging() -> Any:
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def bad_slot_not_condemned() -> Any:
     """A slot with bad bytes stays in its replicas and is served."""
-    return patch.object(ReplicaIndex, "condemn", lambda self, number: [])
+    return patch.object(ReplicaIndex, "quarantine", lambda self, number: [])
 
 
 @planted("scrub-finds-nothing", "R30", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
@@ -94,7 +94,7 @@ def have_without_a_reference() -> Any:
 @planted("index-keeps-freed-slots", "R6", "R6")
 def index_keeps_freed_slots() -> Any:
     """The content index goes on naming a slot that was freed."""
-    return patch.object(SlotTable, "condemn", lambda self, number: None)
+    return patch.object(SlotTable, "quarantine", lambda self, number: None)
 
 
 @planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, tries=3)

@@ -14,9 +14,18 @@ from typing import Any
 import msgspec
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import Manifest
+from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.wire.calls import RankCall, SkipStep
-from memstore.core.wire.rank_messages import AttemptFenced, HolderEvent, PutReady, SlotSample, SlotsLeased, StepLevel
+from memstore.core.wire.orders import ChunkListener
+from memstore.core.wire.rank_messages import (
+    AttemptFenced,
+    ChunksArrived,
+    HolderEvent,
+    PutReady,
+    SlotSample,
+    SlotsLeased,
+    StepLevel,
+)
 from memstore.testing.controller.catalog_holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
@@ -60,6 +69,8 @@ class SimRank:
         self.tickets: dict[int, str] = {}
         self.resume_step = self.steps_done = 0
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
+        self.raises = 0  # so many of its next puts raise before their copy
+        self.streams: dict[int, Manifest] = {}  # reads whose chunks it hears of while they come
         self.why = ""  # why it ended
         self.layout = b""  # of what it puts
 
@@ -114,6 +125,12 @@ class SimRank:
                 self.pool.extend(slots)
             case AttemptFenced():
                 self.is_fenced = True
+            case ChunksArrived(read=number, chunks=chunks, manifest=manifest):
+                if manifest is not None:
+                    self.streams[number] = decode_manifest(manifest)
+                if not self.is_frozen:
+                    read = dict(zip((c.index for c in chunks), self.read([c.slot for c in chunks]), strict=True))
+                    self.checker.restores.arrived(self, self.streams[number], read, [c.slot for c in chunks])
             case StepLevel(step=step, level=level) if message.attempt == self.attempt:
                 self.rise(step, level)
                 self.resume_step = max(self.resume_step, message.resume)
@@ -194,6 +211,8 @@ class SimRank:
             self.steps_done = step
             if scenario.reads_ranges and step % RANGES_EVERY == self.rank % RANGES_EVERY:
                 self.world.spawn(self._read_ranges(), self)
+            if scenario.streams_reads and step % RANGES_EVERY == self.rank % RANGES_EVERY:
+                self.world.spawn(self._read_streamed(step), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
@@ -206,6 +225,15 @@ class SimRank:
         )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)
+
+    def _read_streamed(self, number: int) -> Thread:
+        """Read another rank's newest shard whole, and look at its chunks as they come (R27)."""
+        answer = yield from self._answer(
+            "read_step", RANGES_S, rank=(self.rank + 1) % self.world_size, step=None, of_attempt=None,
+            listener=ChunkListener(self.nonce, number),
+        )  # fmt: skip
+        if "error" not in answer:
+            self.checker.restores.read_ranges(self, {**answer, "read": dict(enumerate(answer["read"]))})
 
     def named(self) -> Body:
         """Return what it says of its shard when it joins (R34)."""
@@ -247,8 +275,9 @@ class SimRank:
         """Copy into leased slots chunk by chunk and hand over; skip the step if there is no room (R11, R12)."""
         world = self.world
         self.tickets[step] = "pending"
-        if step < self.resume_step:
-            self.tickets[step] = "skipped"
+        if self.raises or step < self.resume_step:
+            self.tickets[step] = "failed" if self.raises else "skipped"
+            self.raises = max(0, self.raises - 1)
             return
         until_s = world.now + STALL_BUDGET_S
         count = self.chunks_count

@@ -22,6 +22,7 @@ from memstore.testing.simulator.world.virtual_time import Process, Thread, Virtu
 
 CHUNK_BYTES = 64
 RESTART_S = 1.0
+PACE_BYTES_PER_S = 400  # of a host to durable storage: a rank's shard takes half a second
 GRACE_S = 8.0
 ORPHAN_TTL_S = 12.0  # longer than any fault keeps all holders away, or launches
 
@@ -52,6 +53,7 @@ class Cluster:
         self.config = Config(
             replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0, max_restores=1000,
             durable="/durable" if scenario.has_durable else None, durable_every=3, stall_budget_s=1.0,
+            durable_bytes_per_s=PACE_BYTES_PER_S if scenario.is_paced else 0,
             durable_key_file="/key" if any(each.kind == "rotate-key" for each in scenario.faults) else None,
         ).job_fields()  # fmt: skip
         self.memories: dict[str, Memory] = {}
@@ -118,7 +120,7 @@ class Cluster:
         self.holders[info.host_id] = holder
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:
-                self.at(0.1, lambda r=rank: self._reconnect(r))  # type: ignore[misc]
+                self.at(0.1, lambda r=rank: self.connect_rank(r))  # type: ignore[misc]
 
     def see(self, holder: SimHolder) -> None:
         """Record in a host's memory that a holder runs there (R5)."""
@@ -168,7 +170,7 @@ class Cluster:
         holder.is_frozen, holder.thawed_s = False, self.now
         for rank in self.ranks:  # those that connected in vain meanwhile
             if rank.host_id == holder.host_id and rank.holder is not holder:
-                self._reconnect(rank)
+                self.connect_rank(rank)
 
     def kill_host(self, name: str, *, back_after_s: float) -> None:
         """Take a machine away with its memory; another one takes its name later."""
@@ -214,7 +216,7 @@ class Cluster:
     def start_rank(self, rank: SimRank) -> None:
         """Begin a process."""
         self.pids[rank.pid] = rank
-        self._reconnect(rank)
+        self.connect_rank(rank)
         self.spawn(self._life(rank), rank)
 
     def _life(self, rank: SimRank) -> Thread:
@@ -233,9 +235,10 @@ class Cluster:
         rank.is_frozen = False
         holder = self.holders[rank.host_id]
         if not rank.is_dead and rank.holder is not holder:
-            self._reconnect(rank)
+            self.connect_rank(rank)
 
-    def _reconnect(self, rank: SimRank) -> None:
+    def connect_rank(self, rank: SimRank) -> None:
+        """Let a rank connect to its host's holder, if both can and it is not connected."""
         holder = self.holders[rank.host_id]
         if not rank.is_dead and not rank.is_frozen and holder.is_serving and rank.holder is not holder:
             rank.connect(holder)

@@ -13,6 +13,7 @@ from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
+LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
 # Faults that a strict scenario does only while the store claims every copy, however short they are.
@@ -94,6 +95,23 @@ def _leave_rank(cluster: Cluster, each: Fault) -> None:
     if rank is not None:
         rank.is_left = True
         cluster.at(each.for_s, lambda: cluster.kill_rank(rank, "found at last"))
+
+
+@fault("break-link")
+def _break_link(cluster: Cluster, each: Fault) -> None:
+    """Break a rank's link to its living holder; what is on its way is lost, and the rank connects again (R8)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.link = rank.holder = None
+        cluster.at(LINK_AWAY_S, lambda: cluster.connect_rank(rank))
+
+
+@fault("put-raises")
+def _put_raises(cluster: Cluster, each: Fault) -> None:
+    """Let puts of a rank raise before anything is copied; it trains on, and the store hears nothing of it (R12)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.raises = each.count
 
 
 @fault("differ")

@@ -51,6 +51,8 @@ class Scenario:
     is_strict: bool = True
     is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
+    streams_reads: bool = False  # ranks read one another's shards, and hear of chunks while others still come
+    is_paced: bool = False  # the job caps what a host writes to durable storage
     shards: int = 0  # each rank names one of so many shards (R34); 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn
     sizes: tuple[int, ...] = ()  # world sizes, drawn for each launch; empty: always world_size
@@ -98,6 +100,10 @@ ORDERED_SEEDS = (14,)  # modulo 20
 ENDING_SEEDS = (0, 1)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40
 RANGE_SEEDS = (0, 2)  # modulo 5
+STREAM_SEEDS = (4, 8, 24, 34, 37)  # modulo 40
+LINK_SEEDS = (0, 32, 34, 39)  # modulo 40
+RAISE_SEEDS = (2, 8, 35)  # modulo 40
+PACE_SEEDS = (0, 35, 37)  # modulo 40
 MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
 
 
@@ -115,10 +121,12 @@ def draw(seed: int) -> Scenario:
         keep_steps=rng.choice([1, 1, 2]),
         world_size=rng.choice([hosts, hosts, 2 * hosts]) if hosts < 4 else hosts,
         step_s=rng.choice([0.15, 0.4, 0.8]),
-        has_durable=rng.random() < 0.3,
+        has_durable=rng.random() < 0.3 or seed % 40 in PACE_SEEDS,
         is_strict=rng.random() < 0.65,
         is_ordered=seed % 20 in ORDERED_SEEDS,
         reads_ranges=seed % 5 in RANGE_SEEDS,
+        streams_reads=seed % 40 in STREAM_SEEDS,
+        is_paced=seed % 40 in PACE_SEEDS,
         faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
     return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
@@ -198,6 +206,15 @@ def _clocks(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 
+def _links(seed: int) -> list[Fault]:
+    """Draw links of ranks that break under a living holder, and puts that raise before their copy."""
+    rng = random.Random(f"links {seed}")
+    breaks = rng.randrange(1, 8) if seed % 40 in LINK_SEEDS else 0
+    raises = rng.randrange(1, 4) if seed % 40 in RAISE_SEEDS else 0
+    kinds = ["break-link"] * breaks + ["put-raises"] * raises
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
+
+
 def _fault(rng: random.Random) -> Fault:
     return Fault(
         at_s=round(rng.uniform(1.0, DURATION_S - 6.0), 2),
@@ -210,4 +227,4 @@ def _fault(rng: random.Random) -> Fault:
 
 
 # Each draws from a stream of its own.
-MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests)
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links)

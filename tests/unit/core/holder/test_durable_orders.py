@@ -76,6 +76,9 @@ class Host:
     def unpin(self, shelved: StoredReplica, pin: int) -> None:
         self.pins -= 1
 
+    def manifest(self, shelved: StoredReplica) -> bytes:
+        return b"manifest"
+
     def play(self, *procedures: Steps[Any]) -> None:
         """Run procedures one after the other, as the runner does each."""
         for steps in procedures:
@@ -105,8 +108,10 @@ class Host:
             return not effect.stop.is_set
         if isinstance(effect, effects.CopySlice):
             return ([b"0", b"1"], None) if self.bad is None else ([], self.bad)
+        if isinstance(effect, effects.OnStore):
+            return effect.call()
         values: dict[type[Effect], Any] = {
-            effects.OpenDurable: Storage(self.key), effects.SliceTurn: self.turn_s, effects.LoadManifest: b"manifest",
+            effects.OpenDurable: Storage(self.key), effects.SliceTurn: self.turn_s,
             effects.ReadMarkers: effects.MarkersFound("k", [], "", ""),
         }  # fmt: skip
         return values.get(type(effect))

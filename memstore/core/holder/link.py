@@ -1,0 +1,26 @@
+"""The link of a rank's process, or of a tool, as the holder's procedures use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from memstore.core.arena.slot_table import Owner
+
+
+class Link(Protocol):
+    """One connection to the host's holder."""
+
+    nonce: str
+    owner: Owner
+    job: str  # "": a tool's
+    rank: int
+    attempt: int
+    parent: str  # nonce of the rank's process, if this is a child of it (R20)
+    pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
+    pin_numbers: Iterator[int]
+    is_retired: bool  # the same process came back on another link and sends unsealed puts again
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether it can be sent anything."""
