@@ -50,7 +50,7 @@ sys.dont_write_bytecode = False
 runner._update_current_test_var = lambda item, when: None
 
 SHM_DIR = Path("/dev/shm")
-SETTLE_S = 5.0  # a killed process or a closed listener takes a moment to be gone
+SETTLE_S = 30.0  # a killed process or a closed listener takes a moment to be gone
 _KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # one per process, until it ends
 
 with contextlib.suppress(ImportError):

@@ -14,7 +14,7 @@ from memstore.core.wire.frame import HEADER_BYTES, Kind, pack_body, pack_header
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.faults.fault_proxy import FaultProxy
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Echo:

@@ -104,7 +104,7 @@ def test_a_process_of_a_test_that_has_died_meanwhile_ends() -> None:
 
 def runs_whole(folder: Path, program: str) -> subprocess.Popen[str]:
     """Start a test run of its own in a folder: one module, under a copy of this suite's conftest."""
-    text = Path(conftest.__file__).read_text().replace("SETTLE_S = 5.0", "SETTLE_S = 0.1")
+    text = Path(conftest.__file__).read_text().replace("SETTLE_S = 30.0", "SETTLE_S = 0.1")
     (folder / "conftest.py").write_text(text)
     (folder / "test_leaks.py").write_text(program)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", "/dev/null"]

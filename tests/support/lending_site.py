@@ -24,7 +24,7 @@ from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
-WAIT_S = 30.0
+WAIT_S = 60.0
 SHARE_SLOTS = 6
 STEP = 5
 SHARD = ShardId("job", 1, STEP, 0)

@@ -27,7 +27,7 @@ from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 
 ARENA_BYTES = 16 << 20
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 class Stop:

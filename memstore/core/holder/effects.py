@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.durable.marker_format import MarkerRecord
 from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
+from memstore.core.wire.reports import MarkerRow
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
 T = TypeVar("T")
@@ -256,7 +256,7 @@ class MarkersFound:
     """What durable storage has of a job."""
 
     key: str  # the name of the key that this host has
-    records: Sequence[MarkerRecord]
+    markers: tuple[MarkerRow, ...]
     damaged: str  # what is wrong with markers that are there and say nothing
     lacks: str  # what is missing of the step that was to be checked
 

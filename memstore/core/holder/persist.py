@@ -13,7 +13,6 @@ from functools import partial
 import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.durable.marker_format import row_of
 from memstore.core.holder.effects import (
     CopySlice,
     Effect,
@@ -177,11 +176,12 @@ def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
         yield Unexpected("durable markers", exc)
         why = repr(exc)
     else:
-        rows = tuple(row_of(record) for record in found.records)
-        report = MarkersListed(
-            job=order.job, call=order.call, markers=rows, key=found.key, damaged=found.damaged, lacks=found.lacks
-        )
-        state.report(report)
+        state.report(
+            MarkersListed(
+                job=order.job, call=order.call, markers=found.markers, key=found.key, damaged=found.damaged,
+                lacks=found.lacks,
+            )
+        )  # fmt: skip
         return
     state.report(MarkersUnread(job=order.job, call=order.call, why=why))
 

@@ -84,12 +84,6 @@ def pack_header(kind: Kind, request_id: int = 0, body: bytes = b"", bulk_bytes: 
     return head + _CRC.pack(zlib.crc32(body, zlib.crc32(head)))
 
 
-def pack_frame(kind: Kind, body: Mapping[str, Any]) -> bytes:
-    """Return a whole frame without bulk, for one message that goes to many; raises ProtocolError as `pack_body`."""
-    packed = pack_body(body)
-    return pack_header(kind, 0, packed) + packed
-
-
 def unpack_header(data: bytes | bytearray | memoryview, *, authenticated: bool = True) -> Header:
     """Check HEADER_BYTES from a peer and return them; raises ProtocolError naming the field and its limit.
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from memstore.config import check_name
 from memstore.core.wire import calls, reports
+from memstore.core.wire.ids import ORDINAL_LIMIT
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import HostStats
-from recovery.inventory import Copy, ShardId, ShardSpec
+from recovery.inventory import Copy, ShardId
 
 Body = dict[str, Any]
-ORDINAL_LIMIT = 1 << 62  # of attempts, steps and ranks, as in manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,25 +163,3 @@ def shard_from_wire(value: Any) -> ShardId:
     if any(type(number) is not int or not 0 <= number < ORDINAL_LIMIT for number in numbers):
         raise ValueError(f"attempt, step and rank are whole numbers from 0 to 2**62, not {str(numbers)[:160]}")
     return ShardId(job, *numbers)
-
-
-def spec_to_wire(spec: ShardSpec) -> list[Any]:
-    """Return a shard spec as plain values."""
-    return [spec.digest, spec.nbytes, spec.chunk_bytes, spec.chunks_count, spec.world_size]
-
-
-def spec_from_wire(value: Any) -> ShardSpec:
-    """Return the spec that `spec_to_wire` wrote."""
-    digest, nbytes, chunk_bytes, chunks_count, world_size = value
-    return ShardSpec(str(digest), int(nbytes), int(chunk_bytes), int(chunks_count), int(world_size))
-
-
-def copy_to_wire(copy: Copy) -> list[Any]:
-    """Return a copy (without its host) as plain values."""
-    return [shard_to_wire(copy.shard), spec_to_wire(copy.spec), sorted(copy.missing)]
-
-
-def copy_from_wire(value: Any, host_id: str) -> Copy:
-    """Return the copy on `host_id` that `copy_to_wire` wrote."""
-    shard, spec, missing = value
-    return Copy(shard_from_wire(shard), spec_from_wire(spec), host_id, frozenset(int(i) for i in missing))

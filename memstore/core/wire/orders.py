@@ -1,8 +1,6 @@
 """Controller to holder: orders, and the answers to its ranks' calls. Pure.
 
 In EVENT frames, in the order in which they were decided; what one of them comes to is reported (`reports.py`).
-
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations

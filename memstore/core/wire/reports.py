@@ -1,8 +1,6 @@
 """Holder to controller: its inventory, heartbeats, results, and its ranks' calls. Pure.
 
 In EVENT frames. A session begins with InventoryPages, if the journal is long, and an Inventory (R16).
-
-Declared, not in use yet: the processes still send these as plain maps (`docs/internals/wire.md`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from memstore.core.durable.marker_format import row_of
 from memstore.core.durable.slice_format import slice_nbytes, slice_range
 from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
@@ -130,7 +131,7 @@ class Persister:
         tier = open_tier(effect.place)
         records, problems = tier.marker_records(effect.job)
         lacks = "" if effect.check is None else tier.lacks(effect.job, effect.check)
-        return effects.MarkersFound(tier.key, records, "; ".join(problems), lacks)
+        return effects.MarkersFound(tier.key, tuple(map(row_of, records)), "; ".join(problems), lacks)
 
 
 def _no_panic(call: Callable[[Any], T]) -> Callable[[Any], T]:

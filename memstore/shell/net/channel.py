@@ -161,7 +161,7 @@ class Channel:
                 self._lost("closed between two parts of a frame")
 
     def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
-        """Send a frame of `wire.pack_frame` within `deadline_s` seconds from now."""
+        """Send a frame of `codec.encode_frame` within `deadline_s` seconds from now."""
         clock = _Clock("send a packed frame", deadline_s)
         with self._held(self._send_lock, clock):
             self._send_all([memoryview(frame)], clock)

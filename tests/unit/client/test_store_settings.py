@@ -44,7 +44,7 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 SECRET = b"s" * 32
 SHARD = ShardId("train", 1, 2, 0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextmanager

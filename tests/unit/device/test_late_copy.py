@@ -24,7 +24,7 @@ from memstore.shell.tensors.memory import Source
 from memstore.shell.tensors.own_memory import copy_own, is_permitted
 from memstore.shell.tensors.slot_stream import Move
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 KIB = 1 << 10
 
 

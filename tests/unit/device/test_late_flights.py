@@ -17,7 +17,7 @@ from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
 
 FLIGHT_BYTES = 100
-WAIT_S = 30.0
+WAIT_S = 60.0
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -52,7 +52,7 @@ from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 SECRET = b"s" * 32
 Dial = Callable[[int], Channel]
 

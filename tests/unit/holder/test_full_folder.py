@@ -25,7 +25,7 @@ from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 M = TypeVar("M")
-WAIT_S = 15.0
+WAIT_S = 60.0
 SECRET = b"s" * 32
 LARGE = b"x" * 5000  # more than the journal's last page still takes
 

@@ -412,7 +412,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into
-    assert not site.replicas.index.drafts
+    wait_for(lambda: not site.replicas.index.drafts, "the slots of what had come")
 
 
 def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make_site: Callable[..., Site]) -> None:

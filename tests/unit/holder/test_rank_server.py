@@ -52,7 +52,7 @@ from memstore.testing.clusters.store_name import scratch_store_name
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
-WAIT_S = 15.0
+WAIT_S = 60.0
 ME = os.getpid()
 
 RANK = """
@@ -347,11 +347,12 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     try:
         taken = link.acquire(Tenant(), 3, WAIT_S)
         assert taken is not None
+        links = site.holder.state.ranks.links
         for moment in range(2):
-            channel = link.channel
-            site.holder.state.ranks.links["n"].channel.abort()
+            served = links["n"]
+            served.channel.abort()
             site.holder.ranks.reap()
-            wait_for(lambda old=channel: link.channel is not old, "a new link")  # type: ignore[misc]
+            wait_for(lambda old=served: links.get("n", old) is not old, "a new link")  # type: ignore[misc]
             site.holder.ranks.reap()
             assert (site.leased(), site.gone) == (3, []), moment
         assert sorted(link.in_copy) == taken.slots
@@ -381,7 +382,8 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
     """`rm --force` while it trains: its puts fail by name, on a new link too, instead of waiting for room (R21)."""
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     try:
-        with site.holder.context.changed:  # the welcome is read before the link is known
+        wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
+        with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
         site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: nobody is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None

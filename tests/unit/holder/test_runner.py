@@ -13,7 +13,7 @@ from memstore.core.holder.effects import Effect, Sleep, Steps, WaitFor
 from memstore.errors import PeerUnreachable
 from memstore.shell.holder.runner import Runner
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

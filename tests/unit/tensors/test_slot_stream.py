@@ -12,7 +12,7 @@ from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import Move, in_threads
 from memstore.shell.threads.safe_condition import SafeThread
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 MOVES: list[Move] = [(0, 0, 8), (8, 8, 8)]
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import msgspec
 
-from memstore.core.durable.marker_format import MarkerRecord
+from memstore.core.durable.marker_format import MarkerRecord, row_of
 from memstore.core.durable.slice_format import slice_nbytes, slice_range, slices_count
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
@@ -140,14 +140,14 @@ class Persister:
 
     def _list(self, effect: effects.ReadMarkers) -> Waits[effects.MarkersFound]:
         yield from self._travel()
-        records = [
-            MarkerRecord(job, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage)
+        rows = tuple(
+            row_of(MarkerRecord(job, DurableMarker(StepId(attempt, step), len(specs), specs, key), lineage))
             for (job, attempt, step), (specs, key, lineage) in sorted(self.storage.markers.items())
             if job == effect.job
-        ]
+        )
         lacks = "" if effect.check is None else self._lacks(effect.job, effect.check)
         key = self.storage.key_of(effect.place, self.holder.host_id)
-        return effects.MarkersFound(key, records, "", lacks)
+        return effects.MarkersFound(key, rows, "", lacks)
 
     def _lacks(self, job: str, step: StepId) -> str:
         """Say which part of a step is not there, "" if all are."""

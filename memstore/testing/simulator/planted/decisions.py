@@ -362,8 +362,8 @@ def journals_not_read() -> Any:
 
 
 @planted("open-steps-first", "R29", "R29", Fault(17.07, "slow-link", (0,), for_s=9.0, count=2),
-         Fault(18.43, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.96, "end-job"), duration_s=26.0, hosts=4, racks=2,
-         world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
+         Fault(18.43, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.96, "end-job"), duration_s=26.0, hosts=4,
+         racks=2, world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
 def open_steps_first() -> Any:
     """Copies of steps that no rank will finish are rebuilt before those of a kept step, and take its memory."""
     return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)

@@ -112,7 +112,7 @@ class Host:
             return effect.call()
         values: dict[type[Effect], Any] = {
             effects.OpenDurable: Storage(self.key), effects.SliceTurn: self.turn_s,
-            effects.ReadMarkers: effects.MarkersFound("k", [], "", ""),
+            effects.ReadMarkers: effects.MarkersFound("k", (), "", ""),
         }  # fmt: skip
         return values.get(type(effect))
 
