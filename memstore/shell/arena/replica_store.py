@@ -438,7 +438,7 @@ class ReplicaStore:
             return known
 
     def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and quarantine those that are bad; `on_hurt` gets the replicas that used them."""
+        """Digest slots again and quarantine the bad ones; call `on_hurt` with the replicas that used them."""
         for number in slots:
             for hurt in self.verify_slot(number):
                 self.on_hurt(hurt)

@@ -43,11 +43,11 @@ class Restores:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
 
     def arrived(self, rank: Rank, manifest: Manifest, read: Mapping[int, bytes], slots: Sequence[int]) -> None:
-        """Look at chunks that a reader was sent while others still came: each is the manifest's (R27)."""
+        """Look at chunks that reached a reader while others were still on their way: each is the manifest's (R27)."""
         spoilt = self.world.memories[rank.host_id].spoilt
         wrong = [index for index, data in read.items() if chunk_digest(data) != manifest.chunks[index].digest]
         if wrong and spoilt.keys().isdisjoint(slots):
-            raise Violation("R27", f"rank {rank.rank} was sent chunks {wrong} of {manifest.shard} with other bytes")
+            raise Violation("R27", f"rank {rank.rank} got chunks {wrong} of {manifest.shard} with other bytes")
 
     def read_ranges(self, rank: Rank, answer: Body) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""

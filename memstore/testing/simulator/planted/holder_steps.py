@@ -140,7 +140,7 @@ def use_is_a_connect() -> Iterator[None]:
 
 @planted("reader-told-of-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
 def reader_told_of_other_slots() -> Any:
-    """A reader that is sent chunks while others come is sent the slot of another chunk."""
+    """A reader that gets chunks one by one gets the slot of another chunk."""
 
     before: list[int] = []
 

@@ -70,7 +70,7 @@ class SimRank:
         self.resume_step = self.steps_done = 0
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
         self.raises = 0  # so many of its next puts raise before their copy
-        self.streams: dict[int, Manifest] = {}  # reads whose chunks it is sent while they come
+        self.streams: dict[int, Manifest] = {}  # reads whose chunks it gets one by one
         self.why = ""  # why it ended
         self.layout = b""  # of what it puts
 

@@ -108,7 +108,7 @@ def _break_link(cluster: Cluster, each: Fault) -> None:
 
 @fault("put-raises")
 def _put_raises(cluster: Cluster, each: Fault) -> None:
-    """Let puts of a rank raise before anything is copied; it trains on, and the store learns nothing of it (R12)."""
+    """Let puts of a rank raise before anything is copied; it trains on, and no message says so (R12)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.raises = each.count
