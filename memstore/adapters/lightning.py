@@ -30,9 +30,9 @@ class MemstoreCallback(Callback):
         job: Name of the training run; the same after every restart.
         every_n_steps: Steps between two puts.
         config: As for `memstore.connect`.
-        shard: As for `memstore.connect`, where a strategy's ranks hold equal parts, such as HSDP. Default: 0 of 1 under
-            DDP; else, also under DeepSpeed, every rank's part is its own.
-        shards: As for `memstore.connect`; given together with `shard`.
+        shard_rank: As for `memstore.connect`, where a strategy's ranks hold equal parts, such as HSDP. Default: 0 of 1
+            under DDP; else, also under DeepSpeed, every rank's part is its own.
+        shard_count: As for `memstore.connect`; given together with `shard_rank`.
     """
 
     def __init__(

@@ -211,7 +211,7 @@ class Store(PinVerbs):
 
         Args:
             state: The state to be put: it is planned, not copied. An int is the number of its bytes.
-            own: As in put.
+            rank_state: As in put.
 
         Returns:
             At once; `wait()` on it raises the errors of a first put (CapacityError, CommitError, ...).
