@@ -111,8 +111,8 @@ class CheckedStream:
 
         Raises:
             DigestMismatch: Some chunk is bad in every copy there is; what was read is unusable.
-            StepDropped: There is no copy any more.
-        MemstoreError: From the source, if chunks do not come.
+            StepDropped: Newer commits took the step's room while it was read.
+            MemstoreError: From the source, if chunks do not come.
         """
         copies, self._copies = self._copies, Copies({}, {})
         self._copy(copies, is_target=True)
