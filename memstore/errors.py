@@ -3,7 +3,7 @@
     MemstoreError(Exception)        message + keyword context kept as attributes
     ├─ ConfigError                  a field, its value, the allowed range           (also a ValueError)
     ├─ CapacityError                bytes asked, bytes there, what would free them
-    │  └─ GrowthRefused             a state larger than prepared, not of all ranks: its steps are skipped (R12)
+    │  └─ GrowthRefused             some ranks' states outgrew the prepared room, others' did not: steps skipped (R12)
     ├─ ClosedError                  you closed it
     ├─ FencedError                  a newer attempt of the job has been opened (R20, R21)
     ├─ JobBusyError                 another launch of the job is alive (R20)

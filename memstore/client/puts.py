@@ -131,7 +131,8 @@ class Puts:
                 self._forget(step)
             raise
         finally:
-            # Nothing can come before this: all slots that the put has taken by now, and not passed on, are free.
+            # Must be the first statement, so that an exception from a signal handler cannot leave slots taken: from
+            # here on unpassed slots are free.
             room.is_over = room.is_over or not room.is_filled_late
             room.ticket.stall_s = time.monotonic() - began_s
         return room.ticket
@@ -229,7 +230,8 @@ class Puts:
     def give_up(self, step: int, why: str) -> None:
         """Skip a step that this rank will not put, so that what other ranks put of it frees their room (R12).
 
-        Waits, at most `stall_budget_s`, until the controller knows: ranks that put the next step before would skip it.
+        Waits, at most `stall_budget_s`, until the controller knows, else ranks that put the next step earlier would
+        skip that one.
         """
         with contextlib.suppress(StepConflict):  # an older step takes no room any more
             ticket = self._same_step(step) or self._know(Ticket(step, 0, time.monotonic(), self.link.commands))
@@ -310,7 +312,8 @@ class Puts:
         budget_s = self.config.stall_budget_s if timeout_s is None else timeout_s
         has_room = room.extend(count, 0.0)
         if not has_room:
-            self.link.notify(PutWaiting(step=ticket.step))  # room comes with commits, which copies are held for
+            # Room is freed by commits: let the holder stop holding copies back.
+            self.link.notify(PutWaiting(step=ticket.step))
             has_room = room.extend(count, budget_s) or (self._abandon_open() and room.extend(count, budget_s))
         if self.link.fenced_by:
             raise self.link.fenced_error()
@@ -339,7 +342,7 @@ class Puts:
         if known is not None and not known.has_failed:
             if count <= known.slots_count:
                 return known
-            with contextlib.suppress(MemstoreError):  # then the larger one says why, alike
+            with contextlib.suppress(MemstoreError):  # if the larger one fails too, it says why, on all ranks
                 known.wait_claimed()
         count = max(count, self._reserved_slots)  # a smaller state gives nothing back before the attempt ends
         config = self.config
@@ -362,7 +365,8 @@ class Puts:
                 with waiting():
                     preparation = self.prepare(count * self.chunk_bytes)
                     preparation.wait_claimed()
-            except GrowthRefused as exc:  # other ranks have put, or will: an error here alone would end them all
+            except GrowthRefused as exc:
+                # An exception on this rank only would end the whole job, so skip the step.
                 self._reserved_slots, self._has_room = known.slots_count if known and known.is_ready else 0, True
                 self.skip(ticket, str(exc))
                 return

@@ -19,7 +19,9 @@ from memstore.core.wire.messages import Heard, HostInfo
 from memstore.core.wire.status_rows import HostStats
 from placement.topology import Host, Topology, domains_of_hosts
 
-LISTENED_S_MIN = 0.2  # of the time between two ticks: two of the controller's, however short silence may be
+# Up to this much of the time between two ticks always counts as listened: two controller ticks, even if
+# `suspect_after_s` is tiny.
+LISTENED_S_MIN = 0.2
 
 Status = Literal["live", "suspect", "dead"]
 
@@ -30,10 +32,10 @@ class HostState:
 
     info: HostInfo
     last_heard_s: float  # when its last beat arrived
-    was_with_us_s: float  # by this clock, the latest time at which it provably was with us (R17)
+    was_with_us_s: float  # the latest time, on our clock, at which it certainly obeyed this controller (R17)
     began_s: float = 0.0  # when its holder started
     idle_s: float = 0.0  # for how long none had run there before, unless it was used since (R5)
-    heard_at_s: float = 0.0  # of that beat, on the clock that counts only while this side listens
+    heard_at_s: float = 0.0  # when that beat arrived, on the clock of `HostTable.listened_s`
     status: Status = "live"
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
@@ -107,8 +109,8 @@ class HostTable:
         """Take the end of a holder's connection: the host is dead.
 
         Args:
-            is_certain: This controller has its lease. Without it the controller may have slept, and read the end of a
-                connection that the host closed for a newer controller.
+            is_certain: This controller has its lease. Without the lease the host may have closed this connection only
+                because a newer controller took over.
         """
         state = self.states.get(host_id)
         if state is None or state.status == "dead":

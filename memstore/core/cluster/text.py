@@ -1,4 +1,4 @@
-"""Lists of ranks, steps and pins in messages: a few of them, and how many more there are. Pure."""
+"""Pieces of text in messages: lists of ranks, steps and pins, counts, and why a step was dropped. Pure."""
 
 from __future__ import annotations
 

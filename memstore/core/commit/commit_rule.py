@@ -21,7 +21,10 @@ class Held:
 
 
 class CommitRule:
-    """The rule for the shards of one step, as the cluster is now. `held` is asked for every seal there is."""
+    """The rule for the shards of one step, as the cluster is now.
+
+    `held` runs about once per seal, so it must be cheap.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class CommitRule:
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)
         self.domains = state.hosts.live_domains(level)
         self.replicas, self.min_copies = attempt.replicas, int(attempt.config["min_copies"])
-        # Who has no room for its share and refused a shard lately would refuse this one too, ten seconds later.
+        # Hosts without room for the job that refused a shard lately: not waited for, they would refuse after 10 s.
         unroomed = room.unroomed
         self.full = {h for _, h in job.refusals if (job.name, h) in unroomed} if unroomed else set()
 

@@ -28,7 +28,7 @@ from recovery.inventory import Copy, ShardId, StepId
 SKIPPED = "another rank gave it up"
 WHY_CHARS_MAX = 400
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
-RESUME_SPAN_S = 60.0  # nor does the gap have more steps than it takes to last so long: that time is unprotected
+RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing is committed meanwhile
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 
 
@@ -52,17 +52,20 @@ class Steps:
         removed = state.removed.get(shard.job, 0)
         step = StepId(shard.attempt, shard.step)
         if shard.attempt <= removed and not state.is_back(shard.job, step):
-            # A host that was out of reach when the job was removed has its room still reserved.
+            # The host was out of reach when the job was removed, so it still reserves room for it: order it to drop
+            # the job.
             order = DropJob(job=shard.job, attempt=removed, shards=(WireShard.of(shard),))
             self.out.send(copy.host, order)
             return False
         job = state.jobs.setdefault(shard.job, Job(shard.job))
         owner = job.commits.get(step) or job.attempts.get(shard.attempt)
         if owner is not None and shard.rank >= owner.world_size:
-            self.out.send(copy.host, FreeCopies(shards=(WireShard.of(shard),), number=None))  # of a rank that none has
+            # The attempt has no such rank.
+            self.out.send(copy.host, FreeCopies(shards=(WireShard.of(shard),), number=None))
             return False
         is_over = step not in job.commits and self._is_given_up(job, step)
-        # A round may stage an older step than the newest commit: from durable storage, its own commit long forgotten.
+        # A get may bring back a step from durable storage that is older than the newest commit and whose commit fact
+        # is gone.
         if is_over and step not in state.holds.in_use(job):
             self.out.send(
                 copy.host,
@@ -75,10 +78,14 @@ class Steps:
         return True
 
     def _is_given_up(self, job: Job, step: StepId) -> bool:
-        """Skipped, superseded, older than a commit of its attempt, or left behind by a newer one: never committed."""
+        """Return whether a step can never be committed.
+
+        It was skipped or superseded, is older than a commit of its attempt, or is of an older attempt, whose steps were
+        freed when the newest attempt made its first put.
+        """
         newest = job.newest
         if newest is not None and newest.has_freed_unrestorable and step.attempt < newest.ordinal:
-            return True  # a copy that comes after the shedding: from a late host, or a push that was under way
+            return True  # the copy, of a late host or a push under way, arrived after older attempts' steps were freed
         attempt = job.attempts.get(step.attempt)
         if attempt is None:
             return False
@@ -108,13 +115,15 @@ class Steps:
                 attempt.steps.begin(shard.step)
                 self._give_up_if_passed(job, attempt, shard.step)
         step = StepId(shard.attempt, shard.step)
-        if job.short.get(step, shard.rank) == shard.rank:  # else the rank that kept it from being committed still does
+        # Otherwise the rank that was short at the last look is still short: nothing to evaluate.
+        if job.short.get(step, shard.rank) == shard.rank:
             self.evaluate(job, step)
 
     def _give_up_passed(self, job: Job, attempt: Attempt, shard: ShardId) -> None:
-        """Give up older open steps without this rank: its host seals its puts in order, so they stay incomplete (R12).
+        """Give up older open steps that lack this rank, which has sealed a newer one (R12).
 
-        No rank skipped it (a copy failed, or a rank never put), and it would hold the other ranks' room for ever.
+        Its host seals in order, so those steps can never be complete. No rank skipped them (a copy failed, or a rank
+        never put), and they would hold the other ranks' room for ever.
         """
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.ordinal, number)
@@ -122,8 +131,9 @@ class Steps:
                 self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
 
     def _give_up_if_passed(self, job: Job, attempt: Attempt, number: int) -> None:
-        """Give an open step up if some rank's own host sealed a newer one without it: that rank came here first (R12).
+        """Give an open step up if some rank's host has sealed a newer step of that rank, and never this one (R12).
 
+        This is the check of `_give_up_passed` for a step that opens late, when that rank has passed it already.
         Otherwise ranks that each hold an open step which another rank passed over would wait for one another's puts.
         """
         step = StepId(attempt.ordinal, number)
@@ -240,8 +250,8 @@ class Steps:
     def commit_rule(self, job: Job, world_size: int, step: StepId) -> StepCommitted | None:
         """Return the commit fact if every shard is on as many domains as the cluster now allows (R18).
 
-        Looks first at the rank that was short the last time, so that all seals of a step together cost one look at
-        each of its ranks. A degraded commit is replaced by a whole one only.
+        Starts with the rank that was short at the last look, so each rank is looked at about once per step. A degraded
+        commit is replaced by a whole one only.
         """
         if self.state.is_placement_stale:
             return None  # evaluated again with the next tick, when the placement is known

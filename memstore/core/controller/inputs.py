@@ -58,7 +58,7 @@ class Inputs:
             DrainsSeen: lambda event: p.drains.seen(event.until_s),
             LeaseRenewed: lambda event: p.journal.lease.renew(event.until_s),
         }
-        #: Calls that are refused once their job is not known any more; all others go to `Queries`.
+        #: Calls of ranks: refused if the job is unknown. All other calls go to `Queries`.
         self._calls: Mapping[type[Request[Any]], Callable[[Any], object]] = {
             AssignRanks: lambda call: p.mesh_orders.ask(state.now, call),
             Get: lambda call: p.rounds.get(state.now, call),

@@ -61,7 +61,7 @@ class ControllerMachine:
 
     @property
     def actions(self) -> list[Action]:
-        """The actions of the present, or last, event so far."""
+        """The actions ordered so far by the event being handled (or by the last one)."""
         return self.out.actions
 
     @property

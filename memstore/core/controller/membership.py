@@ -3,8 +3,9 @@
     a host comes or goes --first since the last tick--> placed at once
                          --one more before the next----> stale: placed with that tick, together with all others
 
-To place the copies of thousands of hosts takes as long for one host's change as for that of a rack, which comes host
-by host. While the placement of a job is stale nothing of it is committed: the hosts that it asks for are not known yet.
+Placing takes the same time for one changed host as for a whole rack, and a rack's hosts come and go one by one. So
+changes after the first wait for the next tick. While the placement of a job is stale nothing of it is committed: the
+hosts that it asks for are not known yet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PlacementUpdates:
         self._has_placed = False  # since the last tick
 
     def changed(self, changes: Sequence[Change]) -> None:
-        """Take the new status of hosts: copies on dead ones count no more, those on hosts that are back do (R28)."""
+        """Take the new status of hosts: copies on dead ones no longer count, those on returned ones do again (R28)."""
         state, parts = self.state, self.parts
         for change in changes:
             level = "info" if change.status == "live" else "warning"

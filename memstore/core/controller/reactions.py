@@ -1,7 +1,7 @@
 """What follows from what: the page to read first. Pure.
 
 FACTS: a decision has reached enough journals, or is of the past; these parts make it true, in this order (R16).
-REACTIONS: a part emits an event; these parts above it react, in this order, before it goes on.
+REACTIONS: when a part emits an event, the parts listed here run at once, in this order; then the emitter continues.
 `inputs.py` has what reaches the machine from outside: calls of ranks and people, reports of holders, time.
 """
 

@@ -89,7 +89,10 @@ class Forks:
             return None, refusal
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be forked"
         if job.newest is None:
-            return None, ("RecoveryError", f"{what}: the job has copies and no attempt: connect to it first")
+            return None, (
+                "RecoveryError",
+                f"{what}: hosts hold copies of the job, but its history is not known: connect to it first",
+            )
         if step in job.retired:
             return None, ("RecoveryError", f"{what}: it is retired: {job.retired[step]}")
         lacking = why_not_whole(self.state.hosts, job, step)

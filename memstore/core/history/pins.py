@@ -55,7 +55,7 @@ class Pins:
             job, request.step, request.of_attempt, among={*job.commits, *job.markers}, option="attempt= or --attempt"
         )
         if step is None or attempt is None:
-            what = f"job {job.name!r} has copies and no attempt: connect to it first"
+            what = f"hosts hold copies of job {job.name!r}, but its history is not known: connect to it first"
             self.out.refuse(call, *(refusal or ("RecoveryError", what)))
             return
         known = job.pins.get(name)

@@ -121,7 +121,10 @@ class Reach(Effect):
 
 @dataclass(frozen=True)
 class BeginConnect(Effect):
-    """Begin to open the streams to a job's targets, which its next put needs; give a function: whether that is over."""
+    """Begin to open the streams to a job's targets, which its next put needs.
+
+    Give a function that says whether it has ended.
+    """
 
     job: str
 
@@ -275,7 +278,7 @@ class ReadMarkers(Effect):
 
 @dataclass(frozen=True)
 class OnStore(Effect):
-    """Call the store where that may digest, wait or unlink files; give what the call returns."""
+    """Make a call of the store that may block (digests, waits, unlinks files); give what the call returns."""
 
     call: Callable[[], Any]
 

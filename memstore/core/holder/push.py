@@ -69,7 +69,7 @@ def replicate(
 
 
 def begin(state: HolderState, push: Push, replication: Replication | None = None) -> bool:
-    """Note that a push begins; False if the same one is under way, whose end counts for this one too."""
+    """Note that a push begins; False if the same one is under way: a put then waits for that push instead."""
     is_new = (push.shard, push.target) not in state.pushes.under_way
     waiting = state.pushes.under_way.setdefault((push.shard, push.target), [])
     waiting += [replication] if replication is not None else []
@@ -132,9 +132,9 @@ def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
 
 
 def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[None]:
-    """Try once, and note whether the target could be reached; a target that was silent last time is pinged first.
+    """Try once and note whether the target answers; if it did not answer last time, ping it first (R18).
 
-    The controller may still reach a host that this one cannot; so a ping comes first, and puts need not wait (R18).
+    The controller may still reach a host that this one cannot: a short ping fails before a put waits long.
     """
     silent_since_s = state.pushes.silent_since_s
     try:

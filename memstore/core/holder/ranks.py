@@ -37,7 +37,8 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[
     older, table.links[link.nonce] = table.links.get(link.nonce), link
     if isinstance(hello, RankHello):
         is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
-        if is_new:  # said after it is in the inventory: of two sessions, one has it
+        if is_new:
+            # Reported after it is in the table, so a new session has it in its inventory or in this report.
             state.report(RankArrived(nonce=link.nonce))
         if link.parent:
             table.parents[link.nonce] = link.parent

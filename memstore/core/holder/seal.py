@@ -1,6 +1,6 @@
 """Turns a hand-over of a rank into a sealed shard, and a fence into an answer (R7, R12, R14, R21).
 
-    handed over, stamped with the fence of that moment --another one of the same shard is being sealed--> waits
+    handed over, stamped with the fence of that moment --the same shard is being sealed for an older link--> waits
        --its slots are its own, and this host sees in them what the rank saw--> digested, pushed meanwhile --> sealed
        '--refused, or it failed--> its slots are free, and the controller is asked to have all ranks skip the step
 
@@ -82,7 +82,7 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
     sealing = state.puts.sealing
     if not (yield WaitFor(lambda: shard not in sealing, SEAL_S)):
-        raise IntegrityError(f"{shard} was not sealed within {SEAL_S:g} s on behalf of a link that ended")
+        raise IntegrityError(f"an earlier link's hand-over of {shard} has not been sealed for {SEAL_S:g} s")
     sealing.add(shard)
     try:
         known, has_targets, why = yield from _stored(state, put, shard)
@@ -102,9 +102,12 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
 
 
 def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
-    """Return the stored replica and whether copies of it are to come; or None and why not ("": it comes again)."""
+    """Return the stored replica and whether copies of it are to come; or None and the reason.
+
+    With an empty reason the new link will hand it over again.
+    """
     ready, store, link = put.ready, state.store, put.link
-    # The whole message is checked before a slot changes its owner, and no list is as long as a rank says.
+    # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
     shared_count(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
@@ -118,7 +121,10 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
     if is_mine and (known is not None or is_refused):
         store.give_back(slots)
     if is_refused:
-        return None, False, f"attempt {put.fence} was opened" if is_old else "its slots were no longer leased to it"
+        return None, False, (
+            f"attempt {put.fence} was opened" if is_old
+            else "the rank no longer had the lease of these slots (has this host's holder restarted?)"
+        )  # fmt: skip
     if known is not None:
         return known, (yield Replicate(shard, known.spec.digest)), ""
     why = yield from _not_seen(state, shard, ready)

@@ -75,9 +75,9 @@ class FactLog:
     ) -> list[Fact]:
         """Take facts of a late host that this log lacks (terms before ours); return them to be applied.
 
-        What is not welcome is in no journal any more: a successor would read it there, and decide otherwise than was
-        decided here. It is asked for each while all are in their places. Their sequence numbers may be those of
-        entries of this term: only (term, seq) names an entry.
+        Facts that are refused are removed from all journals, or a successor would read them and decide otherwise. The
+        check runs while all candidates are in the log. Sequence numbers of late facts may be those of entries of this
+        term: only (term, seq) names an entry.
         """
         known = {(entry.term, entry.seq) for entry in self.entries}
         missing = [entry for entry in journal if (entry.term, entry.seq) not in known and entry.term < self.term]

@@ -1,6 +1,7 @@
 """Updates of the holders' journals: new facts, missing records, compacted ones. Pure (R16).
 
-    decided --within the lease--> recorded --end of the event, or an answer--> sent to all live holders
+    decided --within the lease--> recorded
+    recorded --at the end of the event, or before an answer goes out--> sent to all live holders
     a session begins --> what its journal lacks, or all of it
     half of the bytes are not needed --> holders are sent what to keep
 

@@ -67,7 +67,11 @@ class Repair:
             self.consider(now, job)
 
     def _has_copy(self, shard: ShardId, host: str) -> bool:
-        """Return whether the copy is still wanted: a dropped one's push ends unreported, and must not block others."""
+        """Return whether a host still has the copy that it is to push.
+
+        When a copy is dropped its push ends without a report; without this check it would block others until its
+        deadline.
+        """
         job = self.state.jobs.get(shard.job)
         return job is not None and host in job.copies.get(StepId(shard.attempt, shard.step), {}).get(shard.rank, {})
 
@@ -180,7 +184,8 @@ class Repair:
             for host in surplus:
                 self.drops.order(host, [shard])
                 job.drop_copy(shard, host)
-        return not lacking and not surplus and not stand_ins  # these are free when the probation ends
+        # Stand-in copies must be dropped when the probation ends, so look at this step again.
+        return not lacking and not surplus and not stand_ins
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
         """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.
@@ -197,8 +202,8 @@ class Repair:
         if key in pushes.under_way or key in pushes.refused_s or not hosts.is_answering(target):
             return False
         is_open = StepId(shard.attempt, shard.step) not in self.state.jobs[shard.job].commits
-        # An open step's owner pushes there anyway, and waits for it. For a kept step a stand-in is sought first; where
-        # none is found, a copy that may be gone soon is better than none.
+        # For an open step the rank's own host pushes to this target anyway. For a kept step a stand-in is sought first;
+        # where none is found, a copy that may be gone soon is better than none.
         is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
         if is_last_resort and shard not in self.pushes.vain_s:
             return False
@@ -239,8 +244,8 @@ class Repair:
     def _make_room(self, job: Job, shard: ShardId, target: str) -> None:
         """Make room on a host that refused a kept step's copy, which is tried again after `REFUSAL_TTL_S` (R29).
 
-        It claims room for the newest attempt, which may have ended before its first put did so. If it has, steps
-        that no rank will finish are dropped there for it: incomplete ones first, then the oldest.
+        The host first claims room for the newest attempt, if that ended before its first put claimed any. Otherwise
+        steps that no rank will finish are dropped there: incomplete ones first, then the oldest.
         """
         attempt, spec = job.newest, job.spec(shard)
         if attempt is None or spec is None or not self._is_ended(attempt):

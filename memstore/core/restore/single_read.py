@@ -27,7 +27,10 @@ TERM_SHIFT, TERMS = 32, 1 << 29  # a term's numbers stay below 2**61
 
 
 def first_number(term: int) -> int:
-    """Return where a term begins to number its orders: no report for a former controller's may be taken for ours."""
+    """Return where a term begins to number its orders.
+
+    So a late report to a former controller is not mistaken for one of ours.
+    """
     return term % TERMS << TERM_SHIFT
 
 
@@ -57,7 +60,7 @@ def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
 def newest_attempt(out: Effects, call: Call[Any], job: Job | None) -> Attempt | None:
     """Return the newest attempt of a job; None, and the call is refused, if no attempt of it is known."""
     if job is not None and job.newest is None:
-        why = f"job {job.name!r} has copies and no attempt: connect to it first"
+        why = f"hosts hold copies of job {job.name!r}, but its history is not known: connect to it first"
         out.refuse(call, "RecoveryError", why)
     return job.newest if job is not None else None
 

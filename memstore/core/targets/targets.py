@@ -112,8 +112,8 @@ class ClusterView:
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go, among the hosts that are not dead.
 
-        If a host comes back before anything was copied in its place, nothing has moved: the moves count from
-        `Job.home`, not from what held while it was away.
+        If a host comes back before anything was copied in its place, the old placement is restored: moves are counted
+        from `Job.home`, not from the interim placement.
         """
         attempt = job.newest
         if attempt is None:

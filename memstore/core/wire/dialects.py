@@ -1,6 +1,6 @@
 """All declared messages, by the module that declares them. Pure.
 
-The tests read it that say that every message is declared well.
+Tests read this list to check every message.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
-DROPPED_READ_S = 2.0  # the same once it was dropped: puts wait for its slots, by default 5 s (R11)
+# After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
+DROPPED_READ_S = 2.0
 Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
-VERIFY_AGE_S = 300.0  # a slot verified longer ago does not answer for an offered chunk unseen (R13)
+VERIFY_AGE_S = 300.0  # an older slot is digested again before it stands in for an offered chunk (R13)
 
 
 class Clock(Protocol):
@@ -264,7 +265,7 @@ class ReplicaStore:
         now = self.clock.time()
         with self.lock:
             known = [self.table.lookup(d, n) for d, n in zip(digests, sizes, strict=True)]
-            # A moment that is yet to come was taken by a clock that was set back since: it says nothing.
+            # A time in the future means that the clock was set back: it says nothing.
             old = {n for n in known if n is not None and abs(now - self.table.slots[n].verified_s) > age_s}
         self.verify_slots(old)
 

@@ -1,8 +1,8 @@
 """Reads of a shard whose slots may be lost meanwhile: copied chunk by chunk, each digested right after (R7, R26).
 
-A chunk is copied and then digested in its slot, piece by piece, while the copy has left the piece in the cache: that
-costs a tenth of the copy, a pass of its own over memory costs half of it. The digest after proves the copy. A chunk
-found bad is brought again from another copy and copied again; only when none is good does the read fail.
+A chunk is copied and then digested in its slot, piece by piece: digesting while the piece is still in the cache adds
+about 10 % to the copy; a separate pass would add 50 %. The digest after proves the copy. A chunk found bad is brought
+again from another copy and copied again; only when none is good does the read fail.
 
 A GPU copies chunks itself out of the slots, on a stream of its own, some flights of them at a time; each is digested
 when the event behind its copy has come, on other threads, while the next are on their way: the same proof.
@@ -74,7 +74,7 @@ class CheckedStream:
     def read(self, offset: int, address: int, nbytes: int) -> None:
         """Plan a copy to host memory: its bytes are there, and verified, once `settle` has returned.
 
-        IntegrityError if the stream ends before: a slot goes on behind it, with bytes that nothing digests.
+        IntegrityError if the stream ends before: the slot's bytes behind the shard's end are covered by no digest.
         """
         if offset + nbytes > self._manifest.nbytes:
             shard, end = self._manifest.shard, self._manifest.nbytes

@@ -407,7 +407,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
 
     Args:
         host: The holder's.
-        message: It.
+        message: The holder's message, or the end of its session.
         asked_s: When this controller asked for the session that it came in.
     """
     match message:

@@ -1,4 +1,7 @@
-"""The context that all parts of one holder share. No part is reachable from it, so none depends on another by it."""
+"""The context that all parts of one holder share.
+
+It refers to no part, so parts cannot depend on one another through it.
+"""
 
 from __future__ import annotations
 

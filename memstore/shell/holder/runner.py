@@ -1,4 +1,4 @@
-"""Runs the procedures of core/holder on threads: one touches the holder's state at a time, effects run side by side.
+"""Runs the procedures of core/holder on threads: one at a time touches the state; effects of several run in parallel.
 
 A procedure runs on the thread of its caller. The lock is held from one yield to the next and released while an effect
 is carried out; every step wakes the procedures that wait for a change of the state.
@@ -83,7 +83,10 @@ class Runner:
         return self._calls.get(type(effect), self._perform)(effect)
 
     def _together(self, effect: Together) -> list[Any]:
-        """Run procedures on other threads until all have ended: a later one would write to a draft that is given up."""
+        """Run procedures on other threads until all have ended.
+
+        Returning earlier would let one still running write into a draft that was given up.
+        """
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
         tell = effect.notifier.tell if effect.notifier is not None else lambda: None
         tell()

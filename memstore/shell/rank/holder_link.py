@@ -75,7 +75,7 @@ CONNECT_S = 5.0
 SEND_S = 30.0
 RECONNECT_S = 0.1
 SEED_BITS = 62  # what an Ordinal has
-REFUSED_S = 2.0  # a refusal is an answer: it is not asked about ten times a second
+REFUSED_S = 2.0  # after a refusal wait this long, instead of RECONNECT_S, before the next try
 
 
 class HolderLink(LeasedSlots):
@@ -136,7 +136,10 @@ class HolderLink(LeasedSlots):
             channel.close()
             raise
         if self.mapping.arena not in ("", welcome.arena):
-            log.warning("memstore: the holder of this host has another arena: what was granted of the last one is void")
+            log.warning(
+                "memstore: the holder of this host has another arena: the slots that this process had in the old arena "
+                "are no longer valid"
+            )
         self.take_arena(RankMapping(self.folder, welcome.arena), welcome.stale)
         return channel, welcome
 
@@ -340,7 +343,7 @@ class HolderLink(LeasedSlots):
             self.listeners.pop(number, None)
 
     def forget_call(self, future: Future[Any]) -> None:
-        """Ask no more for an answer that no thread waits for."""
+        """Forget a call: no thread waits for its answer, and a reconnect must not send it again."""
         with self.room:
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
@@ -361,7 +364,7 @@ class HolderLink(LeasedSlots):
         return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), "adopt", timeout_s))
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
-        """End an offer; what no child has is free to fill again, once the holder has said which that is."""
+        """End an offer; when the holder has answered which slots no child took, those are free again."""
         with self.room:
             if mapping is not self.mapping:
                 return  # the slots of that step may be another offer's by now
@@ -399,7 +402,8 @@ class HolderLink(LeasedSlots):
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
-            # First, because it sends nothing before the rest is done: a handler's exception may come between.
+            # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole hand-over
+            # and sends nothing.
             self.outbox.put(lambda: self._send_handover(handover))
             self.handovers[attempt, step] = handover
             self.tenants.update(passed_on)
@@ -414,7 +418,8 @@ class HolderLink(LeasedSlots):
         if self.closed.is_set():
             return
         with self.room:
-            if self.parent:  # a holder on its way back must get it: a save process lives on, and so would its lease
+            if self.parent:
+                # Wait for a reconnect so that `bye` arrives: the save process lives on, and its lease would too.
                 self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
         self.notify(Bye())
         self.outbox.put(None)

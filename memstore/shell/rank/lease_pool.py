@@ -1,8 +1,8 @@
 """Which slots of the arena a rank may write, and what became of the others (R8, R11).
 
-    granted --pages entered--> free --acquire--> a put's --hand_over--> the holder's
-                                ^                  |--offer--> a child may have them
-                                '-- the put is over'
+    granted --pages mapped in (pre-faulted)--> free --acquire--> a put's --hand_over--> the holder's
+                                                ^                  |--offer--> a child may have them
+                                                '-- the put is over'
 
 Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
 is over still has is free: a put that a signal's handler ends by an exception, wherever it was, loses nothing.
@@ -115,8 +115,8 @@ class LeasedSlots:
 
     def _drop_stale(self, stale: set[int]) -> None:
         self._drop(stale)
-        # The holder took a hand-over that has a stale slot: it is sent again for its level only, and what of it
-        # was leased to us again is ours to fill.
+        # A hand-over has a stale slot: the holder has taken it already. Send it again only to learn its level; slots
+        # of it that were leased to us again may be filled.
         for key, handover in self.handovers.items():
             if stale.intersection(handover.slots):
                 self._move(handover.slots, handover, NOBODY)

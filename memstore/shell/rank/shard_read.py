@@ -3,9 +3,9 @@
     asked --chunks that came are named, if it wants that--> coming --answered--> pinned --close--> given back
       '--refused, or too late--> over             '--close--> given up: what is answered later is given back
 
-For any call, the chunks lie in slots of this host: a holder brought them there from other holders or from durable
-storage. Where they go is the reader's: `CheckedStream` copies them to memory that it is given, and digests each chunk
-after its copy. So a reader that was fenced, or too slow, returns no bytes that others wrote meanwhile.
+For every kind of read, the chunks lie in slots of this host: a holder brought them there from other holders or from
+durable storage. Where they go is the reader's: `CheckedStream` copies them to memory that it is given, and digests each
+chunk after its copy. So a reader that was fenced, or too slow, returns no bytes that others wrote meanwhile.
 """
 
 from __future__ import annotations

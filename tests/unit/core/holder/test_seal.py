@@ -177,7 +177,8 @@ def test_slots_that_are_not_the_ranks_own_are_not_taken_and_not_freed(changes: d
     """They may be another process's by now (R8)."""
     host = Host()
     host.seal(**changes)
-    assert (host.freed, host.why_given_up[0]) == ([], "its slots were no longer leased to it")
+    why = "the rank no longer had the lease of these slots (has this host's holder restarted?)"
+    assert (host.freed, host.why_given_up[0]) == ([], why)
 
 
 def test_what_is_stored_already_is_said_again_and_its_slots_are_free() -> None:

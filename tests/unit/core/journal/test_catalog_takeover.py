@@ -298,7 +298,7 @@ def test_copies_that_no_fact_explains_are_answered_for(verb: str, said: dict[str
     world.run(15.0)
     world.call(ranks[0], verb, **said)
     assert world.run_until(lambda: bool(ranks[0].errors.get(verb)))
-    assert "has copies and no attempt" in str(ranks[0].errors[verb])
+    assert "but its history is not known" in str(ranks[0].errors[verb])
 
 
 def closed(hosts: int, last: int, **config: object) -> CatalogWorld:
