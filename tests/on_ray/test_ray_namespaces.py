@@ -57,6 +57,12 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: Embedded
     job.leave()
     assert job.status()["copies"] == 1
 
+    address = rig.address("h1")
+    # A raylet that Ray has not given up by then would go on, and no other could take its place.
+    wait_for(
+        lambda: not any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address),
+        "Ray to give up the raylet that is cut off",
+    )
     rig.heal("h1")
     wait_for(lambda: not zombies & set(rig.processes("h1")), "the raylet that Ray gave up to end", timeout_s=60)
     cluster.add_node("h1")
