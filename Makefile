@@ -17,7 +17,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-
 test: $(STAMP)
 	$(PYTEST) -m "not long"
 test-long: $(STAMP)
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not alone"
+	$(BIN)/python -m pytest -m alone
 # Lines of the product and of its kit, beside their limits.
 lines:
 	$(PYTHON) tests/house/lines.py
