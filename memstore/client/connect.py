@@ -143,10 +143,8 @@ def connect(
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
-        shard_rank: Which shard this rank holds, from 0. Ranks of one number hold equal state, and only `replicas` of
-            them copy it (R34). All ranks name one, or none does.
-        shard_count: How many shards there are: 1 for data parallelism; for HSDP the size of the FSDP group, whose rank
-            is then `shard_rank`.
+        shard_rank: Which shard this rank holds, from 0; equal numbers mean equal state. All ranks name one, or none.
+        shard_count: How many shards there are: 1 for data parallelism; for HSDP the size of the FSDP group.
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.

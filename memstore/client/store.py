@@ -196,7 +196,7 @@ class Store(PinVerbs):
         ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:
-            StepConflict: `step` is no int from 0 to 2**62.
+            StepConflict: `step` is no int from 0 to 2**61.
         """
         self._check_open()
         check_step(step)

@@ -10,6 +10,7 @@ from memstore.errors import ClosedError, CommitError, ConfigError, StepConflict
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
+STEP_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names a later step
 TERMINAL = ("skipped", "superseded", "failed")
 
 
@@ -100,5 +101,5 @@ class Ticket:
 
 def check_step(step: int) -> None:
     """Raise StepConflict unless a step may have this number."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-        raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**62")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
+        raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**61")

@@ -216,7 +216,8 @@ class TestOnATightCluster:
     """Each drill for real; the one of a slow durable directory needs no more than any cluster has."""
 
     pytestmark: ClassVar[list[Any]] = [
-        *needs_mounts, pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600),
+        *needs_mounts, pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.alone,
+        pytest.mark.timeout(600),
     ]  # fmt: skip
 
     @pytest.mark.parametrize("name", [*TIGHT_DRILLS, "durable-slow"])

@@ -238,7 +238,7 @@ class Attempts:
                 nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s, order=gathering.order,
-                shard_of=tuple(entrant.shard for entrant in joins if entrant.shard is not None),
+                shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
             )
         )  # fmt: skip
         self.journal.record(opened)

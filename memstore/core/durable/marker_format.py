@@ -129,7 +129,7 @@ def _record_from_body(body: dict[str, Any]) -> MarkerRecord:
         raise ValueError(f"key {key!r} is no key's name")
     if world_size < 1 or len(parts) != world_size:
         raise ValueError(f"{len(parts)} parts for world size {world_size}")
-    if lineage["attempt"] != step.attempt:
+    if _count(lineage["attempt"], "attempt") != step.attempt:
         raise ValueError(f"lineage of attempt {lineage['attempt']} in a marker of attempt {step.attempt}")
     for name in ("parent_attempt", "parent_step"):
         if lineage[name] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,8 @@ def place_of(config: Mapping[str, Any], marker: DurableMarker | None = None) -> 
         return None
     return DurablePlace(
         url=config["durable"], compression=config.get("durable_compression"), key_file=config.get("durable_key_file"),
-        bytes_per_s=config.get("durable_bytes_per_s"), key=marker.key if marker is not None else None,
+        bytes_per_s=math.ceil(config.get("durable_bytes_per_s") or 0) or None,  # a setting may be a float
+        key=marker.key if marker is not None else None,
     )  # fmt: skip
 
 

@@ -70,6 +70,9 @@ class DurableOrders:
         if attempt is None or not attempt.config.get("durable"):
             return
         state = self.states.of(job.name)
+        write = state.active
+        if write is not None and write.phase != "marking" and write.place != place_of(attempt.config):
+            self._abandon(job, state, "a newer attempt writes to another place")
         self._give_up_retired(now, job, attempt, state)
         if state.active is not None and state.active.phase == "asking" and self.keys.is_known(job.name):
             self._begin(job, attempt, state, state.active)

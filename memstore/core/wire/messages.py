@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.config import check_name
 from memstore.core.wire import calls, reports
-from memstore.core.wire.ids import ORDINAL_LIMIT
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import HostStats
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy
 
 Body = dict[str, Any]
 
@@ -144,22 +142,3 @@ class Note:
 
 
 Action = Tell | Answer | Note
-
-
-def shard_to_wire(shard: ShardId) -> list[Any]:
-    """Return a shard id as plain values."""
-    return [shard.job, shard.attempt, shard.step, shard.rank]
-
-
-def shard_from_wire(value: Any) -> ShardId:
-    """Return the shard id that `shard_to_wire` wrote; ValueError for what no rank could have put.
-
-    The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files.
-    """
-    if not isinstance(value, (list, tuple)) or len(value) != 4:
-        raise ValueError("a shard is [job, attempt, step, rank]")
-    job, *numbers = value
-    check_name("job", job)
-    if any(type(number) is not int or not 0 <= number < ORDINAL_LIMIT for number in numbers):
-        raise ValueError(f"attempt, step and rank are whole numbers from 0 to 2**62, not {str(numbers)[:160]}")
-    return ShardId(job, *numbers)

@@ -26,7 +26,6 @@ from memstore.core.wire import codec, dialects
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.messages import shard_from_wire
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
@@ -54,16 +53,12 @@ def frame(data: bytes) -> None:
 
 
 def body(data: bytes, *, is_peer: bool = True) -> None:
-    """Decode a body, then an error and a shard id out of it."""
+    """Decode a body, and encode it again."""
     try:
         found = wire.unpack_body(data, authenticated=is_peer)
     except MemstoreError:
         return
     wire.pack_body(found)
-    try:
-        shard_from_wire(found.get("shard"))
-    except ValueError:
-        return
 
 
 def _round_trip(decode: Callable[[bytes], Any], encode: Callable[[Any], bytes], data: bytes) -> Any:

@@ -33,6 +33,12 @@ def test_a_committed_step_becomes_durable() -> None:
     assert [r.tickets[1] for r in ranks] == ["durable", "durable"]
 
 
+def test_a_pace_that_is_no_whole_number_reaches_the_holders() -> None:
+    """`durable_bytes_per_s=1e6` is a setting like 1000000: orders carry it as whole bytes."""
+    world, _ = written(durable_bytes_per_s=1e6)
+    assert list(world.durable.markers) == [("train", 1, 1)]
+
+
 def test_only_the_newest_durable_steps_are_kept() -> None:
     """durable_keep bounds what stays; the newest never goes."""
     world, _ = written(last=4, durable_keep=2)
@@ -421,3 +427,22 @@ def test_a_job_that_is_read_does_not_expire_until_the_read_has_ended() -> None:
     assert ranks[0].answers["read_step"][-1]["step"] == 2
     world.run(110.0)
     assert "train" not in world.served.jobs
+
+
+def test_a_write_to_another_place_than_the_newest_attempts_is_given_up() -> None:
+    """An attempt opens with other durable storage while a step is written: all that a step has lies in one place."""
+    world = CatalogWorld(2, durable="/durable", durable_every="1h")
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.work_s = (5.0, 6.0)
+    assert world.put_all(ranks, 1)
+    states = world.served.parts.durable_states
+    write = states.of("train").active
+    assert write is not None
+    assert write.place.url == "/durable"
+    world.work_s = (0.01, 0.2)
+    world.config = {**world.config, "durable": "/elsewhere"}
+    world.launch(2)
+    world.run(1.0)
+    after = states.of("train").active
+    assert after is None or after.place.url == "/elsewhere"

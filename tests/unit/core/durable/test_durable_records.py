@@ -77,6 +77,8 @@ GOOD = (
         ('"key": ""', '"key": 7'),
         ('"key": ""', '"key": "../marker"'),
         ('{"attempt": 1, "par', '{"attempt": 2, "par'),
+        ('{"attempt": 1, "par', '{"attempt": true, "par'),
+        ('{"attempt": 1, "par', '{"attempt": 1.0, "par'),
         ('"parent_step": null', '"parent_step": "x"'),
         ("9, 4, 3, 1", "9, 4, 2, 1"),
         ("9, 4, 3, 1", "9, 0, 3, 1"),

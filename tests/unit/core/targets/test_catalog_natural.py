@@ -117,6 +117,15 @@ def test_ranks_that_do_not_agree_are_all_refused(named: list[tuple[int | None, i
     assert JOB not in world.served.jobs
 
 
+def test_a_shard_without_a_count_is_no_shard() -> None:
+    """What some ranks of a foreign client name without a count is ignored on all ranks; nothing of it is recorded."""
+    world = CatalogWorld(4)
+    ranks = [world.join(n, 4, "k", shard=0 if n < 2 else None, shards=None) for n in range(4)]
+    assert world.run_until(lambda: all(r.answers.get("join") for r in ranks), 5.0)
+    assert world.served.jobs[JOB].newest.shard_of == ()
+    assert world.put_all(ranks, 1)
+
+
 def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
     """A rank's number says which shard it holds, whatever process has it; copiers are chosen anew (R22, R27)."""
     world = CatalogWorld(4, placement="ring")
