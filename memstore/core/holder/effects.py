@@ -51,6 +51,10 @@ class Source(Protocol):
     def sizes(self) -> Sequence[int]:
         """Return the bytes of each of its chunks."""
 
+    @property
+    def stored(self) -> StoredReplica | None:
+        """Return the stored replica, None while it is being digested."""
+
     def release(self) -> None:
         """Release the pin: this push is over."""
 

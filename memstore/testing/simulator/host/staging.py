@@ -46,7 +46,8 @@ class Stager:
         if holder.is_up:
             reads.give_back(link, lent.pin)
         chunks = decode_manifest(lent.manifest).chunks
-        if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
+        is_lost = isinstance(staged, ShardStaged) and None in lent.slots  # a chunk went bad after it was staged
+        if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
             if isinstance(staged, ShardStaged) and staged.report is not None:  # a barrier said: good (R27)
                 key = StagedKey(rank.job, rank.rank, "round", staged.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
