@@ -15,7 +15,7 @@ import msgspec
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.wire.calls import RankCall, SkipStep
+from memstore.core.wire.calls import AssignRanks, Join, RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -54,6 +54,7 @@ class SimRank:
         self.nonce = f"n{self.pid}"
         self.owner = Owner(self.pid, 1, self.pid)
         self.attempt = 0
+        self.place = (rank, 0)  # rank and attempt that its link names, from the moment at which the answer comes
         self.is_dead = self.is_frozen = self.is_fenced = False
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
@@ -162,6 +163,8 @@ class SimRank:
         if isinstance(request, SkipStep):
             self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
         elif request is not None:
+            if isinstance(request, Join | AssignRanks) and not error:
+                self.place = (int(body["rank"]), int(body["attempt"]))
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
     def rise(self, step: int, level: str) -> None:
