@@ -41,6 +41,7 @@ STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
 THAW_POLL_S = 0.1
 RANGES_S, RANGES_EVERY = 30.0, 7  # how long a read of ranges may take; one in so many steps
+TOGETHER_EVERY = 5  # one in so many steps every rank reads the same shard
 WRITE_S = 0.004  # one chunk's copy: long enough for a fault to stop it
 
 
@@ -214,8 +215,10 @@ class SimRank:
             self.steps_done = step
             if scenario.reads_ranges and step % RANGES_EVERY == self.rank % RANGES_EVERY:
                 self.world.spawn(self._read_ranges(), self)
-            if scenario.streams_reads and step % RANGES_EVERY == self.rank % RANGES_EVERY:
-                self.world.spawn(self._read_streamed(step), self)
+            if scenario.streams_reads and step % TOGETHER_EVERY == 0:
+                self.world.spawn(self._read_streamed(step, 0), self)
+            elif scenario.streams_reads and step % RANGES_EVERY == self.rank % RANGES_EVERY:
+                self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
@@ -229,12 +232,11 @@ class SimRank:
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)
 
-    def _read_streamed(self, number: int) -> Thread:
-        """Read another rank's newest shard whole, and look at its chunks as they come (R27)."""
+    def _read_streamed(self, number: int, rank: int) -> Thread:
+        """Read a rank's newest shard whole, and look at its chunks as they come (R27)."""
         answer = yield from self._answer(
-            "read_step", RANGES_S, rank=(self.rank + 1) % self.world_size, step=None, of_attempt=None,
-            listener=ChunkListener(self.nonce, number),
-        )  # fmt: skip
+            "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, listener=ChunkListener(self.nonce, number)
+        )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, {**answer, "read": dict(enumerate(answer["read"]))})
 
