@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Host:
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda report: None, sealed=lambda shelved, put: self.reported.append(shelved),
-            is_stopping=lambda: False, is_alive=lambda owner: True,
+            is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
