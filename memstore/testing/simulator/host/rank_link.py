@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memstore.core.arena.slot_table import Owner
@@ -23,7 +22,6 @@ class RankLink:
     attempt: int
     parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
-    pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     is_retired: bool = False
 
     @property

@@ -40,7 +40,7 @@ CHUNKS = 3
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
 THAW_POLL_S = 0.1
-RANGES_S, RANGES_EVERY = 30.0, 7  # how long a read of ranges may take; one in so many steps
+RANGES_S = 30.0  # how long a read of ranges may take
 TOGETHER_EVERY = 5  # one in so many steps every rank reads the same shard
 WRITE_S = 0.004  # one chunk's copy: long enough for a fault to stop it
 
@@ -213,11 +213,11 @@ class SimRank:
                 self.why = "fenced"
                 return
             self.steps_done = step
-            if scenario.reads_ranges and step % RANGES_EVERY == self.rank % RANGES_EVERY:
+            if scenario.reads_ranges and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_ranges(), self)
             if scenario.streams_reads and step % TOGETHER_EVERY == 0:
                 self.world.spawn(self._read_streamed(step, 0), self)
-            elif scenario.streams_reads and step % RANGES_EVERY == self.rank % RANGES_EVERY:
+            elif scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023

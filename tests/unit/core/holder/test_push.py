@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -73,6 +74,7 @@ class Host:
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
             report=self.reports.append, sealed=lambda shelved, put: self.lacking.append(shelved.is_nameless),
             is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
         link: Any = SimpleNamespace(
             nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt, parent=""
