@@ -192,6 +192,7 @@ class ShardRead:
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(heard, Future):
+            self._heard.put(heard)  # nothing comes after it: if it is a refusal, each later wait meets it again, at once
             self._take_answer(answer_of(heard))
             return
         if heard.manifest is not None:
