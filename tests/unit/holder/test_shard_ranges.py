@@ -234,6 +234,7 @@ class Reader:
 
     def __init__(self, holder: Holder, shelved: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
+        self.bad_at_first: Sequence[int] = ()  # chunks that the holder quarantines before it answers the first read
         monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
         monkeypatch.setattr(holder.state, "report", lambda report: None)
         self.link = HolderLink(holder.folder, nonce="reader")
@@ -246,6 +247,11 @@ class Reader:
             return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
+        for index in self.bad_at_first if self.count == 1 else ():
+            slot = partial_read.take(self.holder.state, self.count).draft.slots[index]
+            assert slot is not None
+            self.holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+            self.holder.replicas.verify_slots([slot])
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
         self.holder.ranks.answer(call_id, None if bad else pack_reply(reply), error)
@@ -296,6 +302,15 @@ def test_bytes_that_change_under_the_copy_are_found(
             with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
                 found.bytes_of([(0, 10)])
     wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
+
+
+def test_a_wanted_chunk_that_was_quarantined_is_brought_again(reader: Reader) -> None:
+    """The answer names no slot for it: it is mended like one that is bad after its copy (R7, R30)."""
+    reader.bad_at_first = [1, 2]
+    with reader.ranges.ask(2, 3, [(0, 3 * CHUNK_BYTES)], CHUNK_BYTES) as found:
+        assert found.answer().slots[:4] == (found.answer().slots[0], None, None, None)
+        assert found.bytes_of([(CHUNK_BYTES - 1, CHUNK_BYTES + 2)]) == [b"\1" + b"\2" * CHUNK_BYTES + b"\3"]
+    assert reader.count == 2
 
 
 def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
