@@ -55,7 +55,7 @@ class ShardRead:
         Args:
             answer: What a get() that all ranks made was answered, in place of a request.
         """
-        self.link, self._request, self._timeout_s = link, request, timeout_s
+        self.link, self._timeout_s = link, timeout_s
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
@@ -68,12 +68,14 @@ class ShardRead:
         self._future: Future[ShardPlaced] = Future()
         if request is None:
             assert answer is not None
+            request = ReadStep(job=link.job, step=answer.step, of_attempt=answer.attempt, rank=link.rank)
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
             self._number = link.hear(self._heard)
             self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
         else:
             self._future = link.call_soon(request)
+        self._request = request
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:
@@ -186,9 +188,8 @@ class ShardRead:
             else:
                 heard = self._heard.get_nowait()
         except queue.Empty:
-            job = self._request.job if self._request is not None else self.link.job
             raise PeerTimeout(
-                f"read of job {job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
+                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
                 f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
@@ -202,21 +203,21 @@ class ShardRead:
 
     def _take_answer(self, answer: ShardPlaced) -> None:
         self._pin = answer.pin  # first: it is given back even if the rest is malformed
-        manifest = self._name(answer.manifest)
+        manifest = self._name(answer.manifest, answer)
         slots = answer.slots
         if len(slots) != len(manifest.chunks):
             raise IntegrityError(
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
                 "call get() again"
             )
-        self._check_asked(manifest, answer)
         self._slots = {}
         self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
         self._answer = answer
 
-    def _name(self, data: bytes) -> Manifest:
+    def _name(self, data: bytes, answer: ShardPlaced | None = None) -> Manifest:
         """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
         named = decode_manifest(data)
+        self._check_asked(named.shard, answer)
         if self._manifest is not None and self._manifest != named:
             raise IntegrityError(
                 f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
@@ -225,16 +226,14 @@ class ShardRead:
         self._manifest = named
         return named
 
-    def _check_asked(self, manifest: Manifest, answer: ShardPlaced) -> None:
-        """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
-        asked = self._request
-        if asked is None:
-            return
-        step = answer.step if asked.step is None else asked.step
-        attempt = answer.attempt if asked.of_attempt is None else asked.of_attempt
+    def _check_asked(self, shard: ShardId, answer: ShardPlaced | None) -> None:
+        """Refuse another shard than the one that was asked for, or than the one that the answer says it is."""
+        asked, chosen = self._request, answer or shard
+        step = chosen.step if asked.step is None else asked.step
+        attempt = chosen.attempt if asked.of_attempt is None else asked.of_attempt
         wanted = ShardId(asked.job, attempt, step, asked.rank)
-        if manifest.shard != wanted:
-            raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")
+        if shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
 
     def _add(self, slots: Mapping[int, int]) -> None:
         """Take slots that chunks have come to; their pages stay while this reads (R9)."""
