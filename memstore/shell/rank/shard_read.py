@@ -72,7 +72,11 @@ class ShardRead:
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
             self._number = link.hear(self._heard)
-            self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            try:
+                self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            except BaseException:
+                link.unsubscribe(self._number)
+                raise
         else:
             self._future = link.call_soon(request)
         self._request = request
@@ -189,12 +193,12 @@ class ShardRead:
                 heard = self._heard.get_nowait()
         except queue.Empty:
             raise PeerTimeout(
-                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
-                f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
+                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller "
+                f"running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(heard, Future):
-            self._heard.put(heard)  # nothing comes after it: if it is a refusal, each later wait meets it again, at once
+            self._heard.put(heard)  # the last to come: if it is a refusal, each later wait meets it again at once
             self._take_answer(answer_of(heard))
             return
         if heard.manifest is not None:

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
-from memstore.core.wire.calls import AskSteps, ReadRanges
+from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
-from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
@@ -384,6 +385,13 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
         with pytest.raises(IntegrityError, match="ends at 100"):
             found.bytes_of([(90, 20)])
     reader.link.close()
+
+
+def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> None:
+    """A step that no message can hold is refused before anything is sent; the link forgets the read."""
+    with pytest.raises(ConfigError, match="read_step of job"):
+        ShardRead(reader.link, ReadStep(job="train", step=-1, rank=3), 1.0)
+    assert reader.link.listeners == {}
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
