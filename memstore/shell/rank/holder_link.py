@@ -147,10 +147,6 @@ class HolderLink(LeasedSlots):
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
         return commands_for(self.folder, text)
 
-    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return a slot's bytes."""
-        return self.mapping.view(slot, nbytes)
-
     def _read_loop(self) -> None:
         while not self.closed.is_set():
             try:

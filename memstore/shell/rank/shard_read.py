@@ -10,6 +10,7 @@ chunk after its copy. So a reader that was fenced, or too slow, returns no bytes
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDrop
 from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import CheckedStream, Views
+from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
@@ -59,6 +61,7 @@ class ShardRead:
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
+        self._mapping: RankMapping | None = None  # of the arena that these slots are of
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
         self._pin: int | None = None
@@ -172,8 +175,10 @@ class ShardRead:
 
     def _view(self, index: int) -> memoryview:
         slot = self._slots.get(index)
-        if slot is not None:
-            return self.link.view(slot, self.manifest().chunks[index].nbytes)
+        if slot is not None and self._mapping is not None:
+            with contextlib.suppress(IndexError):  # named of a former arena, just before the holder took this one
+                return self._mapping.view(slot, self.manifest().chunks[index].nbytes)
+            return memoryview(b"")
         asked = self._request
         if isinstance(asked, ReadRanges) and not any(0 <= index - run.first < run.count for run in asked.chunks):
             raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
@@ -240,7 +245,15 @@ class ShardRead:
             raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
 
     def _add(self, slots: Mapping[int, int]) -> None:
-        """Take slots that chunks have come to; their pages stay while this reads (R9)."""
-        self._hold = self._hold or self.link.mapping.open().reading()
+        """Take slots that chunks have come to; their pages stay while this reads (R9).
+
+        If the holder has another arena by now, the slots of the former one are forgotten: their numbers mean others.
+        """
+        mapping = self.link.mapping
+        if self._hold is None or mapping is not self._mapping:
+            hold = mapping.open().reading()
+            if self._hold is not None:
+                self._hold.close()
+            self._mapping, self._hold, self._slots = mapping, hold, {}
         self._hold.add(slots.values())
         self._slots.update(slots)

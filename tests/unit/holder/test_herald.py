@@ -52,6 +52,7 @@ class Asked:
     def __init__(self, first: tuple[bytes, list[bytearray]], then: bytes) -> None:
         self.first, self.then = first, then
         self.mapping = MagicMock()  # no arena: nothing whose pages a reader could keep
+        self.mapping.view = lambda slot, nbytes: memoryview(first[1][slot])[:nbytes]
 
     def hear(self, heard: queue.SimpleQueue[Any]) -> int:
         self.heard = heard
@@ -70,9 +71,6 @@ class Asked:
             )
         )  # fmt: skip
         return future
-
-    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        return memoryview(self.first[1][slot])[:nbytes]
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None

@@ -17,11 +17,15 @@ from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
+from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
 from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.shell.arena.page_locks import lock_free
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
+from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
 from memstore.shell.rank.shard_read import ShardRead
@@ -30,6 +34,7 @@ from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
+WAIT_S = 30.0
 SHARD = ShardId("train", 1, 2, 3)
 FILLS = bytes(range(1, 9))
 FROM_A, FROM_HERE = Run("peer", "a", 0, 8), Run("local", None, 0, 8)
@@ -385,6 +390,41 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
         with pytest.raises(IntegrityError, match="ends at 100"):
             found.bytes_of([(90, 20)])
     reader.link.close()
+
+
+def is_held(holder: Holder, slot: int) -> bool:
+    """Whether a reader keeps the pages of a slot of this holder's arena."""
+    with open(holder.folder / SLOTS_NAME, "r+b") as slots:
+        return list(lock_free(slots.fileno(), slot, 1)) == []
+
+
+def test_chunks_that_come_after_the_arena_changed_are_read_in_the_new_one(
+    reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder came back with an empty arena in the middle of a read: slots of the old one name other bytes now."""
+    a, b = pair
+    shelved = a.replicas.index.find(SHARD)
+    assert shelved is not None
+    manifest = a.replicas.manifest(shelved)
+    b.replicas.ensure_free(40)
+    old = b.replicas.take_slots(40)[-1]  # a slot that the new arena does not have
+    new = shelved.slots[1]
+    assert new is not None
+    b.replicas.arena.view(old, CHUNK_BYTES)[:] = b"\1" * CHUNK_BYTES
+    monkeypatch.setattr(b.calls, "_relay", lambda *call: None)
+    with ShardRead(reader.link, ReadStep(job="train", step=None, rank=3), WAIT_S) as read:
+        [number] = reader.link.listeners
+        reader.link.take_event(ChunksArrived(read=number, manifest=manifest, chunks=(ArrivedChunk(0, old),)))
+        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(0, b"\1" * CHUNK_BYTES)]
+        assert is_held(b, old)
+        # Said of the old arena, and taken when the new one is known.
+        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(2, old),)))
+        reader.link.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
+        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(1, new),)))
+        assert [(index, bytes(view)) for index, view in read.take([2])] == [(2, b"")]
+        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(1, b"\2" * CHUNK_BYTES)]
+        assert (is_held(b, old), is_held(a, new)) == (False, True)
+    assert not is_held(a, new)
 
 
 def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> None:
