@@ -14,7 +14,7 @@ from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRo
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
 from memstore.core.wire.replies import Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
-from memstore.errors import ClosedError, PeerTimeout
+from memstore.errors import PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
@@ -88,8 +88,6 @@ def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limi
     Raises:
         PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's reply; OPEN_S more if all have come.
     """
-    if link.closed.is_set():
-        raise ClosedError("this store is closed: connect again")
     future, roll = link.call_soon(request), RollCall(link, request, limit_s)
     roll.wait([future], limit_s + ANSWER_S)
     if roll.look([future]) and roll.is_complete:

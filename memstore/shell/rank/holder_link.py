@@ -297,20 +297,32 @@ class HolderLink(LeasedSlots):
         return self.ask_soon(Ask(id=0, call=request), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
-        """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
+        """Ask under a number of its own; the future is passed to `then` before it can be forgotten.
+
+        If the link is closed, the future holds a ClosedError at once.
+        """
         future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
         numbered = msgspec.structs.replace(question, id=next(self.call_ids))
-        with self.room:
-            self.calls[numbered.id] = (future, numbered)
-        self.notify(numbered)
+        if self._note_call(future, numbered):
+            self.notify(numbered)
+        else:
+            future.set_exception(ClosedError("this store is closed: connect again"))
         return future
+
+    def _note_call(self, future: Future[Any], question: Question) -> bool:
+        """Have a question answered, or failed by `close`; False if the link is closed."""
+        if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
+            return False
+        with self.room:
+            if self.closed.is_set():  # `close` has failed the calls, or does so next
+                return False
+            self.calls[question.id] = (future, question)
+        return True
 
     def call(self, request: RankCall, timeout_s: float) -> Any:
         """Ask and wait; PeerTimeout names the question and the limit."""
-        if self.closed.is_set():
-            raise ClosedError("this store is closed: connect again")
         return self._await(self.call_soon(request), tag_of(request), timeout_s)
 
     def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
