@@ -143,8 +143,9 @@ class Store(PinVerbs):
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
                 this shard's ranks share: it is looked at on its copiers only (R34).
             rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
-            overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
-                `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
+            overlap: True: parameters and optimizer state are copied while training goes on, until the step of an
+                optimizer that was passed to `wait_before_step`; all else, and tensors below 64 KiB, before put returns.
+                Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
 
         Returns:
@@ -152,7 +153,7 @@ class Store(PinVerbs):
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
-            ConfigError: `overlap=True` without a fenced optimizer; a put in the middle of another verb of this thread.
+            ConfigError: `overlap=True` and no optimizer waits; a put in the middle of another verb of this thread.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
@@ -177,7 +178,7 @@ class Store(PinVerbs):
         A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
         In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
         counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
-        stream waits. A fence that waits in vain, `stall_budget_s` or `timeout_s`, fails the step; training goes on.
+        stream waits. A wait in vain, of `stall_budget_s` or `timeout_s`, fails the checkpoint step; training goes on.
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.
