@@ -74,7 +74,7 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
     if not future.done():
         link.forget_call(future)
         raise PeerTimeout(
-            f"get() of job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+            f"{roll.name} job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
             f"{link.commands('`memstore status`')}, or raise timeout_s",
             operation="get", limit_s=timeout_s,
         )  # fmt: skip
@@ -116,7 +116,7 @@ class RollCall:
         """The call is made already; `limit_s` is what the log says."""
         self._link, self._verb, self._job, self._limit_s = link, tag_of(request), request.job, limit_s
         is_agreement = isinstance(request, Get) and request.is_agreement
-        self.name = "agree of" if is_agreement else _NAMES.get(type(request), f"{self._verb} of")
+        self.name = "agree_on_step of" if is_agreement else _NAMES.get(type(request), f"{self._verb} of")
         self._began_s, self._word_s = time.monotonic(), FIRST_WORD_S
         self.words, self.is_complete = "", False
 
