@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.config import check_seconds
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import ClosedError, PeerTimeout
@@ -121,7 +122,7 @@ class PutPreparation:
             PeerTimeout, FencedError, ClosedError: It cannot become ready any more.
             TimeoutError: It was not ready within `timeout_s`; it goes on.
         """
-        limit_s = 2 * self._timeout_s if timeout_s is None else timeout_s
+        limit_s = 2 * self._timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         show = self._show_bar if sys.stderr.isatty() else self._say
         if self._link.rank != 0:
             self._over.wait(limit_s)
