@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
@@ -396,23 +397,10 @@ class CompareShared(Effect):
 
 @dataclass(frozen=True)
 class GiveUpPut(Effect):
-    """Ask the controller to have all ranks skip a step; `is_failed`: for another reason than want of room."""
+    """Ask the controller to have all ranks skip the step of a shard."""
 
-    link: Link
     shard: ShardId
-    why: str
-    is_failed: bool
-
-
-# -- fences -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AnswerFence(Effect):
-    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
-
-    job: str
-    attempt: int
+    request: SkipStep
 
 
 # -- ranks, and people --------------------------------------------------------------------------------

@@ -172,15 +172,22 @@ def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]
 
 
 def leave(state: HolderState, link: Link) -> Steps[None]:
-    """Free the slots that a process leased and did not hand over, once it has sent `bye`."""
+    """Free the slots that a process leased and did not hand over, once it has sent `bye`, and report that it is gone.
+
+    A rank that closes its store says so to the controller too; but not if it has no controller then, or has failed to
+    join. Unreported, it would count as alive for as long as its holder lives, and its open steps as going on.
+    """
     yield from await_owner(state, link.owner, GOODBYE_S)
     table = state.ranks
-    if table.is_current(link):
+    is_gone = table.is_current(link)
+    if is_gone:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
     state.store.reclaim(link.owner)
     yield ForgetProcess(link.owner)
+    if is_gone:
+        state.report(RankGone(nonce=link.nonce))
     if link.parent:
         yield from grant_job(state, link.job)
 

@@ -12,18 +12,19 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
-    AnswerFence,
     CompareSample,
     CompareShared,
     DigestAndStore,
     GiveUpPut,
     Grant,
     NotePut,
+    OnStore,
     OpenFresh,
     Replicate,
     Steps,
@@ -33,8 +34,10 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HandOver, HolderState
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, StepLevel
-from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.reports import Fenced, PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -73,7 +76,10 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
         if why:
             failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
             yield from ranks.tell_level(state, put.link, failed)
-            yield GiveUpPut(put.link, shard, why, is_failed)
+            skip = SkipStep(
+                job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
+            )
+            yield GiveUpPut(shard, skip)
     finally:
         done(state, put)
 
@@ -197,4 +203,9 @@ def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) 
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
     yield from ranks.tell_fenced(state, job, attempt, members)
-    yield AnswerFence(job, attempt)
+    yield OnStore(partial(state.store.tell_copies, job, partial(_answer_fence, state, job, attempt)))
+
+
+def _answer_fence(state: HolderState, job: str, attempt: int, kept: list[StoredReplica]) -> None:
+    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
+    state.report(Fenced(job=job, attempt=attempt, copies=tuple(map(WireCopy.of, kept))))

@@ -78,6 +78,9 @@ class Store(Protocol):
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
 
+    def tell_copies(self, job: str, tell: Callable[[list[StoredReplica]], None]) -> None:
+        """Call `tell` with the replicas of a job, while no other one can be stored, lost or dropped."""
+
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
 

@@ -6,7 +6,8 @@ made of the store's own value by `of`, and gives it back by `id`, `spec` or `on`
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Protocol
 
 from msgspec import Meta
 
@@ -80,6 +81,22 @@ class WireSpec(Row, frozen=True):
         return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
 
 
+class HeldCopy(Protocol):
+    """A copy on this host, as its store or the controller has it."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Return whose copy it is."""
+
+    @property
+    def spec(self) -> ShardSpec:
+        """Return its digest and sizes."""
+
+    @property
+    def missing(self) -> Collection[int]:
+        """Return the indices of the chunks that it lacks."""
+
+
 class WireCopy(Row, frozen=True):
     """A copy of a shard on the host that says so, with the indices of the chunks that it lacks."""
 
@@ -88,7 +105,7 @@ class WireCopy(Row, frozen=True):
     missing: tuple[Ordinal, ...]
 
     @classmethod
-    def of(cls, copy: Copy) -> WireCopy:
+    def of(cls, copy: HeldCopy) -> WireCopy:
         """Return the row of a copy, without its host."""
         return cls(WireShard.of(copy.shard), WireSpec.of(copy.spec), tuple(sorted(copy.missing)))
 

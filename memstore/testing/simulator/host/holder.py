@@ -181,14 +181,13 @@ class SimHolder:
 
     def report(self, report: reports.Report) -> None:
         """Report something done."""
+        if isinstance(report, reports.Fenced):
+            self.checker.fences.answered(self, report.job, report.attempt)
         self.tell(Report(self.host_id, report))
 
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
-        if shelved is not None and not shelved.is_doomed:
-            held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            self.report(Sealed(copy=WireCopy.of(held), put=put))
+        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
