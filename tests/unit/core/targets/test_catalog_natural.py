@@ -134,7 +134,7 @@ def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
     assert world.put_all(ranks, 1)
     assert world.put_all(ranks, 2)
     for rank in ranks:
-        body = {"nonce": rank.nonce, "key": rank.key, "world_size": 4, "step": 2, "of_attempt": None}
+        body = {"nonce": rank.nonce, "key": rank.key, "step": 2, "of_attempt": None}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 20.0), ranks[0].errors
     assert [rank.answers["rewind"][-1]["shared_shard"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]
