@@ -77,7 +77,6 @@ class Store(PinVerbs):
 
     def _take_attempt(self, joined: Joined) -> None:
         self.attempt, self.rank = joined.attempt, joined.rank
-        self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
         self._cadence.begin_attempt(joined)
 
@@ -122,7 +121,7 @@ class Store(PinVerbs):
         )  # fmt: skip
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, request, limit_s=limit_s)
-        self.rank = self._link.rank = joined.rank
+        self.rank = joined.rank
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return joined.order or tuple(range(self.world_size))
 

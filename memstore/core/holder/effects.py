@@ -32,7 +32,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenHerald`
+ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenNotifier`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -50,6 +50,10 @@ class Source(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """Return the bytes of each of its chunks."""
+
+    @property
+    def stored(self) -> StoredReplica | None:
+        """Return the stored replica, None while it is being digested."""
 
     def release(self) -> None:
         """Release the pin: this push is over."""
@@ -464,7 +468,7 @@ class ForgetJob(Effect):
 
 
 @dataclass(frozen=True)
-class OpenHerald(Effect):
+class OpenNotifier(Effect):
     """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
     listener: ChunkListener | None

@@ -52,7 +52,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import decode_placed, unpack_reply
+from memstore.core.wire.replies import Joined, decode_placed, unpack_reply
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -249,12 +249,15 @@ class HolderLink(LeasedSlots):
             self.room.notify_all()  # a thread waits for this or something else
 
     def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
-        """Give a future its answer."""
+        """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
         try:
             if isinstance(event, SlotsMoved):
                 future.set_result(event.slots)
             elif isinstance(asked, Ask):
-                future.set_result(unpack_reply(asked.call, event.reply))
+                reply = unpack_reply(asked.call, event.reply)
+                if isinstance(reply, Joined):
+                    self.attempt, self.rank = reply.attempt, reply.rank
+                future.set_result(reply)
         except ProtocolError as exc:
             future.set_exception(exc)
 

@@ -44,13 +44,14 @@ class Drops:
 
     def dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """Look at a copy that has gone without a fault."""
-        self.promises.dropped(host, shard)
+        taken = self._taken_meanwhile(host, shard)
+        self.promises.dropped(host, shard, taken)
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
         left = sorted(h for h, believed in self.observed.believed.items() if (shard, digest) in believed)
-        left += self._taken_meanwhile(host, shard)
+        left += taken
         if len(left) < self.world.scenario.replicas:
             raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
 

@@ -5,6 +5,8 @@ It begins them when an order, a message of a rank or the time demands it, as she
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from typing import Any, cast
 
@@ -116,11 +118,13 @@ class SimHolder:
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
+        first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
             self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up,
-            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), fences=self.fences,
+            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), pin_numbers=itertools.count(first_pin),
+            fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)

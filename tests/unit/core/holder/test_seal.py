@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Host:
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda report: None, sealed=lambda shelved, put: self.reported.append(shelved),
-            is_stopping=lambda: False, is_alive=lambda owner: True,
+            is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
@@ -267,3 +268,15 @@ def test_a_goodbye_waits_for_what_its_process_handed_over() -> None:
     assert put is not None
     assert host.play(ranks.await_owner(host.state, Owner(8, 1, 1), 1.0)) is True
     assert host.play(ranks.await_owner(host.state, put.link.owner, 1.0)) is False
+
+
+def test_a_hand_over_of_a_link_that_was_retired_is_passed_over_at_once() -> None:
+    """The same shard is being sealed for the process's new link: this waits for nothing and gives up no step (R8)."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    assert put is not None
+    host.state.puts.sealing.add(SHARD)
+    link.is_retired = True
+    host.play(seal.run(host.state, put))
+    assert (host.now, host.levels, host.of(effects.GiveUpPut), host.freed) == (0.0, [], [], [])
+    assert host.state.puts.sealing == {SHARD}
