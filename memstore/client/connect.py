@@ -196,7 +196,7 @@ def end_former(store: Store) -> None:
 
 
 def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
-    """Raise ConfigError unless `shard` is one of `shards`, or neither is given."""
+    """Raise ConfigError unless `shard_rank` is from 0 to `shard_count` - 1, or neither is given."""
     if shard_rank is None and shard_count is None:
         return
     if type(shard_rank) is not int or type(shard_count) is not int or not 0 <= shard_rank < shard_count:

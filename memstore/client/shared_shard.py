@@ -184,13 +184,13 @@ def _of_all(read: ShardPlaced, agreed: StepAgreed | None) -> ShardPlaced:
 
 
 def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:
-    """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    rank_state, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
-    if rank_state is None or rank_state.shared is None:
+    """Return the tensors whose bytes in these chunks differ; if the layouts differ, all tensors in these chunks."""
+    layout, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
+    if layout is None or layout.shared is None:
         return []
     size = mine.manifest().chunk_bytes
-    extents = list(extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size))
-    if other is None or other.shared is None or other.shared.layout != rank_state.shared.layout:
+    extents = list(extents_in(layout.shared.layout, layout.shared.first_chunk, chunks, size))
+    if other is None or other.shared is None or other.shared.layout != layout.shared.layout:
         return [name for extent in extents for name in extent.names]
     parts = [
         (number, start, end - start)
@@ -228,8 +228,9 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
     if now is not None and (natural.shard, natural.shards) != (now.shard, now.shards):
         shard = manifest.shard
         raise ManifestMismatch(
-            f"at step {shard.step} rank {shard.rank} held shard {natural.shard} of {natural.shards}, and now it names "
-            f"{now.shard} of {now.shards}: connect with the shards of then, or read other ranks' with get(step, rank=)"
+            f"step {shard.step} was put with shard_rank={natural.shard}, shard_count={natural.shards} on rank "
+            f"{shard.rank}, and this launch has shard_rank={now.shard}, shard_count={now.shards}: connect as then, or "
+            "read the shard of any rank with get(step, rank=)"
         )
     if into is not None and natural.shared is not None:
         check_into(natural.shared.layout, into)

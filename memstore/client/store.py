@@ -408,7 +408,7 @@ class Store(PinVerbs):
         step = check_whole("step", step)
         request = Rewind(
             **self.puts.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
-            key=self._launch.key, world_size=self.world_size,
+            key=self._launch.key,
         )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()

@@ -1,7 +1,7 @@
 """Ids and numbers as they travel: shards, specs and copies as rows of checked values. Pure.
 
-The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files. A row is
-made of the store's own value by `of`, and gives it back by `id`, `spec` or `on`.
+Ids of other processes are checked here alone: a job becomes a folder name, numbers go into manifests and files. `of`
+makes a row from the store's own value; `id`, `spec` or `on` returns that value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memstore.core.wire.codec import Row
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 ORDINAL_LIMIT = 1 << 62
-"""Largest attempt, step, rank, size and count, as in manifests."""
+"""Every attempt, step, rank, size and count is below this, as in manifests."""
 
 Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
 Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]

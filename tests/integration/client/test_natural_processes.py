@@ -206,7 +206,8 @@ def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_
     ranks = launched(fleet, HOSTS, shards=1)
     for failed in fail_together(ranks, "get_own"):
         assert failed.error == "ManifestMismatch"
-        assert "of 2, and now it names 0 of 1" in failed.message
+        assert "shard_count=2 on rank" in failed.message
+        assert "this launch has shard_rank=0, shard_count=1: connect as then" in failed.message
     together(ranks, "close")
 
 

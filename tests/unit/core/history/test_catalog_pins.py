@@ -155,7 +155,7 @@ def test_a_fresh_start_keeps_pins_and_can_go_back_to_them() -> None:
     assert sorted(world.job().copies) == [StepId(1, 2), StepId(2, 1), StepId(2, 2)]
     assert world.get(fresh, step=2)[0]["attempt"] == 2
     for rank in fresh:
-        body = {"step": 2, "of_attempt": 1, "nonce": rank.nonce, "key": rank.key, "world_size": 3}
+        body = {"step": 2, "of_attempt": 1, "nonce": rank.nonce, "key": rank.key}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.attempt == 3 for rank in fresh), 20.0)
     answers = world.get(fresh)
