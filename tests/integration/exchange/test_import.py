@@ -87,6 +87,19 @@ def test_rank_files_come_back_as_a_put_step(cluster: ProcessCluster, tmp_path: P
     ).stderr  # fmt: skip
 
 
+def test_a_job_that_was_removed_is_imported_anew(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Its attempts go on from those of before; it is as new all the same."""
+    put(cluster, "origin", [{"x": torch.ones(10)}] * 2)
+    run(cluster, "export", "origin", "7", str(tmp_path / "out"), "--format", "torch")
+    run(cluster, "import", "anew", str(tmp_path / "out"))
+    run(cluster, "rm", "anew", "--yes")
+    run(cluster, "import", "anew", str(tmp_path / "out"))
+    assert reader_steps(cluster, "anew") == [7]
+    assert "exists" in CliRunner().invoke(
+        main, ["import", "anew", str(tmp_path / "out"), "--store", cluster.config.store]
+    ).stderr  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("shape", "placements", "ranks"),
     [((1,), [Shard(0)], 1), ((2,), [Shard(0)], 4), ((2, 2), [Replicate(), Shard(1)], 2)],
