@@ -183,7 +183,7 @@ def check_usage(entry: Drill, given: dict[str, Any]) -> None:
     if durable and os.path.exists(durable) and not os.path.isdir(durable):
         raise click.UsageError(f"--durable {durable} is no directory")
     if is_beyond and entry.beyond is None:
-        raise click.UsageError(f"{name} has no twin beyond the tolerance: leave --beyond out")
+        raise click.UsageError(f"{name} has no play beyond the tolerance: leave --beyond out")
     if entry.needs_root and os.geteuid() != 0:
         raise click.UsageError(f"{name} mounts a file system of its own: it needs root")
     if given["embedded"]:

@@ -71,8 +71,4 @@ class HolderContext:
         gets them in the order in which they were true.
         """
         self.idle.used()
-        with self.replicas.lock:
-            shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
-            if shelved is not None and not shelved.is_doomed:
-                held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-                self.report(Sealed(copy=WireCopy.of(held), put=put))
+        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))

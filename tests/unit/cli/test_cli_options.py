@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
-from memstore.cli.status import by_cause, copiers_line, problem_line
+from memstore.cli.status import by_cause, problem_line, writers_line
 from memstore.errors import ConfigError
 
 
 def test_a_hostname_names_its_only_host() -> None:
-    """An unlabelled host's id ends in 8 characters of its boot id; where two have one hostname nobody is guessed."""
+    """An unlabelled host's id ends in 8 characters of its boot id.
+
+    Where two have one hostname no process is guessed.
+    """
     status = {"hosts": [{"host": name} for name in ("gpu-1-0a1b2c3d", "gpu-2-00000000", "gpu-2-11111111", "gpu-1-b")]}
     assert check_host(status, "gpu-1") == "gpu-1-0a1b2c3d"
     assert check_host(status, "gpu-1-b") == "gpu-1-b"
@@ -123,13 +126,13 @@ def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -
     assert sharing_words({"box0": 1}) == ""
 
 
-def test_copiers_are_named_where_some_ranks_do_not_copy() -> None:
-    """One copier is "rank 0 copies"; where every rank copies there is nothing to know."""
+def test_writers_are_named_where_some_ranks_do_not_copy() -> None:
+    """One writer is "rank 0 copies"; where every rank copies there is nothing to know."""
     job = {"job": "train", "world_size": 4, "shards": 1}
-    assert copiers_line({**job, "copiers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
-    assert copiers_line({**job, "copiers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
-    assert copiers_line({**job, "world_size": 1, "copiers": [0]}) == ""
-    assert copiers_line(job) == ""
+    assert writers_line({**job, "writers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
+    assert writers_line({**job, "writers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
+    assert writers_line({**job, "world_size": 1, "writers": [0]}) == ""
+    assert writers_line(job) == ""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.rank_messages import RankHello
+from memstore.core.wire.reports import RankArrived, RankGone, Report
 
 OWNER = Owner(1, 1, 1)
 HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena", parent=None)
@@ -33,15 +34,17 @@ class Link:
     is_open: bool = True
 
 
-def host(table: SlotTable) -> HolderState:
-    """Return the state of a holder with these slots."""
+def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
+    """Return the state of a holder with these slots, which appends its reports to a list."""
+    reports = [] if reports is None else reports
     store: Any = SimpleNamespace(
         arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
-        lease=lambda owner, job, rank, attempt, stand_ins_for: table.lease(owner, 4, attempt=attempt),
+        lease=lambda owner, job, rank, attempt, substitute_for: table.lease(owner, 4, attempt=attempt),
+        reclaim=table.reclaim,
     )  # fmt: skip
     return HolderState(
         "a", store, lambda shard, digest: None, Limits(suspect_after_s=2.0, dead_after_s=6.0), now=lambda: 0.0,
-        report=lambda report: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+        report=reports.append, sealed=lambda stored, put: None, is_stopping=lambda: False,
         is_alive=lambda owner: True, pin_numbers=itertools.count(1),
     )  # fmt: skip
 
@@ -50,7 +53,7 @@ def test_of_two_links_that_arrive_at_once_the_later_one_is_taken() -> None:
     """The first one's welcome is late: by then the process has given it up, and is connected on the other."""
     state, first, second = host(SlotTable(8)), Link(), Link()
     late = ranks.join(state, first, HELLO)
-    assert isinstance(next(late), effects.TellWelcome)
+    assert isinstance(next(late), effects.SendWelcome)
     first.is_open = False
     list(ranks.join(state, second, HELLO))
     assert state.ranks.links == {"n": second}
@@ -90,9 +93,21 @@ def test_a_welcome_that_cannot_be_sent_leaves_nothing() -> None:
     state, link = host(SlotTable(8)), Link()
     steps = ranks.join(state, link, HELLO)
     effect: Effect = next(steps)
-    assert isinstance(effect, effects.TellWelcome)
+    assert isinstance(effect, effects.SendWelcome)
     try:
         steps.throw(ConnectionError("reset"))
     except ConnectionError:
         pass
     assert (state.ranks.links, state.ranks.arriving) == ({}, {})
+
+
+def test_a_process_that_says_bye_is_reported_as_gone() -> None:
+    """Its controller may have been away when it closed its store: nothing else says that its steps will not go on."""
+    reports: list[Report] = []
+    table = SlotTable(8)
+    state, link = host(table, reports), Link()
+    list(ranks.join(state, link, HELLO))
+    assert ranks.lease(state, link)
+    list(ranks.leave(state, link))
+    assert reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
+    assert (state.ranks.links, state.ranks.owners, table.leases.get(OWNER, set())) == ({}, {}, set())
