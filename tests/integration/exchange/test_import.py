@@ -87,16 +87,16 @@ def test_rank_files_come_back_as_a_put_step(cluster: ProcessCluster, tmp_path: P
     ).stderr  # fmt: skip
 
 
-def test_a_job_that_was_removed_is_imported_anew(cluster: ProcessCluster, tmp_path: Path) -> None:
+def test_a_removed_job_is_imported_again(cluster: ProcessCluster, tmp_path: Path) -> None:
     """Its attempts go on from those of before; it is as new all the same."""
     put(cluster, "origin", [{"x": torch.ones(10)}] * 2)
     run(cluster, "export", "origin", "7", str(tmp_path / "out"), "--format", "torch")
-    run(cluster, "import", "anew", str(tmp_path / "out"))
-    run(cluster, "rm", "anew", "--yes")
-    run(cluster, "import", "anew", str(tmp_path / "out"))
-    assert reader_steps(cluster, "anew") == [7]
+    run(cluster, "import", "once-more", str(tmp_path / "out"))
+    run(cluster, "rm", "once-more", "--yes")
+    run(cluster, "import", "once-more", str(tmp_path / "out"))
+    assert reader_steps(cluster, "once-more") == [7]
     assert "exists" in CliRunner().invoke(
-        main, ["import", "anew", str(tmp_path / "out"), "--store", cluster.config.store]
+        main, ["import", "once-more", str(tmp_path / "out"), "--store", cluster.config.store]
     ).stderr  # fmt: skip
 
 
