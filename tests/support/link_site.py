@@ -19,10 +19,10 @@ from memstore.config import Config
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.controller.controller import Controller
-from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 

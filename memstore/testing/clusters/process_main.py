@@ -19,10 +19,10 @@ from memstore.config import Config
 from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.controller.controller import Controller, collect_rarely
-from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.durable.tier import PartsTier
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.nursery import PR_SET_PDEATHSIG, fork_children
 
 GATE_S = 60.0

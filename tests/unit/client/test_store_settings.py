@@ -25,7 +25,6 @@ from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, decode_holder_message
 from memstore.errors import PeerTimeout
 from memstore.shell.controller.controller import Controller
-from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.scrub import IDLE_S, Scrubber
 from memstore.shell.host import interface
@@ -36,6 +35,7 @@ from memstore.shell.net.pacing import CHUNK_S
 from memstore.shell.net.socket_options import SO_MAX_PACING_RATE
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.shell.rank.admin_link import store_root
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.clusters.two_holders import two_holders

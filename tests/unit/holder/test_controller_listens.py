@@ -16,8 +16,8 @@ from memstore.core.wire.orders import decode_order
 from memstore.core.wire.reports import Heartbeat, Inventory, RankArrived
 from memstore.shell.controller.controller import TICK_S, Controller
 from memstore.shell.controller.holder_session import Session
-from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.net.channel import Channel
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.controller.holder import host_stats
 

@@ -12,7 +12,7 @@ from link_site import Site
 from memstore.config import Config
 from memstore.errors import TransportError
 from memstore.shell.controller.controller import Controller
-from memstore.shell.controller.membership import DirectoryMembership
+from memstore.testing.clusters.directory_membership import DirectoryMembership
 from memstore.testing.clusters.processes import wait_for
 
 WAIT_S = 60.0
