@@ -22,7 +22,7 @@ from memstore.core.durable.slice_format import SliceHeader, decode_header
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
 from memstore.core.journal.records import Entry, entry_from_record
-from memstore.core.wire import codec, dialects
+from memstore.core.wire import codec
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -30,6 +30,7 @@ from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.durable.codec import Codec
+from memstore.testing.fuzz import dialects
 from memstore.testing.fuzz.message_samples import sample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 

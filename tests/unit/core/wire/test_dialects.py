@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from memstore.core.wire import codec, dialects
+from memstore.core.wire import codec
 from memstore.core.wire.frame import BODY_DEPTH_MAX
 from memstore.errors import ProtocolError
+from memstore.testing.fuzz import dialects
 from memstore.testing.fuzz.message_samples import sample
 
 KINDS = [kind for module in dialects.MODULES for kind in dialects.declared(module)]

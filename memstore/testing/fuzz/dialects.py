@@ -1,6 +1,6 @@
 """All declared messages, by the module that declares them. Pure.
 
-Tests read this list to check every message.
+The fuzzers and the tests of every message read this list.
 """
 
 from __future__ import annotations
