@@ -26,6 +26,7 @@ from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire.codec import encode_frame, tag_of
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.messages import (
     Action,
     Answer,
@@ -210,7 +211,7 @@ class Controller:
         try:
             channel = connect_tcp(
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-                identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S, tls=self.tls,
+                identity=ControllerIdentity(term=self.term), timeout_s=CONNECT_S, tls=self.tls,
             )  # fmt: skip
             session = Session(host, int(record["incarnation"]), channel, self._heard, asked_s=asked_s)
             with self.lock:

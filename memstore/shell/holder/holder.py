@@ -24,6 +24,7 @@ from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
@@ -39,7 +40,7 @@ from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.controller_session import ControllerSessions, term_of
+from memstore.shell.holder.controller_session import ControllerSessions
 from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
 from memstore.shell.holder.orders import OrderRouter
@@ -108,7 +109,7 @@ class Holder:
         term = read_journal(self.journal.records(), self.fences)
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
-        self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
+        self._identity = HolderIdentity(host=identity.host_id, incarnation=incarnation)  # for peers
         self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers = PeerTable(identity.host_id, self._connection_pool)
         self.stopping = threading.Event()
@@ -127,7 +128,7 @@ class Holder:
         self._compose()
         self.listener = Listener.tcp(
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
-            identity=self._identity, on_channel=self._accept, tls=self.tls,
+            identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
         )  # fmt: skip
         self.info = HostInfo(
             identity.host_id, incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
@@ -180,7 +181,7 @@ class Holder:
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(
-            host, address, port, secret=self.secret, store=self.config.store, identity=dict(self._identity),
+            host, address, port, secret=self.secret, store=self.config.store, identity=self._identity,
             streams=self.config.streams, damage=self.damage, lane=self.lane, tls=self.tls,
         )  # fmt: skip
 
@@ -226,14 +227,13 @@ class Holder:
 
     # -- connections --------------------------------------------------------------------------
 
-    def _accept(self, channel: Channel, identity: dict[str, Any]) -> None:
-        role = identity.get("role")
-        if role == "controller":
+    def _accept(self, channel: Channel, identity: Identity) -> None:
+        if isinstance(identity, ControllerIdentity):
             self.sessions.serve(
-                channel, term_of(identity), inventory=self._inventory, on_open=self.calls.ask_again,
+                channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again,
                 obey=self.orders.obey,
             )  # fmt: skip
-        elif role == "holder":
+        elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)
 
     def _inventory(self) -> Inventory:
@@ -256,7 +256,7 @@ class Holder:
             self.info.host_id, before, above, number,
         )  # fmt: skip
         self.info = replace(self.info, incarnation=number)
-        self._identity["incarnation"] = number
+        self._identity = HolderIdentity(host=self.info.host_id, incarnation=number)
         self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
         self.sessions.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import xxhash
 
@@ -51,6 +51,7 @@ from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import Traffic
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import Process
 
 log = logging.getLogger("memstore")
 
@@ -71,11 +72,11 @@ class RankServer:
 
     # -- one link -----------------------------------------------------------------------------
 
-    def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
+    def serve(self, channel: Channel, process: Process) -> None:
         """Read one link until it ends. Its leases stay: a rank's life is its pid, not its socket (R8, R20)."""
         hello = decode_hello(channel.recv(timeout_s=SEND_S).data)
         try:
-            link = self._hello(channel, hello, owner_of(hello, int(identity["pid"])))
+            link = self._hello(channel, hello, owner_of(hello, process.pid))
         except ConfigError as exc:
             channel.send(Kind.EVENT, 0, ErrorMessage.of(exc), deadline_s=SEND_S)
             return

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
 from memstore.core.wire.calls import RankCall
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.arena_limit import arena_limit
@@ -98,7 +99,7 @@ class HolderActor:
     def _probe(self, record: dict[str, Any]) -> None:
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(self.config),
+            identity=ProbeIdentity(), timeout_s=PROBE_S, tls=Tls.load(self.config),
         ).close()  # fmt: skip
 
     def _refuse_double(self, host: str) -> None:

@@ -26,6 +26,7 @@ from memstore.core.wire import codec, dialects
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
@@ -157,7 +158,7 @@ def _manifest_seeds() -> list[bytes]:
 def _frame_seeds() -> list[bytes]:
     calls: list[tuple[Kind, dict[str, Any]]] = [
         (Kind.HELLO, {"nonce": bytes(32)}),
-        (Kind.AUTH2, {"identity": wire.pack_body({"role": "holder"}), "mac": bytes(32)}),
+        (Kind.AUTH2, {"k": "client_proof", "identity": codec.encode(ProbeIdentity()), "proof": bytes(32)}),
         (Kind.EVENT, {"k": "push", "shard": ["job", 1, 2, 0], "digest": "", "target": "h", "is_repair": True}),
     ]
     packed = [(kind, wire.pack_body(content)) for kind, content in calls]
