@@ -18,6 +18,7 @@ from typing import Any
 
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.rank_messages import RoomGrown
+from memstore.core.wire.replies import Noted
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
@@ -59,7 +60,7 @@ class PutPreparation:
         self._failed: Future[None] = Answer()  # with the error, so that a put that waits raises it
         self._pid = os.getpid()
         self._request = request
-        self._answer: Future[dict[str, Any]] | None = None  # None: not asked
+        self._answer: Future[Noted] | None = None  # None: not asked
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:

@@ -173,7 +173,8 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         demo = Demo(site, options, print_line)
         print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
         undisturbed = demo.fit(demo.watcher("undisturbed", options.steps))
-        seats = choose_seats(site.job("undisturbed")["targets"])
+        newest = site.job("undisturbed").newest
+        seats = choose_seats(newest.targets if newest is not None else {})
         print_line(
             f"[seats]   {seats.victim} will be lost; its copies are on {seats.partner}. Its rank is kept off "
             f"{seats.partner}, so that the bytes have to cross the wire;\n"

@@ -17,9 +17,9 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed
 from memstore.core.wire.calls import TellDiffering
-from memstore.core.wire.messages import Body
 from memstore.core.wire.orders import CopierTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
+from memstore.core.wire.status_rows import DifferingRow
 from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
@@ -174,18 +174,14 @@ class Twins:
             known[ranks] = Differing(ranks, attempt.ordinal, step, self.state.now, names)
             self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, told.chunks))
 
-    def status(self, job: Job, attempt: Attempt) -> Body:
-        """Return what `memstore status` shows of it."""
+    def differing_rows(self, job: Job, attempt: Attempt) -> list[DifferingRow]:
+        """Return the ranks of an attempt that name one shard and put different bytes."""
         now = self.state.now
         found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
-        return {
-            "shards": max(attempt.shard_of, default=-1) + 1,
-            "copiers": list(attempt.copiers),
-            "twins_differ": [
-                {"ranks": list(d.ranks), "step": d.step, "names": list(d.names), "since_s": now - d.since_s}
-                for d in sorted(found, key=lambda d: d.ranks)
-            ],
-        }
+        return [
+            DifferingRow(ranks=list(d.ranks), step=d.step, names=list(d.names), since_s=now - d.since_s)
+            for d in sorted(found, key=lambda d: d.ranks)
+        ]
 
     def forget(self, name: str) -> None:
         """Forget a removed job."""

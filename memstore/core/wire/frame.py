@@ -26,7 +26,7 @@ import msgpack
 from memstore import errors
 
 MAGIC = b"MSTO"
-VERSION = 3
+VERSION = 4
 
 BODY_BYTES_MAX = 16 << 20
 """One call, reply or event: an inventory of 100,000 shards fits; anything longer is sent in pages."""

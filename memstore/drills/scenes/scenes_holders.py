@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
 
 FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
@@ -82,9 +81,9 @@ class FreezeHolder(Scene):
         self.freeze(self.home, process)
         return f"SIGSTOP to the holder of {self.home} (pid {process[0]})"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = host_row(self.home, body)
-        return f"{self.home} is {row['status']}: {row['why']}" if row is not None and row["status"] != "live" else None
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        row = host_row(self.home, status)
+        return f"{self.home} is {row.status}: {row.why}" if row is not None and row.status != "live" else None
 
     def recover(self) -> None:
         self.thaw()

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from memstore.core.wire.calls import RankCall, decode_call
-from memstore.core.wire.codec import encode, tag_of
+from memstore.core.wire.codec import Request, encode, reply_decoder, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -52,7 +52,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import decode_placed, unpack_reply
+from memstore.core.wire.replies import decode_placed
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -70,6 +70,7 @@ from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.lease_pool import CHILD, NOBODY, Handover, LeasedSlots, Tenant
 from memstore.shell.threads.answers import Answer, answer_of
 
+R = TypeVar("R")
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0
 SEND_S = 30.0
@@ -258,7 +259,7 @@ class HolderLink(LeasedSlots):
             if isinstance(event, SlotsMoved):
                 future.set_result(event.slots)
             elif isinstance(asked, Ask):
-                future.set_result(unpack_reply(asked.call, event.reply))
+                future.set_result(reply_decoder(type(asked.call))(event.reply))
         except ProtocolError as exc:
             future.set_exception(exc)
 
@@ -288,7 +289,7 @@ class HolderLink(LeasedSlots):
 
     # -- for the store ------------------------------------------------------------------------
 
-    def call_soon(self, request: RankCall, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
+    def call_soon(self, request: Request[R], then: Callable[[Future[R]], None] | None = None) -> Future[R]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
@@ -298,7 +299,7 @@ class HolderLink(LeasedSlots):
             decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
             raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
-        return self.ask_soon(Ask(id=0, call=request), then)
+        return self.ask_soon(Ask(id=0, call=cast(RankCall, request)), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
@@ -311,13 +312,13 @@ class HolderLink(LeasedSlots):
         self.notify(numbered)
         return future
 
-    def call(self, request: RankCall, timeout_s: float) -> Any:
+    def call(self, request: Request[R], timeout_s: float) -> R:
         """Ask and wait; PeerTimeout names the question and the limit."""
         if self.closed.is_set():
             raise ClosedError("this store is closed: connect again")
         return self._await(self.call_soon(request), tag_of(request), timeout_s)
 
-    def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
+    def _await(self, future: Future[R], what: str, timeout_s: float) -> R:
         try:
             return answer_of(future, timeout_s)
         except FutureTimeout:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges
+from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
+from memstore.core.wire.replies import ChunksStaged, Steps
 from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.holder import Holder
@@ -242,13 +243,13 @@ class Reader:
     def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
             none = Steps(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
-            self.holder.ranks.answer(call_id, pack_reply(none), None)
+            self.holder.ranks.answer(call_id, encode(none), None)
             return
         self.count += 1
         bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
-        self.holder.ranks.answer(call_id, None if bad else pack_reply(reply), error)
+        self.holder.ranks.answer(call_id, None if bad else encode(reply), error)
 
 
 @pytest.fixture

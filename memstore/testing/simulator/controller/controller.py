@@ -19,7 +19,6 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.core.wire.replies import pack_reply
 from memstore.testing.controller.catalog_holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
@@ -119,7 +118,7 @@ class SimController:
         if isinstance(action, Tell):
             holder.obey(decode_order(encode(action.order)))
         else:
-            data = None if action.reply is None else pack_reply(action.reply)
+            data = None if action.reply is None else encode(action.reply)
             holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:

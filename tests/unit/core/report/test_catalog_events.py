@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
+from memstore.core.report.json_rows import event_fields
 from memstore.core.report.recorder import EventRecorder
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import Heard, Report
@@ -19,8 +20,9 @@ from recovery.inventory import StepId
 
 def told(world: CatalogWorld, *kinds: str) -> list[dict[str, Any]]:
     """Happenings of these kinds as `memstore events --json` gives them, oldest first."""
-    found = [h.to_dict() for h in world.served.parts.observer.chronicle.since(0)]
-    return [row for row in found if row["event"] in kinds]
+    found = world.served.parts.observer.chronicle.since(0)
+    rows = [event_fields(happening.row()) for happening in found]
+    return [row for row in rows if row["event"] in kinds]
 
 
 def test_a_mistake_in_telling_undoes_nothing() -> None:
@@ -243,19 +245,19 @@ def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> N
         chronicle.add("commit", float(step), job="a" if step % 2 else "b", step=step)
     first, *rest = chronicle.since(0)
     assert (first.kind, len(rest)) == ("host_dead", KEPT)
-    page = chronicle.page(0, "a")
-    assert page["has_more"]
-    assert len(page["events"]) == PAGE
-    assert {row.get("job", "a") for row in page["events"]} == {"a"}
-    read = [*page["events"]]
-    while page["has_more"]:
-        page = chronicle.page(page["next"], "a")
-        read += page["events"]
-    assert [row["seq"] for row in read] == sorted({row["seq"] for row in read})
+    page = chronicle.page(0, "a", 0.0)
+    assert page.has_more
+    assert len(page.events) == PAGE
+    assert {row.job or "a" for row in page.events} == {"a"}
+    read = [*page.events]
+    while page.has_more:
+        page = chronicle.page(page.next, "a", 0.0)
+        read += page.events
+    assert [row.seq for row in read] == sorted({row.seq for row in read})
     assert len(read) == 1 + KEPT // 2
-    assert (page["next"], page["is_gap"]) == (chronicle.last_seq, False)
-    assert chronicle.page(first.seq, None)["is_gap"]
-    assert RecentEvents(4).page(chronicle.last_seq, None)["is_gap"]  # the one who knew the rest is gone
+    assert (page.next, page.is_gap) == (chronicle.last_seq, False)
+    assert chronicle.page(first.seq, None, 0.0).is_gap
+    assert RecentEvents(4).page(chronicle.last_seq, None, 0.0).is_gap  # the one who knew the rest is gone
 
 
 def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:
