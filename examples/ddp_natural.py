@@ -1,4 +1,4 @@
-"""DDP in which one rank for each copy puts the model, and every rank what is its own: natural replicas (R34).
+"""DDP in which one rank for each copy puts the model, and every rank what is its own: shared shards (R34).
 
     ray start --head                                      # once per machine; --address=HEAD on the others
     memstore up                                           # the store outlives the ranks

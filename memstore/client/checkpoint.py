@@ -43,7 +43,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
+    """The result of a get on this rank; from `steps_lost` to `seconds_by_phase` the fields are of the whole job.
 
     `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
     one restored. Known are the steps that a rank put, skipped, or named in should_put() until a second before its end.
@@ -57,12 +57,12 @@ class Checkpoint:
     source: str  # where the bytes came from: local, peer, mixed, durable
     source_reason: str  # why this step, and why nothing newer
     steps_lost: int
-    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.assign_ranks
+    ranks_moved: tuple[int, ...] = ()  # ranks on other hosts than their copies (R27): see Store.assign_ranks
     moved_bytes: int = 0  # its cost: bytes fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
-    not_filled: tuple[str, ...] = ()  # paths in `into` that could not be: their values are in `state` and `own` alone
+    not_filled: tuple[str, ...] = ()  # paths that into= could not hold: only `state` or `rank_state` has their values
 
 
 @copying()

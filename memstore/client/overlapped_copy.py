@@ -7,7 +7,7 @@ Device memory leaves through a side stream, ordered by the copy thread bit by bi
 the fence makes the stream of the step wait, not the host; the put is handed over when the copies have arrived. What may
 change on a device is cloned there at once, for the host waits for nothing that training has queued.
 
-A put, get, agree, rewind or close waits for the end, on the host. At the end of the interpreter the copy is given up.
+A put, get, agree_on_step, rewind or close waits for the end, on the host. At the end of the interpreter it is given up.
 """
 
 from __future__ import annotations

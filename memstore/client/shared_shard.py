@@ -71,7 +71,7 @@ class SharedShard:
             UnsupportedState: As plan_state.
         """
         shared = plan_state(state) if self.is_copier else None
-        mine = plan_state(rank_state)
+        mine = plan_state(rank_state, "rank_state")
         count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
         start = count * chunk_bytes
         layout = NaturalLayout(
@@ -85,7 +85,7 @@ class SharedShard:
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
         placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
-        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("own", start, mine.layout))
+        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("rank_state", start, mine.layout))
         return StatePlan(layout, start + mine.nbytes, placed, count, parts)
 
     # -- another world size ---------------------------------------------------------------------
@@ -119,7 +119,7 @@ class SharedShard:
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
             with staged.naming_partial_writes():
-                state = _load(staged, part, into, "into=")
+                state = _load(staged, part, into)
                 return staged, _of_all(read.answer(), agreed), state
 
     def _copier_elsewhere(
@@ -184,13 +184,13 @@ def _of_all(read: ShardPlaced, agreed: StepAgreed | None) -> ShardPlaced:
 
 
 def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:
-    """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    rank_state, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
-    if rank_state is None or rank_state.shared is None:
+    """Return the tensors whose bytes in these chunks differ; if the layouts differ, all tensors in these chunks."""
+    layout, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
+    if layout is None or layout.shared is None:
         return []
     size = mine.manifest().chunk_bytes
-    extents = list(extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size))
-    if other is None or other.shared is None or other.shared.layout != rank_state.shared.layout:
+    extents = list(extents_in(layout.shared.layout, layout.shared.first_chunk, chunks, size))
+    if other is None or other.shared is None or other.shared.layout != layout.shared.layout:
         return [name for extent in extents for name in extent.names]
     parts = [
         (number, start, end - start)
@@ -228,13 +228,14 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
     if now is not None and (natural.shard, natural.shards) != (now.shard, now.shards):
         shard = manifest.shard
         raise ManifestMismatch(
-            f"at step {shard.step} rank {shard.rank} held shard {natural.shard} of {natural.shards}, and now it names "
-            f"{now.shard} of {now.shards}: connect with the shards of then, or read other ranks' with get(step, rank=)"
+            f"step {shard.step} was put with shard_rank={natural.shard}, shard_count={natural.shards} on rank "
+            f"{shard.rank}, and this launch has shard_rank={now.shard}, shard_count={now.shards}: connect as then, or "
+            "read the shard of any rank with get(step, rank=)"
         )
     if into is not None and natural.shared is not None:
         check_into(natural.shared.layout, into)
     if rank_state_into is not None:
-        check_into(natural.own.layout, rank_state_into)
+        check_into(natural.own.layout, rank_state_into, "rank_state")
 
 
 def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
@@ -264,9 +265,9 @@ def load_natural(
             home = OpenShard(read, read.manifest(), staged)
             shared = shared_part(home, natural.shard, natural.shards)
         _check(shared, into)
-        _check(natural.own, rank_state_into)
-        rank_state = _load(staged, natural.own, rank_state_into, "rank_state_into=")
-        return _load(home, shared, into, "into="), rank_state
+        _check(natural.own, rank_state_into, "rank_state")
+        rank_state = _load(staged, natural.own, rank_state_into, "rank_state")
+        return _load(home, shared, into), rank_state
 
 
 def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
@@ -278,11 +279,11 @@ def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
     return found.shared
 
 
-def _check(part: Part, into: Any) -> None:
+def _check(part: Part, into: Any, name: str = "state") -> None:
     """Raise ManifestMismatch before anything is written."""
     if into is not None:
-        check_into(part.layout, into)
+        check_into(part.layout, into, name)
 
 
-def _load(staged: OpenShard, part: Part, into: Any, name: str) -> Any:
+def _load(staged: OpenShard, part: Part, into: Any, name: str = "state") -> Any:
     return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes, name=name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from memstore.client.put_interval import Cadence
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
-from memstore.config import Config
+from memstore.config import Config, check_given_whole, check_seconds, check_whole
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
@@ -76,7 +77,6 @@ class Store(PinVerbs):
 
     def _take_attempt(self, joined: Joined) -> None:
         self.attempt, self.rank = joined.attempt, joined.rank
-        self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
         self._cadence.begin_attempt(joined)
 
@@ -116,11 +116,12 @@ class Store(PinVerbs):
         """
         self._check_open()
         request = AssignRanks(
-            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce, together=together
-        )
+            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce,
+            together=check_whole("together", together, low=1),
+        )  # fmt: skip
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, request, limit_s=limit_s)
-        self.rank = self._link.rank = joined.rank
+        self.rank = joined.rank
         self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return joined.order or tuple(range(self.world_size))
 
@@ -143,8 +144,9 @@ class Store(PinVerbs):
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
                 this shard's ranks share: it is looked at on its copiers only (R34).
             rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
-            overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
-                `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
+            overlap: True: parameters and optimizer state are copied while training goes on, until the step of an
+                optimizer that was passed to `wait_before_step`; all else, and tensors below 64 KiB, before put returns.
+                Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
 
         Returns:
@@ -152,10 +154,11 @@ class Store(PinVerbs):
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
-            ConfigError: `overlap=True` without a fenced optimizer; a put in the middle of another verb of this thread.
+            ConfigError: `overlap=True` and no optimizer waits; a put in the middle of another verb of this thread.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
+        step, timeout_s = check_step(step), self._given_seconds(timeout_s)
         if rank_state is not None and self.natural is None:
             raise ConfigError(
                 "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
@@ -177,11 +180,12 @@ class Store(PinVerbs):
         A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
         In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
         counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
-        stream waits. A fence that waits in vain, `stall_budget_s` or `timeout_s`, fails the step; training goes on.
+        stream waits. A wait in vain, of `stall_budget_s` or `timeout_s`, fails the checkpoint step; training goes on.
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.
         """
+        timeout_s = self._given_seconds(timeout_s)
         if optimizer is None:
             self.puts.overlap.hold_step(timeout_s)
         else:
@@ -199,7 +203,7 @@ class Store(PinVerbs):
             StepConflict: `step` is no int from 0 to 2**61.
         """
         self._check_open()
-        check_step(step)
+        step = check_step(step)
         self._trained.say(step)
         return self._cadence.due(step)
 
@@ -222,10 +226,9 @@ class Store(PinVerbs):
             FencedError, ClosedError: as put.
         """
         self._check_open()
-        if type(state) is int and state < 0:
-            raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
+        nbytes = check_whole("nbytes", state) if isinstance(state, numbers.Integral) else None
         with self._under_way.only("prepare()"):
-            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, rank_state).nbytes)
+            return self.puts.prepare(self.puts.planned(state, rank_state).nbytes if nbytes is None else nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
@@ -277,6 +280,8 @@ class Store(PinVerbs):
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
         """
         self._check_open()
+        step, rank = check_given_whole("step", step), check_given_whole("rank", rank)
+        timeout_s = check_seconds("timeout_s", timeout_s)
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
@@ -319,6 +324,7 @@ class Store(PinVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
+        timeout_s = check_seconds("timeout_s", timeout_s)
         with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
@@ -339,7 +345,7 @@ class Store(PinVerbs):
         """
         from memstore.client.dcp.writer import DcpWriter
 
-        return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)
+        return DcpWriter(self.puts, check_step(step), wait=wait, wait_s=check_seconds("wait_s", wait_s))
 
     def dcp_reader(self, step: int | None = None, *, timeout_s: float = 600.0) -> DcpReader:
         """Return a StorageReader: `dcp.load(state, storage_reader=...)`, with any world size (R27).
@@ -349,6 +355,7 @@ class Store(PinVerbs):
         """
         from memstore.client.dcp.reader import DcpReader
 
+        step, timeout_s = check_given_whole("step", step), check_seconds("timeout_s", timeout_s)
         ranges = ShardRanges(self._link, self.job, timeout_s)
         return DcpReader(ranges, step, lambda: self.agree_on_step(timeout_s=timeout_s), self.wait_before_step)
 
@@ -398,9 +405,10 @@ class Store(PinVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
+        step = check_whole("step", step)
         request = Rewind(
-            **self.puts.who(), step=step, of_attempt=attempt, nonce=self._link.nonce, key=self._launch.key,
-            world_size=self.world_size,
+            **self.puts.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
+            key=self._launch.key,
         )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
@@ -410,10 +418,11 @@ class Store(PinVerbs):
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
         self._check_process()
+        limit_s = self.config.connect_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         self._under_way.refuse("flush()")  # while it waits a signal's handler may put
         for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
-                ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)
+                ticket.wait(level, limit_s)
                 return
 
     def close(self) -> None:
@@ -439,6 +448,9 @@ class Store(PinVerbs):
         self._check_process()
         if self._link.fenced_by:
             raise self._link.fenced_error()
+
+    def _given_seconds(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else check_seconds("timeout_s", timeout_s)
 
     def _check_process(self) -> None:
         check_process(f"this Store of job {self.job!r}", self._pid, f"; here memstore.reader({self.job!r}) reads")

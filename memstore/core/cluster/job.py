@@ -60,9 +60,7 @@ class Attempt:
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank may have the decided step
     has_put: bool = False
-    has_freed_unrestorable: bool = (
-        False  # its first put came: older steps that no rank can restore any more are freed (R10)
-    )
+    has_freed_unrestorable: bool = False  # at its first put: older steps that no rank can restore are freed (R10)
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
@@ -320,18 +318,11 @@ class Job:
     ) -> Inventory:
         """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
         answering = set(live)
-        copies = tuple(
-            c
-            for ranks in self.copies.values()
-            for hosts in ranks.values()
-            for c in hosts.values()
-            if c.host in answering
-        )
-        commits = tuple(commit_fact(fact) for fact in self.commits.values())
+        by_shard = (hosts for ranks in self.copies.values() for hosts in ranks.values())
         return Inventory(
             job=self.name,
-            copies=copies,
-            commits=commits,
+            copies=tuple(copy for hosts in by_shard for copy in hosts.values() if copy.host in answering),
+            commits=tuple(commit_fact(fact) for fact in self.commits.values()),
             markers=tuple(self.markers.values()),
             retired=dict(self.retired),
             gone=gone,

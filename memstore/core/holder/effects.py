@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
@@ -32,7 +33,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenHerald`
+ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenNotifier`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -50,6 +51,10 @@ class Source(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """Return the bytes of each of its chunks."""
+
+    @property
+    def stored(self) -> StoredReplica | None:
+        """Return the stored replica, None while it is being digested."""
 
     def release(self) -> None:
         """Release the pin: this push is over."""
@@ -392,23 +397,10 @@ class CompareShared(Effect):
 
 @dataclass(frozen=True)
 class GiveUpPut(Effect):
-    """Ask the controller to have all ranks skip a step; `is_failed`: for another reason than want of room."""
+    """Ask the controller to have all ranks skip the step of a shard."""
 
-    link: Link
     shard: ShardId
-    why: str
-    is_failed: bool
-
-
-# -- fences -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AnswerFence(Effect):
-    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
-
-    job: str
-    attempt: int
+    request: SkipStep
 
 
 # -- ranks, and people --------------------------------------------------------------------------------
@@ -464,7 +456,7 @@ class ForgetJob(Effect):
 
 
 @dataclass(frozen=True)
-class OpenHerald(Effect):
+class OpenNotifier(Effect):
     """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
     listener: ChunkListener | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from memstore.core.arena.slot_table import Owner
@@ -18,7 +18,6 @@ class Link(Protocol):
     attempt: int
     parent: str  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
-    pin_numbers: Iterator[int]
     is_retired: bool  # the same process came back on another link and sends unsealed puts again
 
     @property

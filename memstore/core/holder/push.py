@@ -40,7 +40,7 @@ from memstore.core.wire.peer_messages import (
     Seal,
 )
 from memstore.core.wire.reports import PushFailed
-from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
+from memstore.errors import ConfigError, DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
@@ -185,7 +185,7 @@ def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -
     wanted: Sequence[int] = range(len(source.sizes))
     for _ in range(SEAL_ROUNDS_MAX):
         yield SendChunks(peer, source, wanted, push.is_repair)
-        manifest = yield ReadManifest(source)
+        manifest = yield from _manifest(state, source)
         seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
         reply: CopySealed | ChunksMissing | Refused = yield Ask(peer, seal)
         if isinstance(reply, Refused):
@@ -196,3 +196,15 @@ def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -
         if not set(wanted).issubset(range(len(source.sizes))):
             raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+
+
+def _manifest(state: HolderState, source: Source) -> Steps[bytes]:
+    """Return the manifest of the source. If it is damaged, this host has no copy: a step must not commit with it."""
+    try:
+        manifest: bytes = yield ReadManifest(source)
+        return manifest
+    except (ConfigError, DigestMismatch):
+        if source.stored is not None:
+            source.stored.is_nameless = True
+            state.sealed(source.stored, None)
+        raise

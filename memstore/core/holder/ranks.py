@@ -23,18 +23,21 @@ GOODBYE_S = 10.0  # longest wait for hand-overs of a process that sends `bye`
 
 
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
-    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more."""
+    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
+
+    Of two that arrive at once, the later one is taken: the process has given the other one up.
+    """
     table = state.ranks
-    older = table.links.get(link.nonce)
-    if older is not None and older.owner == link.owner:
-        del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
-        yield from _retire(older)
-    held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
-    # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-    is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
-    stale = state.store.confirm(link.owner, held if is_ours else ())
-    yield TellWelcome(link, stale if is_ours else held)
-    older, table.links[link.nonce] = table.links.get(link.nonce), link
+    table.arriving[link.owner] = link
+    try:
+        is_newest = yield from _greet(state, link, hello)
+    finally:
+        if table.arriving.get(link.owner) is link:
+            del table.arriving[link.owner]
+    if not is_newest:
+        yield from _retire(link)
+        return
+    table.links[link.nonce] = link
     if isinstance(hello, RankHello):
         is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
         if is_new:
@@ -42,14 +45,29 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[
             state.report(RankArrived(nonce=link.nonce))
         if link.parent:
             table.parents[link.nonce] = link.parent
-    if older is not None and older.owner == link.owner:  # both came at once
-        yield from _retire(older)
     committed = table.committed.get(link.job)
     if link.attempt and state.fences.is_fenced(link.job, link.attempt):
         yield _fenced(state, link)
     elif committed is not None and committed.attempt == link.attempt:
         yield Tell(link, committed)
     yield Grant(link)
+
+
+def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[bool]:
+    """Retire the process's older link, then welcome it; return whether no newer link of it has arrived meanwhile."""
+    table = state.ranks
+    older = table.links.get(link.nonce)
+    if older is not None and older.owner == link.owner:
+        del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
+        yield from _retire(older)
+        if table.arriving.get(link.owner) is not link:
+            return False  # the newer link has its leases confirmed: doing it again would free what it was granted
+    held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
+    # A rank filled the slots that it holds of another arena there, so none of them is its own here.
+    is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
+    stale = state.store.confirm(link.owner, held if is_ours else ())
+    yield TellWelcome(link, stale if is_ours else held)
+    return table.arriving.get(link.owner) is link
 
 
 def _retire(link: Link) -> Steps[None]:
@@ -60,12 +78,11 @@ def _retire(link: Link) -> Steps[None]:
 
 def end(state: HolderState, link: Link) -> bool:
     """Forget a link that has ended, and what it had pinned; False if its process is connected by another one."""
-    for release in link.pins.values():
-        release()
-    link.pins.clear()
     is_current = state.ranks.is_current(link)
     if is_current:
-        del state.ranks.links[link.nonce]
+        del state.ranks.links[link.nonce]  # first: from now on no pin is kept for it
+    while link.pins:
+        link.pins.popitem()[1]()
     return is_current
 
 
@@ -155,15 +172,22 @@ def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]
 
 
 def leave(state: HolderState, link: Link) -> Steps[None]:
-    """Free the slots that a process leased and did not hand over, at its `bye`; not if it is connected again."""
+    """Free the slots that a process leased and did not hand over, once it has sent `bye`, and report that it is gone.
+
+    A rank that closes its store says so to the controller too; but not if it has no controller then, or has failed to
+    join. Unreported, it would count as alive for as long as its holder lives, and its open steps as going on.
+    """
     yield from await_owner(state, link.owner, GOODBYE_S)
     table = state.ranks
-    if table.is_current(link):
+    is_gone = table.is_current(link)
+    if is_gone:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
     state.store.reclaim(link.owner)
     yield ForgetProcess(link.owner)
+    if is_gone:
+        state.report(RankGone(nonce=link.nonce))
     if link.parent:
         yield from grant_job(state, link.job)
 

@@ -42,7 +42,7 @@ def lend(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> 
 
 def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     """Keep a pin for its reader; not one of a link that has just ended."""
-    pin = next(link.pin_numbers)
+    pin = next(state.pin_numbers)
     if state.ranks.is_current(link):
         link.pins[pin] = release
     else:
@@ -57,5 +57,5 @@ def expire(state: HolderState) -> Steps[None]:
 
 
 def give_back(link: Link, pin: int) -> None:
-    """End a loan; nothing if it is over."""
+    """End a loan; nothing if it is over, such as one of an older link, whose number no other loan has."""
     link.pins.pop(pin, lambda: None)()

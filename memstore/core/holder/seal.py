@@ -12,18 +12,19 @@ A hand-over that came before a fence is finished under it; one that comes later 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
-    AnswerFence,
     CompareSample,
     CompareShared,
     DigestAndStore,
     GiveUpPut,
     Grant,
     NotePut,
+    OnStore,
     OpenFresh,
     Replicate,
     Steps,
@@ -33,8 +34,10 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HandOver, HolderState
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, StepLevel
-from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.reports import Fenced, PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -73,16 +76,21 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
         if why:
             failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
             yield from ranks.tell_level(state, put.link, failed)
-            yield GiveUpPut(put.link, shard, why, is_failed)
+            skip = SkipStep(
+                job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
+            )
+            yield GiveUpPut(shard, skip)
     finally:
         done(state, put)
 
 
 def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
-    sealing = state.puts.sealing
-    if not (yield WaitFor(lambda: shard not in sealing, SEAL_S)):
+    sealing, link = state.puts.sealing, put.link
+    if not (yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)):
         raise IntegrityError(f"an earlier link's hand-over of {shard} has not been sealed for {SEAL_S:g} s")
+    if link.is_retired:
+        return ""  # the new link brings it again
     sealing.add(shard)
     try:
         known, has_targets, why = yield from _stored(state, put, shard)
@@ -102,18 +110,13 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
 
 
 def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
-    """Return the stored replica and whether copies of it are to come; or None and the reason.
-
-    With an empty reason the new link will hand it over again.
-    """
+    """Return the stored replica and whether copies of it are to come; or None and the reason."""
     ready, store, link = put.ready, state.store, put.link
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
     shared_count(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
         raise IntegrityError(f"{shard} was handed over with {len(slots)} slots for {ready.nbytes} bytes")
-    if link.is_retired:
-        return None, False, ""  # the new link brings it again
     is_lost = ready.is_lost or ready.arena != store.arena_identity
     known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
@@ -200,4 +203,9 @@ def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) 
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
     yield from ranks.tell_fenced(state, job, attempt, members)
-    yield AnswerFence(job, attempt)
+    yield OnStore(partial(state.store.tell_copies, job, partial(_answer_fence, state, job, attempt)))
+
+
+def _answer_fence(state: HolderState, job: str, attempt: int, kept: list[StoredReplica]) -> None:
+    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
+    state.report(Fenced(job=job, attempt=attempt, copies=tuple(map(WireCopy.of, kept))))

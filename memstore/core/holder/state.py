@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,6 +77,9 @@ class Store(Protocol):
 
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
+
+    def tell_copies(self, job: str, tell: Callable[[list[StoredReplica]], None]) -> None:
+        """Call `tell` with the replicas of a job, while no other one can be stored, lost or dropped."""
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
@@ -200,6 +203,7 @@ class Ranks:
     """The links of this host's ranks, and their processes."""
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
+    arriving: dict[Owner, Link] = field(default_factory=dict)  # process -> its newest link, until that is welcomed
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
@@ -231,6 +235,8 @@ class HolderState:
     sealed: Callable[[StoredReplica, PutTimes | None], None]  # reports a copy as it is now, and its put's times
     is_stopping: Callable[[], bool]
     is_alive: Callable[[Owner], bool]  # of a process on this host
+    # Of readers, from a random number on: an `Unpin` of an older link, or to a former holder, then frees no other pin.
+    pin_numbers: Iterator[int]
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)

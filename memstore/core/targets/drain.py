@@ -66,7 +66,7 @@ class Drains:
                 self.end_s[host] = max(self.end_s[host], now)
             within_s = min(max(0.0, moment_s - self.state.wall_s), WITHIN_MAX_S)
             is_news = now + within_s < self.end_s.get(host, float("inf")) - SAME_S
-            known = [self.state.draining.get(host), *(fact.until_s for fact in self._undone(host))]
+            known = [self.state.draining.get(host), *(fact.until_s for fact in self._unapplied_notices(host))]
             if is_news and not any(_is_same(moment_s, other_s) for other_s in known):
                 self._record(host, moment_s, within_s)
 
@@ -97,12 +97,13 @@ class Drains:
             if end_s + spare_s <= self.state.now:
                 self._record(host, None)
 
-    def _undone(self, host: str) -> list[HostDraining]:
+    def _unapplied_notices(self, host: str) -> list[HostDraining]:
+        """Return a host's notices that are recorded and not replicated yet."""
         return [x for x in self.journal.log.unapplied() if isinstance(x, HostDraining) and x.host_id == host]
 
     def _record(self, host: str, until_s: float | None, within_s: float = 0.0) -> None:
         """Record a notice, unless the last one being replicated is the same."""
-        unapplied = self._undone(host)
+        unapplied = self._unapplied_notices(host)
         if not unapplied or not _is_same(unapplied[-1].until_s, until_s):
             self.journal.record(HostDraining(host, until_s, within_s))
 

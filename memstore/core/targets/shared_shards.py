@@ -15,7 +15,7 @@ from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed
+from memstore.core.cluster.text import listed, plural, ranks_text
 from memstore.core.wire.calls import TellDiffering
 from memstore.core.wire.orders import CopierTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
@@ -67,21 +67,23 @@ class Twins:
         if list(by_count) == [None]:
             return None
         if len(by_count) > 1:
-            said = "; ".join(f"ranks {listed(ranks)} say {_said(count)}" for count, ranks in by_count.items())
-            return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
+            said = "; ".join(f"{ranks_text(ranks)} {_named(ranks, count)}" for count, ranks in by_count.items())
+            return f"job {name!r}: all ranks of one launch must name the same shard_count: {said}"
         count = next(iter(by_count))
         if count is None or count > len(named):
-            return f"job {name!r}: shard_count={count!r} where {len(named)} ranks can hold 1 to {len(named)}"
+            most = f"{plural(len(named), 'rank')} can hold at most {plural(len(named), 'shard')}"
+            return f"job {name!r}: shard_count={count}, but {most}"
         shards = [shard for shard, _ in named]
         wrong = [rank for rank, shard in enumerate(shards) if shard is None or shard >= count]
         if wrong:
-            said = ", ".join(f"rank {rank} shard_rank={shards[rank]!r}" for rank in wrong[:10])
-            return f"job {name!r}: shard_count={count} are numbered 0 to {count - 1}, and {said}"
+            known = "the only shard is 0" if count == 1 else f"shards are numbered 0 to {count - 1}"
+            said = ", ".join(f"rank {rank} names shard_rank={shards[rank]}" for rank in wrong[:10])
+            return f"job {name!r}: with shard_count={count} {known}, but {said}"
         missing = sorted(set(range(count)).difference(shards))
         if missing:
             return (
-                f"job {name!r}: no rank names shard {listed(missing)} of shard_count={count}: every shard "
-                "needs a rank that holds it, and what no rank names could not be restored"
+                f"job {name!r}: no rank names shard_rank {listed(missing)} of shard_count={count}: every shard "
+                "needs a rank that holds it, else it could not be restored"
             )
         return None
 
@@ -189,5 +191,5 @@ class Twins:
         self.differing.pop(name, None)
 
 
-def _said(count: object) -> str:
-    return "nothing of shards" if count is None else f"shard_count={count}"
+def _named(ranks: Sequence[int], count: int | None) -> str:
+    return f"name{'s' if len(ranks) == 1 else ''} {'none' if count is None else f'shard_count={count}'}"

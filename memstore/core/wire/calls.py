@@ -80,7 +80,6 @@ class Rewind(RankRequest[Joined], frozen=True, kw_only=True, tag="rewind"):
     of_attempt: Ordinal | None = None
     nonce: str
     key: str | None
-    world_size: Positive
 
 
 class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, tag="get"):

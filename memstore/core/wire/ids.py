@@ -1,12 +1,13 @@
 """Ids and numbers as they travel: shards, specs and copies as rows of checked values. Pure.
 
-The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files. A row is
-made of the store's own value by `of`, and gives it back by `id`, `spec` or `on`.
+Ids of other processes are checked here alone: a job becomes a folder name, numbers go into manifests and files. `of`
+makes a row from the store's own value; `id`, `spec` or `on` returns that value.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Protocol
 
 from msgspec import Meta
 
@@ -14,7 +15,7 @@ from memstore.core.wire.codec import Row
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 ORDINAL_LIMIT = 1 << 62
-"""Largest attempt, step, rank, size and count, as in manifests."""
+"""Every attempt, step, rank, size and count is below this, as in manifests."""
 
 Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
 Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]
@@ -80,6 +81,22 @@ class WireSpec(Row, frozen=True):
         return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
 
 
+class HeldCopy(Protocol):
+    """A copy on this host, as its store or the controller has it."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Return whose copy it is."""
+
+    @property
+    def spec(self) -> ShardSpec:
+        """Return its digest and sizes."""
+
+    @property
+    def missing(self) -> Collection[int]:
+        """Return the indices of the chunks that it lacks."""
+
+
 class WireCopy(Row, frozen=True):
     """A copy of a shard on the host that says so, with the indices of the chunks that it lacks."""
 
@@ -88,7 +105,7 @@ class WireCopy(Row, frozen=True):
     missing: tuple[Ordinal, ...]
 
     @classmethod
-    def of(cls, copy: Copy) -> WireCopy:
+    def of(cls, copy: HeldCopy) -> WireCopy:
         """Return the row of a copy, without its host."""
         return cls(WireShard.of(copy.shard), WireSpec.of(copy.spec), tuple(sorted(copy.missing)))
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
@@ -37,33 +36,14 @@ from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
-from recovery.inventory import ShardId
+from memstore.shell.arena.store_ports import Clock, SealFollower
+from recovery.inventory import Copy, ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
 DROPPED_READ_S = 2.0
 Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
 VERIFY_AGE_S = 300.0  # an older slot is digested again before it stands in for an offered chunk (R13)
-
-
-class Clock(Protocol):
-    """Wall clock and monotonic clock, in seconds. The `time` module is one."""
-
-    def time(self) -> float:
-        """Return the time of day."""
-
-    def monotonic(self) -> float:
-        """Return a time that never goes back."""
-
-
-class SealFollower(Protocol):
-    """Follows a shard while it is digested and stored, to send its chunks meanwhile."""
-
-    def add(self, digest: bytes) -> None:
-        """Take the digest of the next chunk."""
-
-    def seal(self, shelved: StoredReplica) -> None:
-        """Take the stored replica; the caller holds the store's lock."""
 
 
 class ReplicaStore:
@@ -342,6 +322,22 @@ class ReplicaStore:
                 shard=str(shelved.shard),
             )
         return data
+
+    def tell_copy(self, copy: Copy | StoredReplica, tell: Callable[[StoredReplica], None]) -> None:
+        """Call `tell` with a replica as it is now, whole or with the chunks it lacks; not if it was dropped meanwhile.
+
+        It is called under the lock, as `tell_copies` is and drops are: what it queues is in the order in which it was
+        true.
+        """
+        with self.lock:
+            shelved = self.index.find(copy.shard, copy.spec.digest)
+            if shelved is not None and not shelved.is_doomed:
+                tell(shelved)
+
+    def tell_copies(self, job: str, tell: Callable[[list[StoredReplica]], None]) -> None:
+        """Call `tell` with the replicas of a job under the lock, but for those that are to go."""
+        with self.lock:
+            tell(self.index.kept(job))
 
     def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""

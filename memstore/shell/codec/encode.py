@@ -46,19 +46,19 @@ class StatePlan:
         return name_at(decode_layout(layout), offset - start, name)
 
 
-def plan_state(state: object) -> StatePlan:
-    """Lay out a state without copying it; calls state_dict() on Stateful objects.
+def plan_state(state: object, name: str = "state") -> StatePlan:
+    """Lay out a state without copying it; calls state_dict() on Stateful objects. Errors call it by its name.
 
     The plan refers to the state's memory: copy it before the state changes.
 
     Raises:
         UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
     """
-    walk = StateWalk(state)
+    walk = StateWalk(state, name)
     try:
         groups = components(walk.leaves)
     except ValueError as error:
-        raise UnsupportedState(f"the state cannot be stored: {error}. Nothing was copied.") from None
+        raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
     order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
     order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
     placed: list[tuple[int, Source]] = []
@@ -83,7 +83,7 @@ def plan_state(state: object) -> StatePlan:
     layout = encode_layout(end, extents, tensors, blobs, walk.tree)
     if len(layout) > LAYOUT_BYTES_MAX:
         raise UnsupportedState(
-            f"the state's plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+            f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
             "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
         )
     return StatePlan(layout, end, tuple(placed))

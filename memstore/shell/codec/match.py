@@ -39,13 +39,13 @@ Places = dict[int, Any]  # id of a node -> the live tensor, array or subclass to
 
 
 class StateMatch:
-    """The places in `into` for what `layout` stores; `keys` turns a stored key node into a key.
+    """The places in `into` for what `layout` stores as `name`; `keys` turns a stored key node into a key.
 
     Raises:
         ManifestMismatch: names the first path that differs and both sides.
     """
 
-    def __init__(self, layout: Layout, into: object, keys: Callable[[Any], Any]) -> None:
+    def __init__(self, layout: Layout, into: object, name: str, keys: Callable[[Any], Any]) -> None:
         self.places: Places = {}
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
@@ -54,7 +54,7 @@ class StateMatch:
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
         self._homeless: list[tuple[str, Node]] = []
-        self._match(layout.tree, into, "state", is_strict=True, place=None)
+        self._match(layout.tree, into, name, is_strict=True, place=None)
         for path, node in self._homeless:
             if self.mesh_of(node) is None:
                 raise ManifestMismatch(

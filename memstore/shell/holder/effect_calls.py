@@ -14,8 +14,6 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
-from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.reports import Fenced
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
@@ -126,7 +124,7 @@ class EffectCalls:
         self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
 
     @_call.register
-    def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
+    def _(self, effect: effects.OpenNotifier) -> ChunkNotifier | None:
         return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
 
     @_call.register
@@ -148,12 +146,6 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.OpenFresh) -> StreamingReplica:
         return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
-
-    @_call.register
-    def _(self, effect: effects.AnswerFence) -> None:
-        with self.replicas.lock:  # a seal that comes after the inventory is reported after it
-            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.context.host_id, effect.job)))
-            self.context.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
 
     @_call.register
     def _(self, effect: effects.Tell) -> None:

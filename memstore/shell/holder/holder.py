@@ -9,7 +9,9 @@ may be received is said by core/arena/replica_index.py. It never imports torch o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -111,13 +113,13 @@ class Holder:
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
         self._identity = HolderIdentity(host=identity.host_id, incarnation=incarnation)  # for peers
         self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
-        self.peers = PeerTable(identity.host_id, self._connection_pool)
-        self.stopping = threading.Event()
+        self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
         self.state = HolderState(
             identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
             sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
-            is_alive=lambda owner: is_alive(owner.pid, owner.start), fences=self.fences,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start), pin_numbers=itertools.count(secrets.randbits(60)),
+            fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
@@ -289,8 +291,8 @@ class Holder:
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             for work in (
-                self.ranks.reap, self.peer_server.give_up_idle,
-                self.idle.keep, self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
+                self.ranks.reap, self.ranks.expire_reads, self.peer_server.give_up_idle, self.idle.keep,
+                self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
             ):  # fmt: skip
                 self.context.logged(work)
 

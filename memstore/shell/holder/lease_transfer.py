@@ -4,7 +4,7 @@
          '--withdraw--> the owner's again          '--the owner sends bye or is dead--> free
 
 The owner fills the slots, then offers them; from the adoption on it may not write them. No slot has two owners: an
-adoption and an `unlend` are decided here, under one lock, and both are answered.
+adoption and a withdrawal (`unlend`) are decided here, under one lock, and both are answered.
 """
 
 from __future__ import annotations
@@ -22,30 +22,38 @@ ANCESTORS_MAX = 16
 
 
 class LeaseTransfers:
-    """The offers of leases on one host. Callers hold the rank server's lock."""
+    """The offers of leases on one host. Callers hold the lock of the holder's state, but for `check`."""
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
         self.lent: dict[tuple[Owner, int], Sequence[int]] = {}  # (lender, step) -> slots
 
-    def lend(self, lender: Owner, offer: LendSlots) -> None:
-        """Offer filled slots to a child of the lender, in place of older offers of any of them.
+    def check(self, lender: Owner, offer: LendSlots) -> None:
+        """Look whether this host sees in the slots of an offer what the lender has seen there.
 
-        LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
+        Raises:
+            LookupError: It filled them in another arena than this host's, or has seen (`sample`) other bytes there.
         """
         step, slots = offer.step, offer.slots
         if offer.arena != self.replicas.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
-        with self.replicas.lock:
-            is_its_own = self.replicas.table.leases.get(lender, set()).issuperset(slots)
         arena_slots = self.replicas.arena.mapping
-        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample):
+        if self._is_leased(lender, slots) and differing(
+            arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample
+        ):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
+
+    def lend(self, lender: Owner, step: int, slots: Sequence[int]) -> None:
+        """Offer filled slots to a child of the lender, in place of older offers of any of them."""
         for key, old in list(self.lent.items()):
             if key[0] == lender and not set(old).isdisjoint(slots):
                 del self.lent[key]
-        if slots and is_its_own:  # else a child has them already
+        if slots and self._is_leased(lender, slots):  # else a child has them already
             self.lent[lender, step] = slots
+
+    def _is_leased(self, lender: Owner, slots: Sequence[int]) -> bool:
+        with self.replicas.lock:
+            return self.replicas.table.leases.get(lender, set()).issuperset(slots)
 
     def unlend(self, lender: Owner, step: int, slots: Sequence[int]) -> list[int]:
         """Take the offer back; return which of the slots are leased to the lender."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -37,7 +36,6 @@ class RankConnection:
     attempt: int = 0
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
-    pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
     grants: threading.Lock = field(default_factory=threading.Lock)  # orders messages about a rank's leases
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed

@@ -90,9 +90,8 @@ class RankServer:
         finally:
             with self.runner.state():
                 link.handovers.put(None)
-                is_over = ranks.end(self.state, link)
-            if is_over:
-                self.traffic.forget(link.nonce, link.job, link.rank)
+                if ranks.end(self.state, link):  # with it under the lock: a new link's marks are not forgotten
+                    self.traffic.forget(link.nonce, link.job, link.rank)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
         """Take the link."""
@@ -148,6 +147,8 @@ class RankServer:
         answer: SlotsMoved | AskRefused
         with link.grants:
             try:
+                if isinstance(question, LendSlots):
+                    self.lendings.check(link.owner, question)
                 with self.runner.state():
                     answer = SlotsMoved(id=question.id, slots=tuple(self._moved(link, question)))
             except (LookupError, IntegrityError) as exc:
@@ -159,8 +160,8 @@ class RankServer:
     def _moved(self, link: RankConnection, question: LendSlots | AdoptSlots | UnlendSlots) -> Sequence[int]:
         """Return the slots that are the asking process's by the answer."""
         match question:
-            case LendSlots():
-                self.lendings.lend(link.owner, question)
+            case LendSlots(step=step, slots=slots):
+                self.lendings.lend(link.owner, step, slots)
                 return ()
             case UnlendSlots(step=step, slots=slots):
                 return self.lendings.unlend(link.owner, step, slots)
@@ -202,8 +203,11 @@ class RankServer:
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead, and let go of what readers kept for too long."""
+        """Reclaim what processes leased that are proved dead."""
         self.runner.run(ranks.reap(self.state))
+
+    def expire_reads(self) -> None:
+        """Let go of what readers kept for too long."""
         self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:

@@ -7,7 +7,6 @@ import threading
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
-from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
@@ -87,9 +86,4 @@ class Sealer:
         self.twins.compare(effect.shard)
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
-        shard = effect.shard
-        request = SkipStep(
-            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
-            is_failed=effect.is_failed,
-        )  # fmt: skip
-        self.calls.ask(Call(None, "", 0, request))
+        self.calls.ask(Call(None, "", 0, effect.request))

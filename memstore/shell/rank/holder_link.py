@@ -52,7 +52,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import decode_placed
+from memstore.core.wire.replies import Joined, decode_placed
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -147,10 +147,6 @@ class HolderLink(LeasedSlots):
     def commands(self, text: str) -> str:
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
         return commands_for(self.folder, text)
-
-    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return a slot's bytes."""
-        return self.mapping.view(slot, nbytes)
 
     def _read_loop(self) -> None:
         while not self.closed.is_set():
@@ -254,12 +250,15 @@ class HolderLink(LeasedSlots):
             self.room.notify_all()  # a thread waits for this or something else
 
     def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
-        """Give a future its answer."""
+        """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
         try:
             if isinstance(event, SlotsMoved):
                 future.set_result(event.slots)
             elif isinstance(asked, Ask):
-                future.set_result(reply_decoder(type(asked.call))(event.reply))
+                reply = reply_decoder(type(asked.call))(event.reply)
+                if isinstance(reply, Joined):
+                    self.attempt, self.rank = reply.attempt, reply.rank
+                future.set_result(reply)
         except ProtocolError as exc:
             future.set_exception(exc)
 
@@ -298,25 +297,42 @@ class HolderLink(LeasedSlots):
         try:
             decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
-            raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
+            raise ConfigError(f"{self._named(request)} cannot be asked for: {exc.__cause__ or exc}") from exc
         return self.ask_soon(Ask(id=0, call=cast(RankCall, request)), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
-        """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
+        """Ask under a number of its own; the future is passed to `then` before it can be forgotten.
+
+        If the link is closed, the future holds a ClosedError at once.
+        """
         future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
         numbered = msgspec.structs.replace(question, id=next(self.call_ids))
-        with self.room:
-            self.calls[numbered.id] = (future, numbered)
-        self.notify(numbered)
+        if self._note_call(future, numbered):
+            self.notify(numbered)
+        else:
+            future.set_exception(ClosedError("this store is closed: connect again"))
         return future
+
+    def _note_call(self, future: Future[Any], question: Question) -> bool:
+        """Have a question answered, or failed by `close`; False if the link is closed."""
+        if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
+            return False
+        with self.room:
+            if self.closed.is_set():  # `close` has failed the calls, or does so next
+                return False
+            self.calls[question.id] = (future, question)
+        return True
 
     def call(self, request: Request[R], timeout_s: float) -> R:
         """Ask and wait; PeerTimeout names the question and the limit."""
-        if self.closed.is_set():
-            raise ClosedError("this store is closed: connect again")
-        return self._await(self.call_soon(request), tag_of(request), timeout_s)
+        return self._await(self.call_soon(request), self._named(request), timeout_s)
+
+    def _named(self, request: Request[Any]) -> str:
+        """Return what an error calls a question: a tool's link is of no job, and asks about many."""
+        job = getattr(request, "job", None) or self.job
+        return f"{tag_of(request)} of job {job!r}" if job else tag_of(request)
 
     def _await(self, future: Future[R], what: str, timeout_s: float) -> R:
         try:
@@ -326,9 +342,9 @@ class HolderLink(LeasedSlots):
                 raise
             self.forget_call(future)
             raise PeerTimeout(
-                f"{what} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
+                f"{what} was not answered within {timeout_s:g} s: is the controller running? "
                 f"({self.commands('memstore status')})",
-                operation=what, waited_s=timeout_s, limit_s=timeout_s,
+                operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
 
     def hear(self, listener: queue.SimpleQueue[Any]) -> int:
@@ -362,7 +378,7 @@ class HolderLink(LeasedSlots):
 
     def adopt(self, step: int, timeout_s: float) -> list[int]:
         """Take over the slots of a step that the parent process offers, for `heir`."""
-        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), "adopt", timeout_s))
+        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), f"adopt of job {self.job!r}", timeout_s))
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
         """End an offer; when the holder has answered which slots no child took, those are free again."""

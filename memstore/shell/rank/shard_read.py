@@ -10,6 +10,7 @@ chunk after its copy. So a reader that was fenced, or too slow, returns no bytes
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDrop
 from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import CheckedStream, Views
+from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
@@ -55,10 +57,11 @@ class ShardRead:
         Args:
             answer: What a get() that all ranks made was answered, in place of a request.
         """
-        self.link, self._request, self._timeout_s = link, request, timeout_s
+        self.link, self._timeout_s = link, timeout_s
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
+        self._mapping: RankMapping | None = None  # of the arena that these slots are of
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
         self._pin: int | None = None
@@ -68,12 +71,18 @@ class ShardRead:
         self._future: Future[ShardPlaced] = Future()
         if request is None:
             assert answer is not None
+            request = ReadStep(job=link.job, step=answer.step, of_attempt=answer.attempt, rank=link.rank)
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
             self._number = link.hear(self._heard)
-            self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            try:
+                self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            except BaseException:
+                link.unsubscribe(self._number)
+                raise
         else:
             self._future = link.call_soon(request)
+        self._request = request
         self._future.add_done_callback(self._heard.put)
 
     def __enter__(self) -> ShardRead:
@@ -166,9 +175,12 @@ class ShardRead:
 
     def _view(self, index: int) -> memoryview:
         slot = self._slots.get(index)
-        if slot is not None:
-            return self.link.view(slot, self.manifest().chunks[index].nbytes)
-        if isinstance(self._request, ReadRanges):
+        if slot is not None and self._mapping is not None:
+            with contextlib.suppress(IndexError):  # named of a former arena, just before the holder took this one
+                return self._mapping.view(slot, self.manifest().chunks[index].nbytes)
+            return memoryview(b"")
+        asked = self._request
+        if isinstance(asked, ReadRanges) and not any(0 <= index - run.first < run.count for run in asked.chunks):
             raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
         return memoryview(b"")
 
@@ -185,13 +197,13 @@ class ShardRead:
             else:
                 heard = self._heard.get_nowait()
         except queue.Empty:
-            job = self._request.job if self._request is not None else self.link.job
             raise PeerTimeout(
-                f"read of job {job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
-                f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
+                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller "
+                f"running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(heard, Future):
+            self._heard.put(heard)  # the last to come: if it is a refusal, each later wait meets it again at once
             self._take_answer(answer_of(heard))
             return
         if heard.manifest is not None:
@@ -200,21 +212,21 @@ class ShardRead:
 
     def _take_answer(self, answer: ShardPlaced) -> None:
         self._pin = answer.pin  # first: it is given back even if the rest is malformed
-        manifest = self._name(answer.manifest)
+        manifest = self._name(answer.manifest, answer)
         slots = answer.slots
         if len(slots) != len(manifest.chunks):
             raise IntegrityError(
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
                 "call get() again"
             )
-        self._check_asked(manifest, answer)
         self._slots = {}
         self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
         self._answer = answer
 
-    def _name(self, data: bytes) -> Manifest:
+    def _name(self, data: bytes, answer: ShardPlaced | None = None) -> Manifest:
         """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
         named = decode_manifest(data)
+        self._check_asked(named.shard, answer)
         if self._manifest is not None and self._manifest != named:
             raise IntegrityError(
                 f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
@@ -223,19 +235,25 @@ class ShardRead:
         self._manifest = named
         return named
 
-    def _check_asked(self, manifest: Manifest, answer: ShardPlaced) -> None:
-        """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
-        asked = self._request
-        if asked is None:
-            return
-        step = answer.step if asked.step is None else asked.step
-        attempt = answer.attempt if asked.of_attempt is None else asked.of_attempt
+    def _check_asked(self, shard: ShardId, answer: ShardPlaced | None) -> None:
+        """Refuse another shard than the one that was asked for, or than the one that the answer says it is."""
+        asked, chosen = self._request, answer or shard
+        step = chosen.step if asked.step is None else asked.step
+        attempt = chosen.attempt if asked.of_attempt is None else asked.of_attempt
         wanted = ShardId(asked.job, attempt, step, asked.rank)
-        if manifest.shard != wanted:
-            raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")
+        if shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
 
     def _add(self, slots: Mapping[int, int]) -> None:
-        """Take slots that chunks have come to; their pages stay while this reads (R9)."""
-        self._hold = self._hold or self.link.mapping.open().reading()
+        """Take slots that chunks have come to; their pages stay while this reads (R9).
+
+        If the holder has another arena by now, the slots of the former one are forgotten: their numbers mean others.
+        """
+        mapping = self.link.mapping
+        if self._hold is None or mapping is not self._mapping:
+            hold = mapping.open().reading()
+            if self._hold is not None:
+                self._hold.close()
+            self._mapping, self._hold, self._slots = mapping, hold, {}
         self._hold.add(slots.values())
         self._slots.update(slots)

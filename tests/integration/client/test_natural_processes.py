@@ -205,14 +205,15 @@ def test_a_launch_that_deals_the_shards_otherwise_is_refused_and_one_renumbered_
     ranks = launched(fleet, HOSTS, shards=1)
     for failed in fail_together(ranks, "get_own"):
         assert failed.error == "ManifestMismatch"
-        assert "of 2, and now it names 0 of 1" in failed.message
+        assert "shard_count=2 on rank" in failed.message
+        assert "this launch has shard_rank=0, shard_count=1: connect as then" in failed.message
     together(ranks, "close")
 
 
 def test_dcps_writer_refuses_shards_and_every_tensor_has_its_name() -> None:
     """What a message about an overlapped copy calls it: on a copier, and on a rank that stores its own alone."""
     state, own = {"weight": torch.zeros(1 << 16)}, {"seen": torch.zeros(1 << 15)}
-    for rank, names in (0, ["state['weight']", "own['seen']"]), (1, ["own['seen']"]):
+    for rank, names in (0, ["state['weight']", "rank_state['seen']"]), (1, ["rank_state['seen']"]):
         natural = SharedShard(0, 1, (0,), rank)
         plan = natural.plan(state, own, 1 << 16)
         assert [plan.name_at(offset) for offset, _ in plan.placed] == names

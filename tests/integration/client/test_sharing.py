@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from link_site import WAIT_S, Site
 from msgspec import convert
 from torch._C._distributed_c10d import Work
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -26,7 +27,7 @@ from memstore.client.collective_hooks import watch_module, watch_optimizer
 from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.config import Config
-from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
+from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, Kind
 from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.wire.rank_messages import MarksMade
@@ -124,6 +125,32 @@ def test_marks_are_ignored_where_interleaving_is_off(tmp_path: Path, monkeypatch
     """collective_hold_max_s=0."""
     with training(tmp_path, monkeypatch, collective_hold_max_s=0) as (_, store), store.collective():
         store.put(1, state(1)).wait("committed")
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_an_iteration_begins_where_the_loop_says_or_at_every_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_marks: bool
+) -> None:
+    """Two collectives and two puts in each: the holder learns the three idle spans of an iteration, not of a put."""
+    site = Site(tmp_path, ["a"], monkeypatch)
+    [store] = site.connect()
+    traffic = site.holders["a"].traffic
+    step = 0
+    for _ in range(LEARN_MIN + 2):
+        if has_marks:
+            store.mark_iteration()
+        for _ in range(2):
+            with store.collective():
+                pass
+            step += 1
+            store.put(step, state(step)).wait("committed", WAIT_S)
+    wait_for(lambda: traffic._readers, "the marks")
+    with traffic._lock:
+        traffic._read()
+        [spans] = traffic._gate.ranks.values()
+    # Idle before, between and after the collectives; an iteration of one put has one collective, and two spans.
+    assert len(spans.expected) == (3 if has_marks else 2)
+    site.close()
 
 
 # -- marks ------------------------------------------------------------------------------------------

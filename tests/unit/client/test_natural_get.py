@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ import torch
 
 from memstore.client import shared_shard as module
 from memstore.client.restore import OpenShard
-from memstore.client.shared_shard import Read, SharedShard, load_natural
+from memstore.client.shared_shard import Read, SharedShard, check_shard, load_natural
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.core.format.shared_layout import NaturalLayout
 from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.replies import StepAgreed
-from memstore.errors import MemstoreError, PeerTimeout, RecoveryError
+from memstore.errors import ManifestMismatch, MemstoreError, PeerTimeout, RecoveryError, UnsupportedState
 from memstore.shell.codec.encode import copy_into
 from memstore.shell.codec.verified_stream import Views
 from memstore.shell.rank.holder_link import HolderLink
@@ -90,6 +91,17 @@ def failed(staged: Staged, others: Read, *, late: MemstoreError | None = None) -
     with pytest.raises(MemstoreError) as caught:
         get()
     return str(caught.value), into["w"], rank_state_into["noise"]
+
+
+def test_what_is_wrong_with_the_ranks_own_state_is_said_of_rank_state() -> None:
+    """A value that cannot be put, and a target of another shape: the path tells the two states of a put apart."""
+    with pytest.raises(UnsupportedState, match=r"^rank_state\['lock'\] is a "):
+        SharedShard(0, 1, (0,), 0).plan(STATE, {"lock": threading.Lock()}, CHUNK_BYTES)
+    for rank_state_into in ({"noise": torch.zeros(3)}, {}):
+        with pytest.raises(ManifestMismatch, match=r"^rank_state\['noise'\]"):
+            check_shard(Staged(0).named, None, rank_state_into)
+    with pytest.raises(ManifestMismatch, match=r"^state\['w'\]"):
+        check_shard(Staged(0).named, {"w": torch.zeros(3)}, None)
 
 
 def test_own_state_that_came_half_is_named_and_the_shared_one_untouched() -> None:

@@ -6,13 +6,18 @@ import contextlib
 import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from click.testing import CliRunner
 from repository import ROOT
 
+import memstore.drills.cli.group as group_module
 import memstore.drills.run.suite as suite_module
 import memstore.drills.run.suite_record as suite_record
+from memstore.cli import main
+from memstore.cli.output import ExitCode
 from memstore.config import Config
 from memstore.drills.model.catalogue import DRILLS, find
 from memstore.drills.model.options import Options
@@ -141,6 +146,26 @@ def test_an_interrupted_suite_reports_what_it_found(monkeypatch: pytest.MonkeyPa
     assert log == ["open", "kill-rank", "close", "open", "kill-holder", "close"]
     assert [row["why"].split(" of ")[0] for row in played.skipped] == ["interrupted", "the suite's deadline"]
     assert (record(STANDARD, 7, played, nbytes=1)["outcome"], len(played.drills)) == (ERROR, 1)
+
+
+def test_an_interrupted_drill_is_a_plain_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a drill that is played alone ends the command with 130 after its clean-up, without a bug report."""
+    closed: list[str] = []
+
+    @contextlib.contextmanager
+    def site(place: str, *others: Any, **named: Any) -> Iterator[Any]:
+        yield SimpleNamespace(config=Config(store="scratch"))
+        closed.append(place)
+
+    def interrupt(*others: Any) -> Report:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group_module, "own_site", site)
+    monkeypatch.setattr(suite_module, "run_drill", interrupt)
+    result = CliRunner().invoke(main, ["drill", "kill-holder", "--embedded", "--json"])
+    assert (result.exit_code, result.stdout) == (ExitCode.INTERRUPTED, "")
+    assert result.stderr.split() == ["not", "played:", "kill-holder:", "interrupted"]
+    assert closed == [EMBEDDED]
 
 
 def test_the_suites_cover_the_catalogue() -> None:

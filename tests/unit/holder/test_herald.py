@@ -47,11 +47,12 @@ def test_a_herald_tells_each_chunk_once() -> None:
 class Asked:
     """A link whose question is answered twice: chunks of one step come, then the answer names another."""
 
-    nonce, job = "n", "job"
+    nonce, job, rank = "n", "job", 0
 
     def __init__(self, first: tuple[bytes, list[bytearray]], then: bytes) -> None:
         self.first, self.then = first, then
         self.mapping = MagicMock()  # no arena: nothing whose pages a reader could keep
+        self.mapping.view = lambda slot, nbytes: memoryview(first[1][slot])[:nbytes]
 
     def hear(self, heard: queue.SimpleQueue[Any]) -> int:
         self.heard = heard
@@ -71,9 +72,6 @@ class Asked:
         )  # fmt: skip
         return future
 
-    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        return memoryview(self.first[1][slot])[:nbytes]
-
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
@@ -86,6 +84,31 @@ def put(step: int) -> tuple[bytes, list[bytearray]]:
     copy_into(plan, [memoryview(slot) for slot in slots], 1024)
     chunks = tuple(Chunk(chunk_digest(memoryview(s)[:n]), n) for s, n in zip(slots, sizes, strict=True))
     return encode_manifest(Manifest(ShardId("job", 1, step, 0), 1, plan.layout, plan.nbytes, 1024, chunks)), slots
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ReadStep(job="job", step=9, rank=0),
+        ReadStep(job="job", step=None, rank=3),
+        ReadStep(job="job", step=10, of_attempt=2, rank=0),
+        ReadStep(job="other", step=None, rank=0),
+    ],
+    ids=["step", "rank", "attempt", "job"],
+)
+def test_chunks_of_another_shard_than_asked_for_are_refused_before_the_answer(asked: ReadStep) -> None:
+    """What the holder tells of chunks names its shard as the answer does: no byte of another one is given out."""
+    link = cast(HolderLink, Asked(put(10), put(10)[0]))
+    with pytest.raises(IntegrityError, match=r"asked for .* and ShardId\(job='job', attempt=1, step=10, rank=0\) came"):
+        ShardRead(link, asked, 60.0).take([0])
+
+
+def test_a_get_is_given_no_other_step_than_its_answer_says() -> None:
+    """The answer of all ranks names a step; the shard that comes with it is of that step and of this rank."""
+    link = cast(HolderLink, Asked(put(10), put(10)[0]))
+    said = ShardPlaced(step=11, attempt=1, verdict="local", why="", report=None, manifest=put(10)[0], slots=(0,), pin=1)
+    with pytest.raises(IntegrityError, match=r"asked for .*step=11.* and .*step=10.* came"):
+        ShardRead(link, None, 60.0, said).manifest()
 
 
 def test_a_question_that_is_answered_anew_with_another_step_returns_no_mixture() -> None:

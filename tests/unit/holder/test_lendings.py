@@ -11,8 +11,9 @@ import pytest
 from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, tell
 
 from memstore.core.arena.share import PeerShare
+from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.rank_messages import SlotsLeased, UnlendSlots
-from memstore.errors import CommitError, ConfigError
+from memstore.errors import ClosedError, CommitError, ConfigError
 from memstore.shell.arena import replica_store
 from memstore.shell.holder import lease_transfer, rank_server
 from memstore.shell.holder.rank_connections import RankConnection as ServedLink
@@ -93,6 +94,19 @@ def test_slots_are_adopted_once(site: Site) -> None:
     child.close()
     site.holder.ranks.reap()
     wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("ask", [
+    lambda link: link.adopt(STEP, WAIT_S),
+    lambda link: link.call(AskSteps(job="job"), WAIT_S),
+    lambda link: link.call_soon(AskSteps(job="job")).result(WAIT_S),
+], ids=["adopt", "call", "call_soon"])  # fmt: skip
+def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[[HolderLink], Any]) -> None:
+    """No thread would send it, nor hear of its answer; the limit is not waited for."""
+    site.link.close()
+    with pytest.raises(ClosedError, match="connect again"):
+        ask(site.link)
+    assert site.link.calls == {}
 
 
 def test_an_offer_of_what_a_child_has_looks_at_no_byte_of_it(site: Site) -> None:

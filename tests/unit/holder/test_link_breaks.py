@@ -52,6 +52,23 @@ def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         site.close()
 
 
+def test_a_link_that_breaks_as_its_attempt_is_answered_comes_back_in_that_attempt(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to connect() has come, and the caller has not seen it: without slots no put would ever commit (R6)."""
+    site, real = make_site("a"), memstore.client.connect.ask_with_all
+
+    def broken_after(link: Any, *args: Any, **kwargs: Any) -> Any:
+        answer, channel = real(link, *args, **kwargs), link.channel
+        channel.abort()
+        wait_for(lambda: link.channel is not channel, "a new link")
+        return answer
+
+    monkeypatch.setattr(memstore.client.connect, "ask_with_all", broken_after)
+    (store,) = site.connect()
+    store.put(1, state(1), timeout_s=WAIT_S).wait("committed", WAIT_S)
+
+
 def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,19 @@ def test_an_error_in_the_callback_costs_only_its_connection(caplog: pytest.LogCa
         until(lambda: "an error of ours" in caplog.text, "bug logged")
 
 
+def test_a_session_that_ends_by_a_message_that_is_none_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that has authenticated and sends nonsense is a mistake of ours: a log without a word would hide it."""
+
+    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
+        raise errors.ProtocolError("the field `shard` is missing")
+
+    with serve(on_channel=on_channel) as server:
+        with connect(server) as channel, pytest.raises(errors.PeerUnreachable):
+            channel.recv(timeout_s=5)
+        until(lambda: "the field `shard` is missing" in caplog.text, "error logged")
+    assert [record.levelname for record in caplog.records if "shard" in record.message] == ["WARNING"]
+
+
 def test_an_error_of_the_machine_in_the_callback_is_not_called_ours(caplog: pytest.LogCaptureFixture) -> None:
     """A full table of descriptors costs the connection and one line that names it, without a traceback."""
 

@@ -19,6 +19,7 @@ class Drops:
     def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
         self.world, self.observed, self.promises = world, observed, promises
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
+        self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
 
     def ordered(self, controller: Controller, host: str, order: FreeCopies | DropJob) -> None:
@@ -26,6 +27,10 @@ class Drops:
         shards = [shard.id for shard in order.shards]
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
         job = controller.catalog.jobs.get(self.world.scenario.job)
+        commits = {(job.name, step) for job in controller.catalog.jobs.values() for step in job.commits}
+        unaware = {shard for shard in shards if (shard.job, StepId(shard.attempt, shard.step)) not in commits}
+        self._unaware.difference_update((host, shard) for shard in shards)
+        self._unaware.update((host, shard) for shard in unaware)
         newest = max(job.commits, default=None) if job is not None else None
         if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
@@ -44,13 +49,16 @@ class Drops:
 
     def dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """Look at a copy that has gone without a fault."""
-        self.promises.dropped(host, shard)
+        taken = self._taken_meanwhile(host, shard)
+        self.promises.dropped(host, shard, taken)
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
+        if step not in self.observed.acked and (host, shard) in self._unaware:
+            return  # its fact is in too few journals: no rank was told of it, and a new controller has not heard of it
         left = sorted(h for h, believed in self.observed.believed.items() if (shard, digest) in believed)
-        left += self._taken_meanwhile(host, shard)
+        left += taken
         if len(left) < self.world.scenario.replicas:
             raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
 

@@ -65,10 +65,14 @@ class Promises:
                 return False
         return True
 
-    def dropped(self, host: str, shard: ShardId) -> None:
-        """Look at a copy that has gone without a fault: a promised shard must have enough others (R19)."""
+    def dropped(self, host: str, shard: ShardId, taken: list[str]) -> None:
+        """Look at a copy that has gone without a fault: a promised shard must have enough others (R19).
+
+        Args:
+            taken: Hosts whose copies faults have taken since the drop was ordered: the order counted on them.
+        """
         for what, promised in self.promised():
-            left = self.copies(shard)
+            left = [*self.copies(shard), *taken]
             if promised == shard and len(left) < self.world.scenario.replicas:
                 raise Violation("R19", f"{host} dropped {shard}, kept by {what}; copies left: {left}")
 

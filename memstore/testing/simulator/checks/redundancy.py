@@ -83,8 +83,18 @@ class Redundancy:
         newest, now = self.newest_there(), self.world.now
         if newest is None or newest != self._short[0] or not self._is_calm() or not self.lacking(newest):
             self._short = (newest, now)
+        elif not self.world.scenario.is_strict and self._is_lost(newest):
+            return  # faults took every copy of some shard: nothing can bring it back
         elif now - self._short[1] > REPAIR_S:
             raise Violation("R29", f"for {REPAIR_S:g} s {self.lacking(newest)}, and nothing hinders repair")
+
+    def _is_lost(self, step: StepId) -> bool:
+        """Say whether some rank's shard of a committed step lies whole on no host."""
+        shards = {
+            (ShardId(self.world.scenario.job, step.attempt, step.step, rank), digest)
+            for rank, digest in enumerate(self.observed.facts[step].digests)
+        }
+        return not shards <= {each for whole in self.observed.whole.values() for each in whole}
 
     def _is_calm(self) -> bool:
         """Say whether every process and link works and the newest attempt trains."""

@@ -41,6 +41,11 @@ class Restores:
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")
 
+    def read_whole(self, rank: Rank, *, is_pinned: bool) -> None:
+        """Look at a read whose link is still the one on which it was answered: its pin was kept until now (R7)."""
+        if not is_pinned:
+            raise Violation("R7", f"rank {rank.rank} has just read slots that were pinned for it, and are so no more")
+
     def arrived(self, rank: Rank, manifest: Manifest, read: Mapping[int, bytes], slots: Sequence[int]) -> None:
         """Look at chunks that reached a reader while others were still on their way: each is the manifest's (R27)."""
         spoilt = self.world.memories[rank.host_id].spoilt

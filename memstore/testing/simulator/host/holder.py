@@ -5,6 +5,8 @@ It begins them when an order, a message of a rank or the time demands it, as she
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from typing import Any, cast
 
@@ -116,11 +118,13 @@ class SimHolder:
         )  # fmt: skip
         self.twins = SimTwins(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
+        first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
             self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             sealed=self.sealed, is_stopping=lambda: not self.is_up,
-            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), fences=self.fences,
+            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), pin_numbers=itertools.count(first_pin),
+            fences=self.fences,
         )  # fmt: skip
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
@@ -177,14 +181,13 @@ class SimHolder:
 
     def report(self, report: reports.Report) -> None:
         """Report something done."""
+        if isinstance(report, reports.Fenced):
+            self.checker.fences.answered(self, report.job, report.attempt)
         self.tell(Report(self.host_id, report))
 
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
-        if shelved is not None and not shelved.is_doomed:
-            held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            self.report(Sealed(copy=WireCopy.of(held), put=put))
+        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)

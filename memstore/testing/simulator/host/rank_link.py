@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memstore.core.arena.slot_table import Owner
@@ -23,7 +22,6 @@ class RankLink:
     attempt: int
     parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
-    pin_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     is_retired: bool = False
 
     @property
@@ -34,13 +32,14 @@ class RankLink:
 
 def open_link(rank: Rank) -> RankLink:
     """Return a new link of a process, to which it listens from now on."""
-    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, rank.rank, rank.attempt)
+    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, *rank.place)
     return link
 
 
 def hello_of(rank: Rank, arena: str) -> RankHello:
     """Return what a process says first; `arena`: the one that it has mapped."""
+    number, attempt = rank.place
     return RankHello(
-        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=rank.rank, attempt=rank.attempt,
+        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
         held=tuple(rank.held()), arena=arena, parent=None,
     )  # fmt: skip

@@ -12,10 +12,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.calls import SkipStep
-from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.reports import Fenced
 from memstore.shell.holder.pending_calls import Call
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -51,7 +48,6 @@ class Sealer:
                 effects.NotePut: self._note_put,
                 effects.CompareShared: self._compare_shared,
                 effects.GiveUpPut: self._give_up,
-                effects.AnswerFence: self._answer_fence,
             }
         )
 
@@ -108,16 +104,5 @@ class Sealer:
 
     def _give_up(self, effect: effects.GiveUpPut) -> Waits[None]:
         yield from ()
-        shard = effect.shard
-        self.holder.twins.ended(shard)
-        request = SkipStep(
-            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
-            is_failed=effect.is_failed,
-        )  # fmt: skip
-        self.holder.calls.ask(Call(None, "", 0, request))
-
-    def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
-        yield from ()
-        copies = tuple(map(WireCopy.of, self.holder.replicas.index.copies(self.holder.host_id, effect.job)))
-        self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
-        self.holder.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
+        self.holder.twins.ended(effect.shard)
+        self.holder.calls.ask(Call(None, "", 0, effect.request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from memstore.core.arena.replica_index import StagedKey
@@ -19,6 +20,7 @@ from memstore.testing.simulator.world.virtual_time import Thread
 
 Body = dict[str, Any]
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
+SLOW_SHARE, SLOW_S = 0.2, 2.0  # of readers that take longer than a broken link takes to come back
 
 
 class Stager:
@@ -26,6 +28,7 @@ class Stager:
 
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
+        self.slowness = random.Random(f"readers {holder.world.scenario.seed} {holder.host_id}")
 
     def order(self, order: BringOrder) -> None:
         """Stage one shard; the end is reported."""
@@ -40,13 +43,17 @@ class Stager:
         except IntegrityError as exc:
             rank.answered(call_id, body, ("RecoveryError", str(exc)))
             return
-        yield holder.world.network.rng.uniform(*READ_S)
+        slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
+        yield holder.world.network.rng.uniform(*READ_S) + slow_s
         wanted = [index for index, slot in enumerate(lent.slots) if slot is not None]
         read = rank.read([lent.slots[index] for index in wanted])
-        if holder.is_up:
-            reads.give_back(link, lent.pin)
+        if rank.link is link and holder.is_up:
+            holder.checker.restores.read_whole(rank, is_pinned=lent.pin in link.pins)
+        if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
+            reads.give_back(rank.link, lent.pin)  # as a rank does, on the link that it has now
         chunks = decode_manifest(lent.manifest).chunks
-        if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
+        is_lost = isinstance(staged, ShardStaged) and None in lent.slots  # a chunk went bad after it was staged
+        if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
             if isinstance(staged, ShardStaged) and staged.report is not None:  # a barrier said: good (R27)
                 key = StagedKey(rank.job, rank.rank, "round", staged.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)

@@ -1,9 +1,12 @@
-"""Planted bugs in pins and forks: steps that must be kept, and references that a fork must add."""
+"""Planted bugs in pins and forks: steps and slots that must be kept, and references that a fork must add."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +14,8 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
+from memstore.core.holder import reads
+from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.planted.bug import planted
@@ -19,6 +24,7 @@ from recovery.inventory import ShardId, StepId
 
 PINNED = Fault(4.0, "pin-step")
 FORKED = Fault(4.0, "fork-step")
+BROKEN_LINKS = [Fault(2.0 + 0.4 * n, "break-link", rank=n % 3) for n in range(24)]
 
 
 @planted("retention-ignores-pins", "R19", "R19", PINNED)
@@ -79,3 +85,26 @@ def fork_of_another_step() -> Any:
 
     fork = ReplicaStore.fork
     return patch.object(ReplicaStore, "fork", other)
+
+
+@planted(
+    "pins-numbered-by-link",
+    "R7",
+    "R7",
+    *BROKEN_LINKS,
+    reads_ranges=True,
+    streams_reads=True,
+    reads_every=1,
+    step_s=0.2,
+    tries=8,
+)
+def pins_numbered_by_link() -> Any:
+    """Readers' pins are numbered from 1 on each link, so a late unpin of an older link frees another reader's pin."""
+    counts: Counter[Any] = Counter()
+
+    def numbered(state: HolderState, link: Any, release: Callable[[], None]) -> int:
+        counts[link] += 1
+        return hold(replace(state, pin_numbers=itertools.count(counts[link])), link, release)
+
+    hold = reads._hold
+    return patch.object(reads, "_hold", numbered)

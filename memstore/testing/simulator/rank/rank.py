@@ -15,7 +15,7 @@ import msgspec
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.wire.calls import RankCall, SkipStep
+from memstore.core.wire.calls import AssignRanks, Join, RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -40,7 +40,8 @@ CHUNKS = 3
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
 THAW_POLL_S = 0.1
-RANGES_S, RANGES_EVERY = 30.0, 7  # how long a read of ranges may take; one in so many steps
+RANGES_S = 30.0  # how long a read of ranges may take
+TOGETHER_EVERY = 5  # one in so many steps every rank reads the same shard
 WRITE_S = 0.004  # one chunk's copy: long enough for a fault to stop it
 
 
@@ -54,6 +55,7 @@ class SimRank:
         self.nonce = f"n{self.pid}"
         self.owner = Owner(self.pid, 1, self.pid)
         self.attempt = 0
+        self.place = (rank, 0)  # rank and attempt that its link names, from the moment at which the answer comes
         self.is_dead = self.is_frozen = self.is_fenced = False
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
@@ -162,6 +164,8 @@ class SimRank:
         if isinstance(request, SkipStep):
             self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
         elif request is not None:
+            if isinstance(request, Join | AssignRanks) and not error:
+                self.place = (int(body["rank"]), int(body["attempt"]))
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
     def rise(self, step: int, level: str) -> None:
@@ -209,10 +213,12 @@ class SimRank:
                 self.why = "fenced"
                 return
             self.steps_done = step
-            if scenario.reads_ranges and step % RANGES_EVERY == self.rank % RANGES_EVERY:
+            if scenario.reads_ranges and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_ranges(), self)
-            if scenario.streams_reads and step % RANGES_EVERY == self.rank % RANGES_EVERY:
-                self.world.spawn(self._read_streamed(step), self)
+            if scenario.streams_reads and step % TOGETHER_EVERY == 0:
+                self.world.spawn(self._read_streamed(step, 0), self)
+            elif scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
+                self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
@@ -226,12 +232,11 @@ class SimRank:
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)
 
-    def _read_streamed(self, number: int) -> Thread:
-        """Read another rank's newest shard whole, and look at its chunks as they come (R27)."""
+    def _read_streamed(self, number: int, rank: int) -> Thread:
+        """Read a rank's newest shard whole, and look at its chunks as they come (R27)."""
         answer = yield from self._answer(
-            "read_step", RANGES_S, rank=(self.rank + 1) % self.world_size, step=None, of_attempt=None,
-            listener=ChunkListener(self.nonce, number),
-        )  # fmt: skip
+            "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, listener=ChunkListener(self.nonce, number)
+        )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, {**answer, "read": dict(enumerate(answer["read"]))})
 

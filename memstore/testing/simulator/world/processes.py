@@ -116,6 +116,7 @@ class Rank(Process, Protocol):
     job: str
     attempt: int
     rank: int
+    place: tuple[int, int]  # rank and attempt that its link names
     host_id: str
     key: str
     nonce: str

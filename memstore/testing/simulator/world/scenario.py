@@ -52,6 +52,7 @@ class Scenario:
     is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
     streams_reads: bool = False  # ranks read one another's shards, and get their chunks one by one
+    reads_every: int = 7  # after one in so many steps
     is_paced: bool = False  # the job caps what a host writes to durable storage
     shards: int = 0  # each rank names one of so many shards (R34); 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn

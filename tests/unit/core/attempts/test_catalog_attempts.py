@@ -228,7 +228,7 @@ def test_rewinding_ranks_must_name_the_same_step(rank: int) -> None:
     assert world.put_all(ranks, 2)
     for number, step in ((rank, 1), (1 - rank, 2)):
         process = ranks[number]
-        world.call(process, "rewind", step=step, nonce=process.nonce, key=process.key, world_size=2)
+        world.call(process, "rewind", step=step, nonce=process.nonce, key=process.key)
         world.run(0.5)
     assert "another rank rewinds" in ranks[rank].error("rewind")
 

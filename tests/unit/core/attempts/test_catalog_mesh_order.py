@@ -154,7 +154,7 @@ def test_a_rewind_keeps_the_order() -> None:
     world.get(ranks)
     assert world.put_all(ranks, 2)
     for rank in ranks:
-        world.call(rank, "rewind", step=2, nonce=rank.nonce, key="again", world_size=4)
+        world.call(rank, "rewind", step=2, nonce=rank.nonce, key="again")
     assert world.run_until(lambda: all(r.answers.get("rewind") for r in ranks), 15.0), [r.errors for r in ranks]
     assert [r.rank for r in ranks] == before
     assert {r.attempt for r in ranks} == {3}

@@ -15,8 +15,7 @@ def rewind(world: CatalogWorld, ranks: list[FakeRank], step: int, attempt: int |
     for rank in ranks:
         rank.answers.pop("rewind", None)
         rank.errors.pop("rewind", None)
-        size = len(ranks)
-        world.call(rank, "rewind", step=step, of_attempt=attempt, nonce=rank.nonce, key=rank.key, world_size=size)
+        world.call(rank, "rewind", step=step, of_attempt=attempt, nonce=rank.nonce, key=rank.key)
     assert world.run_until(lambda: all(r.answers.get("rewind") or r.errors.get("rewind") for r in ranks), 30.0)
     errors = {rank.error("rewind") for rank in ranks}
     assert len(errors) == 1, errors
@@ -140,7 +139,7 @@ def test_a_rewind_while_the_newest_step_commits_leaves_room_for_the_next_put() -
     """keep_steps=1: a newer step commits while the rewind holds its own, and two versions fill the share (R10)."""
     world, ranks = trained(3, last=1)
     for rank in ranks[:2]:
-        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
+        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key)
     assert world.put_all(ranks, 2)
     assert rewind(world, ranks, 1) == ""
     world.run(2.0)

@@ -111,7 +111,7 @@ def test_a_rewind_keeps_its_step_from_a_commit_under_way() -> None:
     """keep_steps=1: step 2 commits while rewind(1) is under way; step 1 is what get() returns afterwards (R22)."""
     world, ranks = trained(1, 1, last=1, keep_steps=1)
     world.put(ranks[0], 2)
-    world.call(ranks[0], "rewind", step=1, nonce=ranks[0].nonce, key=ranks[0].key, world_size=1)
+    world.call(ranks[0], "rewind", step=1, nonce=ranks[0].nonce, key=ranks[0].key)
     world.run(5.0)
     assert world.get(ranks)[0].get("step") == 1
 

@@ -245,9 +245,7 @@ def test_a_step_that_the_job_went_back_behind_is_refused() -> None:
     """A rewind left it outside the lineage, where no restore would look for it on the storage."""
     world, ranks = hourly(last=3, keep_steps=3)
     for rank in ranks:
-        world.call(
-            rank, "rewind", step=2, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=2
-        )  # fmt: skip
+        world.call(rank, "rewind", step=2, of_attempt=None, nonce=rank.nonce, key=rank.key)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 30.0)
     assert "the job went on without it" in str(persist(world, ranks[0], 3))
     assert ("train", 1, 3) not in world.durable.markers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.journal import compaction
 from memstore.core.wire.orders import Reserve
 from memstore.testing.controller.catalog_holder import FakeRank
@@ -46,6 +47,19 @@ def test_a_pinned_step_stays_until_it_is_unpinned() -> None:
     world.run(0.5)
     assert sorted(world.job().copies) == [StepId(1, 10)]
     assert {host: guests(world, host) for host in world.holders} == before
+
+
+def test_a_pin_waits_while_an_attempt_opens() -> None:
+    """Both facts are on their way to the journals; the attempt's, which holds a configuration, comes first."""
+    world, ranks = trained(2, last=1)
+    for rank in ranks:
+        world.kill_rank(rank)
+    joining = [world.join(n, 2, "second") for n in range(2)]
+    log = world.served.parts.journal.log
+    assert world.run_until(lambda: any(isinstance(fact, AttemptOpened) for fact in log.unapplied()), 5.0)
+    assert ask(world, joining[0], "pin", step=1, name="best") == ""
+    assert list(world.job().pins) == ["best"]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in joining), 5.0)
 
 
 @pytest.mark.parametrize("is_retired", [False, True])
@@ -141,7 +155,7 @@ def test_a_fresh_start_keeps_pins_and_can_go_back_to_them() -> None:
     assert sorted(world.job().copies) == [StepId(1, 2), StepId(2, 1), StepId(2, 2)]
     assert world.get(fresh, step=2)[0]["attempt"] == 2
     for rank in fresh:
-        body = {"step": 2, "of_attempt": 1, "nonce": rank.nonce, "key": rank.key, "world_size": 3}
+        body = {"step": 2, "of_attempt": 1, "nonce": rank.nonce, "key": rank.key}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.attempt == 3 for rank in fresh), 20.0)
     answers = world.get(fresh)

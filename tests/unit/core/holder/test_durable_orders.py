@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ class Host:
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=self.reports.append,
             sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
-            is_alive=lambda owner: True,
+            is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
 from memstore.core.wire.reports import PushFailed, Report
-from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
 SHARD = ShardId("job", 1, 2, 0)
@@ -31,6 +32,7 @@ class Replica:
     digest: str = "d"
     sizes: tuple[int, ...] = (8, 8)
     readers: int = 1
+    stored: Any = None
 
     def begin(self) -> None:
         self.readers += 1
@@ -58,18 +60,21 @@ class Host:
 
     answer: Callable[[Request[Any]], Message | MemstoreError] = take
     is_here: bool = True
+    is_damaged: bool = False  # the manifest of what it sends
     now: float = 0.0
     asked: list[str] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
+    lacking: list[bool] = field(default_factory=list)  # of each copy that was reported again
 
     def __post_init__(self) -> None:
         self.state = HolderState(
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=self.reports.append, sealed=lambda shelved, put: None,
+            report=self.reports.append, sealed=lambda shelved, put: self.lacking.append(shelved.is_nameless),
             is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
         link: Any = SimpleNamespace(
             nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt, parent=""
@@ -79,7 +84,7 @@ class Host:
     def outgoing(self, shard: ShardId, digest: str) -> Replica | None:
         if not self.is_here:
             return None
-        self.pinned.append(Replica(shard, digest))
+        self.pinned.append(Replica(shard, digest, stored=SimpleNamespace(is_nameless=False)))
         return self.pinned[-1]
 
     def play(self, steps: Steps[Any]) -> Any:
@@ -113,6 +118,8 @@ class Host:
             self.told.append(str(getattr(effect.message, "level", "")))
         elif isinstance(effect, effects.AwaitDigest):
             return "d"
+        elif isinstance(effect, effects.ReadManifest) and self.is_damaged:
+            raise DigestMismatch("the manifest is damaged")
         elif isinstance(effect, effects.Reach) and effect.host == "gone":
             raise PeerUnreachable("host gone is not in the view")
         return b"manifest"
@@ -257,3 +264,12 @@ def test_a_refusal_while_sending_aborts_the_draft() -> None:
     host = Host(lambda request: PeerRefused("odd", is_final=True) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.asked == ["offer", "seal", "abort"]
+
+
+def test_a_copy_whose_manifest_is_damaged_is_reported_as_none() -> None:
+    """It may be the only one of a step that would commit with fewer copies, and could not be read."""
+    host = Host(is_damaged=True)
+    host.push()
+    assert host.lacking == [True]
+    assert host.failure == ("the manifest is damaged", True)
+    assert host.asked == ["offer", "abort"]

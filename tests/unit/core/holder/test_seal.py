@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, seal
 from memstore.core.holder.effects import Effect, Steps
 from memstore.core.holder.state import HandOver, HolderState, Limits
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
+from memstore.core.wire.reports import Fenced, Report
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId, ShardSpec
 
@@ -59,6 +62,7 @@ class Host:
     aborted: list[tuple[str, int]] = field(default_factory=list)
     done: list[Effect] = field(default_factory=list)
     reported: list[StoredReplica] = field(default_factory=list)
+    answers: list[Report] = field(default_factory=list)  # to fences
     chunk_bytes: int = 8
     arena_identity: str = "here"
 
@@ -67,8 +71,8 @@ class Host:
         self.fresh = Fresh()
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda report: None, sealed=lambda shelved, put: self.reported.append(shelved),
-            is_stopping=lambda: False, is_alive=lambda owner: True,
+            report=self.answers.append, sealed=lambda shelved, put: self.reported.append(shelved),
+            is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
@@ -81,6 +85,9 @@ class Host:
 
     def abort_older(self, job: str, attempt: int) -> None:
         self.aborted.append((job, attempt))
+
+    def tell_copies(self, job: str, tell: Callable[[list[StoredReplica]], None]) -> None:
+        tell([SHELVED])
 
     def play(self, steps: Steps[Any]) -> Any:
         """Run a procedure, as the runner does."""
@@ -106,6 +113,8 @@ class Host:
                 self.meanwhile()
                 self.now += effect.limit_s or 0.0
             return effect.is_there()
+        if isinstance(effect, effects.OnStore):
+            return effect.call()
         if isinstance(effect, effects.DigestAndStore):
             return SHELVED
         values = {effects.OpenFresh: self.fresh, effects.Replicate: True, effects.CompareSample: self.differing}
@@ -140,9 +149,10 @@ class Host:
     def why_given_up(self) -> tuple[str, bool]:
         """What the controller is told of the put that failed."""
         [told] = self.levels
-        [skip_reasons] = self.of(effects.GiveUpPut)
-        assert (told.level, told.reason) == ("failed", skip_reasons.why)
-        return skip_reasons.why, skip_reasons.is_failed
+        [given_up] = self.of(effects.GiveUpPut)
+        request = given_up.request
+        assert (told.level, told.reason) == ("failed", request.why)
+        return request.why, request.is_failed
 
 
 def test_a_hand_over_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
@@ -247,7 +257,8 @@ def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> No
     host.state.ranks.links.update(n=Link(), old=Link(nonce="old"))  # type: ignore[arg-type]
     host.play(seal.fence(host.state, "job", 2, ["n"]))
     assert [told.link.nonce for told in host.of(effects.Tell)] == ["old"]
-    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.Tell, effects.AnswerFence]
+    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.Tell, effects.OnStore]
+    assert host.answers == [Fenced(job="job", attempt=2, copies=(WireCopy.of(SHELVED),))]
     assert host.aborted == [("job", 2)]
 
 
@@ -257,7 +268,7 @@ def test_a_fence_waits_for_a_seal_that_hangs_no_longer_than_its_limit() -> None:
     host.add()
     host.play(seal.fence(host.state, "job", 2, []))
     assert host.now == seal.FENCE_DRAIN_S
-    assert (len(host.of(effects.Warn)), len(host.of(effects.AnswerFence))) == (1, 1)
+    assert (len(host.of(effects.Warn)), len(host.answers)) == (1, 1)
 
 
 def test_a_goodbye_waits_for_what_its_process_handed_over() -> None:
@@ -267,3 +278,15 @@ def test_a_goodbye_waits_for_what_its_process_handed_over() -> None:
     assert put is not None
     assert host.play(ranks.await_owner(host.state, Owner(8, 1, 1), 1.0)) is True
     assert host.play(ranks.await_owner(host.state, put.link.owner, 1.0)) is False
+
+
+def test_a_hand_over_of_a_link_that_was_retired_is_passed_over_at_once() -> None:
+    """The same shard is being sealed for the process's new link: this waits for nothing and gives up no step (R8)."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    assert put is not None
+    host.state.puts.sealing.add(SHARD)
+    link.is_retired = True
+    host.play(seal.run(host.state, put))
+    assert (host.now, host.levels, host.of(effects.GiveUpPut), host.freed) == (0.0, [], [], [])
+    assert host.state.puts.sealing == {SHARD}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Host:
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda report: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
-            is_alive=lambda owner: True,
+            is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def play(self, steps: Steps[Any]) -> Any:

@@ -143,7 +143,7 @@ def test_of_an_attempt_that_only_a_late_host_knows_its_course_is_known_too(is_cl
         assert world.put_all(ranks, step)
     before = len(world.served.parts.journal.log.entries)
     for rank in ranks:
-        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key, world_size=3)
+        world.call(rank, "rewind", step=1, of_attempt=None, nonce=rank.nonce, key=rank.key)
     assert world.run_until(lambda: all(rank.attempt == 2 for rank in ranks), 10.0)
     for rank in ranks if is_closed else ():
         world.call(rank, "close")

@@ -301,7 +301,7 @@ def test_rewind_opens_an_attempt_from_an_older_step() -> None:
     """After a rewind the older step is the past; the newer one is hidden, and freed with the first commit (R22)."""
     world, ranks = trained(3, last=2, keep_steps=2)
     for rank in ranks:
-        world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key, world_size=3)
+        world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key)
     world.run(2.0)
     assert [r.answers["rewind"][-1]["restored_step"] for r in ranks] == [1, 1, 1]
     answers = world.get(ranks)
@@ -323,7 +323,7 @@ def test_get_of_a_step_prefers_the_lineage() -> None:
     """get(step=S) after a rewind reads the S of this lineage, whatever hidden attempts have (R22)."""
     world, ranks = trained(3, last=2, keep_steps=2)
     for rank in ranks:
-        world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key, world_size=3)
+        world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key)
     world.run(2.0)
     answers = world.get(ranks, step=1)
     world.check_restored(answers)

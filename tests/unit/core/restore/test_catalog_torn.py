@@ -85,7 +85,7 @@ def test_what_verify_lifted_begins_its_crash_loop_anew() -> None:
     world.run(6.0)
     ranks = world.launch(2)
     for rank in ranks:
-        world.call(rank, "rewind", step=2, of_attempt=1, nonce=rank.nonce, key=rank.key, world_size=2)
+        world.call(rank, "rewind", step=2, of_attempt=1, nonce=rank.nonce, key=rank.key)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 30.0)
     assert {a.get("step") for a in world.get(world.launch(2))} == {2}
 

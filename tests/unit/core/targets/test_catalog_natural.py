@@ -101,11 +101,18 @@ def test_a_new_controller_and_a_replaced_rank_are_told_the_same_copiers() -> Non
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ([(0, 2), (1, 2), (0, 2), (0, 4)], "ranks 0, 1, 2 say shard_count=2; ranks 3 say shard_count=4"),
-        ([(0, 1), (0, 1), (0, 1), (None, None)], "ranks 3 say nothing of shards"),
-        ([(0, 3), (1, 3), (0, 3), (1, 3)], "no rank names shard 2 of shard_count=3"),
-        ([(0, 2), (1, 2), (2, 2), (1, 2)], "rank 2 shard_rank=2"),
-        ([(0, 5), (1, 5), (2, 5), (3, 5)], "shard_count=5 where 4 ranks can hold 1 to 4"),
+        ([(0, 2), (1, 2), (0, 2), (0, 4)], "ranks 0, 1, 2 name shard_count=2; rank 3 names shard_count=4"),
+        ([(0, 1), (0, 1), (0, 1), (None, None)], "ranks 0, 1, 2 name shard_count=1; rank 3 names none"),
+        ([(0, 3), (1, 3), (0, 3), (1, 3)], "no rank names shard_rank 2 of shard_count=3"),
+        (
+            [(0, 2), (1, 2), (2, 2), (1, 2)],
+            "shards are numbered 0 to 1, but rank 2 names shard_rank=2",
+        ),
+        (
+            [(0, 1), (3, 1), (0, 1), (1, 1)],
+            "the only shard is 0, but rank 1 names shard_rank=3, rank 3",
+        ),
+        ([(0, 5), (1, 5), (2, 5), (3, 5)], "shard_count=5, but 4 ranks can hold at most 4 shards"),
     ],
 )
 def test_ranks_that_do_not_agree_are_all_refused(named: list[tuple[int | None, int | None]], message: str) -> None:
@@ -134,7 +141,7 @@ def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
     assert world.put_all(ranks, 1)
     assert world.put_all(ranks, 2)
     for rank in ranks:
-        body = {"nonce": rank.nonce, "key": rank.key, "world_size": 4, "step": 2, "of_attempt": None}
+        body = {"nonce": rank.nonce, "key": rank.key, "step": 2, "of_attempt": None}
         world.call(rank, "rewind", **body)
     assert world.run_until(lambda: all(rank.answers.get("rewind") for rank in ranks), 20.0), ranks[0].errors
     assert [rank.answers["rewind"][-1]["shared_shard"][:2] for rank in ranks] == [[0, 2], [1, 2], [0, 2], [1, 2]]

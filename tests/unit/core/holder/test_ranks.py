@@ -1,0 +1,113 @@
+"""What a holder does with the links of one process, effect by effect: two that come at once, one that ends (R4, R8)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from memstore.core.arena.slot_table import Owner, SlotTable
+from memstore.core.holder import effects, ranks
+from memstore.core.holder.effects import Effect
+from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.rank_messages import RankHello
+from memstore.core.wire.reports import RankArrived, RankGone, Report
+
+OWNER = Owner(1, 1, 1)
+HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena", parent=None)
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection of the same rank."""
+
+    nonce: str = "n"
+    owner: Owner = OWNER
+    job: str = "job"
+    rank: int = 0
+    attempt: int = 1
+    parent: str = ""
+    pins: dict[int, Callable[[], None]] = field(default_factory=dict)
+    is_retired: bool = False
+    is_open: bool = True
+
+
+def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
+    """Return the state of a holder with these slots, which appends its reports to a list."""
+    reports = [] if reports is None else reports
+    store: Any = SimpleNamespace(
+        arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
+        lease=lambda owner, job, rank, attempt, stand_ins_for: table.lease(owner, 4, attempt=attempt),
+        reclaim=table.reclaim,
+    )  # fmt: skip
+    return HolderState(
+        "a", store, lambda shard, digest: None, Limits(suspect_after_s=2.0, dead_after_s=6.0), now=lambda: 0.0,
+        report=reports.append, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+        is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+    )  # fmt: skip
+
+
+def test_of_two_links_that_arrive_at_once_the_later_one_is_taken() -> None:
+    """The first one's welcome is late: by then the process has given it up, and is connected on the other."""
+    state, first, second = host(SlotTable(8)), Link(), Link()
+    late = ranks.join(state, first, HELLO)
+    assert isinstance(next(late), effects.TellWelcome)
+    first.is_open = False
+    list(ranks.join(state, second, HELLO))
+    assert state.ranks.links == {"n": second}
+    assert [type(effect) for effect in late] == [effects.CloseLink]
+    assert (state.ranks.links, first.is_retired, second.is_retired) == ({"n": second}, True, False)
+    assert not state.ranks.arriving
+
+
+def test_a_link_that_is_closed_late_frees_nothing_that_a_newer_one_was_leased() -> None:
+    """It waits for the end of an older link; meanwhile a third one is welcomed and leased slots."""
+    table = SlotTable(8)
+    state, oldest, first, second = host(table), Link(), Link(), Link()
+    state.ranks.links["n"] = oldest
+    late = ranks.join(state, first, HELLO)
+    assert isinstance(next(late), effects.CloseLink)
+    leased: list[int] = []
+    for effect in ranks.join(state, second, HELLO):
+        leased += ranks.lease(state, second) if isinstance(effect, effects.Grant) else []
+    assert len(leased) == 4
+    list(late)
+    assert sorted(table.leases[OWNER]) == sorted(leased)
+    assert state.ranks.links == {"n": second}
+
+
+def test_a_link_that_ends_keeps_no_pin_and_is_no_ones_link_any_more() -> None:
+    """It is out of the table before its pins go, so a read that is being answered keeps none for it."""
+    state, link, seen = host(SlotTable(8)), Link(), list[bool]()
+    state.ranks.links["n"] = link
+    link.pins = dict.fromkeys((1, 2), lambda: seen.append(state.ranks.is_current(link)))
+    assert ranks.end(state, link)
+    assert (seen, link.pins) == ([False, False], {})
+    assert not ranks.end(state, link)
+
+
+def test_a_welcome_that_cannot_be_sent_leaves_nothing() -> None:
+    """The procedure ends by the error, and the next link of the process is taken."""
+    state, link = host(SlotTable(8)), Link()
+    steps = ranks.join(state, link, HELLO)
+    effect: Effect = next(steps)
+    assert isinstance(effect, effects.TellWelcome)
+    try:
+        steps.throw(ConnectionError("reset"))
+    except ConnectionError:
+        pass
+    assert (state.ranks.links, state.ranks.arriving) == ({}, {})
+
+
+def test_a_process_that_says_bye_is_reported_as_gone() -> None:
+    """Its controller may have been away when it closed its store: nothing else says that its steps will not go on."""
+    reports: list[Report] = []
+    table = SlotTable(8)
+    state, link = host(table, reports), Link()
+    list(ranks.join(state, link, HELLO))
+    assert ranks.lease(state, link)
+    list(ranks.leave(state, link))
+    assert reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
+    assert (state.ranks.links, state.ranks.owners, table.leases.get(OWNER, set())) == ({}, {}, set())
