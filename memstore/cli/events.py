@@ -208,7 +208,7 @@ def _unchanged(e: Event) -> str:
     return f"step {e['step']} UNCHANGED: {who} put the bytes of step {e['before']} again: {e['why']}"
 
 
-def _twins_differ(e: Event) -> str:
+def _replicas_differ(e: Event) -> str:
     where = ", ".join(e["names"]) or plural(e["chunks"], "chunk")
     return f"step {e['step']}: ranks {e['ranks'][0]} and {e['ranks'][1]} of shard {e['shard']} DIFFER in {where}"
 
@@ -220,8 +220,8 @@ LINES: dict[str, Callable[[Event], str]] = {
     "superseded": lambda e: f"step {e['step']} superseded: {e['why']}",
     "skip": _skip,
     "unchanged": _unchanged,
-    "twins_differ": _twins_differ,
-    "twins_agree": lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}",
+    "replicas_differ": _replicas_differ,
+    "replicas_agree": lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}",
     "degraded": _degraded,
     "whole": lambda e: f"every shard has its copies again, after {fine(e['seconds']['degraded'])}",
     "restore": _restore,

@@ -50,7 +50,7 @@ def export(
 
     if module is not None:
         importlib.import_module(module)
-    with _told_to_end(), reader(job, config=config) as source:
+    with _ends_on_sigterm(), reader(job, config=config) as source:
         note = export_step(
             source, step, directory.absolute(), as_format, rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
         )  # fmt: skip
@@ -62,7 +62,7 @@ def export(
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
+def _ends_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end the process as Ctrl-C does: partial results are removed."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -122,7 +122,7 @@ def screen(status: Status, where: Where) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(status, where)), Text()]
     has_rows = status.jobs or status.launches
     parts += [job_table(status.jobs, status.launches) if has_rows else Text("no job has put anything yet"), Text()]
-    parts += [Text(line) for line in map(copiers_line, status.jobs) if line]
+    parts += [Text(line) for line in map(writers_line, status.jobs) if line]
     parts.append(host_table(status.hosts, status.failure_domains))
     if status.problems:
         parts += [Text(), *(Text(problem_line(row)) for row in by_cause(status.problems))]
@@ -175,13 +175,13 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
     return table
 
 
-def copiers_line(job: JobRow) -> str:
+def writers_line(job: JobRow) -> str:
     """Return "train: ranks 0, 2 copy for 4 ranks of 1 shard", or "" where every rank copies."""
     newest = job.newest
-    if newest is None or len(newest.copiers) in (0, newest.world_size):
+    if newest is None or len(newest.writers) in (0, newest.world_size):
         return ""
-    copiers = newest.copiers
-    who = f"rank {copiers[0]} copies" if len(copiers) == 1 else f"ranks {listed(copiers)} copy"
+    writers = newest.writers
+    who = f"rank {writers[0]} copies" if len(writers) == 1 else f"ranks {listed(writers)} copy"
     return f"{job.job}: {who} for {plural(newest.world_size, 'rank')} of {plural(newest.shards, 'shard')}\n"
 
 

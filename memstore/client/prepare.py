@@ -219,7 +219,7 @@ class PutPreparation:
         """Slots that are this rank's with their pages entered: free to fill, or filled and not sealed yet."""
         link = self._link
         with link.room:
-            return len(link.pool) + len(link.in_copy) + sum(len(h.slots) for h in link.handovers.values())
+            return len(link.pool) + len(link.in_copy) + sum(len(h.slots) for h in link.unsealed_puts.values())
 
     def _wait_pages(self) -> bool:
         """Wait until a put's slots are here and none of a grant is still to be entered; False if they are not."""

@@ -68,9 +68,9 @@ class OpenShard:
             raise
 
     @property
-    def mended_count(self) -> int:
+    def repaired_count(self) -> int:
         """The chunks that were bad here and came from another copy."""
-        return len(self._stream.mended)
+        return len(self._stream.repaired)
 
 
 class _Shifted:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
-from memstore.client.put_interval import Cadence
+from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
@@ -63,7 +63,7 @@ class Store(PinVerbs):
         self._link = link
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
-        self._cadence = Cadence(self.puts, config.stall_budget_s)
+        self._put_schedule = PutSchedule(self.puts, config.stall_budget_s)
         self._trained = TrainedWord(link)
         self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
@@ -78,7 +78,7 @@ class Store(PinVerbs):
     def _take_attempt(self, joined: Joined) -> None:
         self.attempt, self.rank = joined.attempt, joined.rank
         self.puts.begin_attempt(joined)
-        self._cadence.begin_attempt(joined)
+        self._put_schedule.begin_attempt(joined)
 
     def __enter__(self) -> Store:
         return self
@@ -122,13 +122,13 @@ class Store(PinVerbs):
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, request, limit_s=limit_s)
         self.rank = joined.rank
-        self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
+        self.puts.shared_shard = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return joined.order or tuple(range(self.world_size))
 
     @property
-    def natural(self) -> SharedShard | None:
-        """This rank's shared shard, with `is_copier`; None if connect() named no shard."""
-        return self.puts.natural
+    def shared_shard(self) -> SharedShard | None:
+        """This rank's shared shard, with `is_writer`; None if connect() named no shard."""
+        return self.puts.shared_shard
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Store(PinVerbs):
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
-                this shard's ranks share: it is looked at on its copiers only (R34).
+                this shard's ranks share: it is looked at on its writers only (R34).
             rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
             overlap: True: parameters and optimizer state are copied while training goes on, until the step of an
                 optimizer that was passed to `wait_before_step`; all else, and tensors below 64 KiB, before put returns.
@@ -159,7 +159,7 @@ class Store(PinVerbs):
         """
         self._check_open()
         step, timeout_s = check_step(step), self._given_seconds(timeout_s)
-        if rank_state is not None and self.natural is None:
+        if rank_state is not None and self.shared_shard is None:
             raise ConfigError(
                 "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
             )
@@ -205,7 +205,7 @@ class Store(PinVerbs):
         self._check_open()
         step = check_step(step)
         self._trained.say(step)
-        return self._cadence.due(step)
+        return self._put_schedule.due(step)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -241,15 +241,15 @@ class Store(PinVerbs):
                 self._on_check(event)
             case RoomGrown():
                 self.puts.on_room(event)
-            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
-                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case ReplicasDiffer() if self.shared_shard is not None and event.attempt == self.attempt:
+                self.shared_shard.name_differing(self._link, event, self.puts.wait_committed)
             case AttemptFenced():
                 self.puts.fail_all(str(self._link.fenced_error()))
 
     def _on_check(self, order: CheckInto) -> None:
         error: IntoError | None = None
         try:
-            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.shared_shard)
         except MemstoreError as exc:
             error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
@@ -297,7 +297,7 @@ class Store(PinVerbs):
         try:
             answer = collective(self._link, request, timeout_s)
         except WorldSizeError:
-            found = self.natural.get_resized(self._link, request, into) if self.natural else None
+            found = self.shared_shard.get_resized(self._link, request, into) if self.shared_shard else None
             if found is None:
                 raise
             return self._restored(step, checkpoint(*found), found[1])
@@ -361,7 +361,7 @@ class Store(PinVerbs):
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)
-        self._cadence.restart(step)
+        self._put_schedule.restart(step)
 
     # -- collectives, so that a put's copies travel between them (D87) --------------------------
 

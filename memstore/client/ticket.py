@@ -51,7 +51,7 @@ class Ticket:
         """Return whether by now the level cannot change any more."""
         return self.level in TERMINAL or self.level == "durable"
 
-    def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
+    def raise_level(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
         """Take a new level; levels never fall, and a terminal one is final. A commit always wins over a guess."""
         with self._changed:
             if self.level in TERMINAL or (level in TERMINAL and self.level in ("committed", "durable")):

@@ -15,7 +15,7 @@ from typing import Any
 from memstore.client.checkpoint import StepInfo
 from memstore.client.connect import Reader
 from memstore.client.dcp.metadata import SavedLayout
-from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_files import write_dcp
 from memstore.exchange.put_tree import write_torch
@@ -57,7 +57,7 @@ def export_step(
     with new_folder(target) as folder, _pinned(reader, info) as not_pinned:
         ranges = reader.ranges(attempt=info.attempt)
         first = ShardBytes(ranges, info.step, rank or 0)
-        if NaturalLayout.decode(first.manifest) is not None:
+        if SharedShardLayout.decode(first.manifest) is not None:
             raise UnsupportedState(
                 f"step {info.step} was put with connect(shard_rank=, shard_count=), and such a step cannot be "
                 f"exported: read it with memstore.reader({reader.job!r}).get({info.step}, rank=r), whose .state is "

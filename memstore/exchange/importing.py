@@ -25,7 +25,7 @@ from memstore.config import Config
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_files import DcpSource
-from memstore.exchange.dcp_shares import Source, put_share, shares_of
+from memstore.exchange.dcp_shares import StepSource, put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
 from memstore.exchange.put_tree import file_name
 from memstore.exchange.safetensors_files import SafetensorsSource
@@ -137,13 +137,13 @@ def _exists(job: str, config: Config) -> ConfigError:
     return ConfigError(f"job {job!r} exists: import under another name, or {command} first", field="JOB")
 
 
-def _source(format: str, folder: Path, prefix: str) -> Source:
+def _source(format: str, folder: Path, prefix: str) -> StepSource:
     if prefix and format != "safetensors":
         raise ConfigError(f"prefix={prefix!r} is of format safetensors, not of {format}", field="prefix")
     return DcpSource(folder) if format == "dcp" else SafetensorsSource(folder, prefix)
 
 
-def _dcp_work(source: Source, step: int, count: int) -> tuple[int, Work]:
+def _dcp_work(source: StepSource, step: int, count: int) -> tuple[int, Work]:
     if not source.metadata.state_dict_metadata:
         raise IntegrityError("there is nothing in it to import")
     shares = shares_of(source.metadata, count)

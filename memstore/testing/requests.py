@@ -36,14 +36,14 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
     return decode_call(encode(kind(**unsaid, **given)))
 
 
-def fields_told(request: RankCall, data: bytes) -> dict[str, Any]:
+def reply_fields(request: RankCall, data: bytes) -> dict[str, Any]:
     """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
-    told = decode_passed(request, data)
-    if isinstance(told, Status):
-        return status_fields(told)
+    reply = decode_passed(request, data)
+    if isinstance(reply, Status):
+        return status_fields(reply)
     fields: dict[str, Any] = unpackb(data)
-    if isinstance(told, Events):
-        fields["events"] = list(map(event_fields, told.events))
-    fields |= {"step": None} if isinstance(told, NothingStored) else fields.pop("report", None) or {}
+    if isinstance(reply, Events):
+        fields["events"] = list(map(event_fields, reply.events))
+    fields |= {"step": None} if isinstance(reply, NothingStored) else fields.pop("report", None) or {}
     fields.pop("k", None)
     return fields

@@ -33,7 +33,7 @@ def forked(log: Path, **spec: Any) -> ForkedProcess:
     return process
 
 
-def test_a_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_killed_process_is_reported_by_its_signal(tmp_path: Path) -> None:
     """Stopped or not; a signal that comes after its end goes nowhere."""
     process = forked(tmp_path / "log")
     assert process.poll() == -signal.SIGKILL

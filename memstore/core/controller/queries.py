@@ -23,7 +23,7 @@ ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that a
 
 
 @dataclass(slots=True)
-class Ask:
+class HostQuery:
     """A question put to every live host."""
 
     call: Call[VerifyStore]
@@ -38,7 +38,7 @@ class Queries:
 
     def __init__(self, parts: Parts) -> None:
         self.state, self.out, self.parts = parts.state, parts.out, parts
-        self.asks: dict[int, Ask] = {}
+        self.asks: dict[int, HostQuery] = {}
         # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
         self.roll_calls: dict[tuple[str, str], RollCalled] = {}
         self._count = first_number(parts.term)
@@ -54,9 +54,9 @@ class Queries:
             calls.AskPlan: parts.dry_runs.ask,
             calls.ReadStep: parts.reads.ask,
             calls.ReadRanges: parts.reads.ask,
-            calls.RemoveJob: parts.expiry.ask,
+            calls.RemoveJob: parts.job_removal.ask,
             calls.RetireStep: parts.retirement.ask,
-            calls.TellDiffering: parts.view.twins.told,
+            calls.ReportDiffering: parts.view.shared_shards.reported,
             calls.PinStep: self._of_job(parts.pins.pin),
             calls.UnpinStep: self._of_job(parts.pins.unpin),
             calls.ForkJob: self._of_job(parts.forks.ask),
@@ -101,7 +101,7 @@ class Queries:
 
     def _events(self, call: Call[calls.AskEvents]) -> None:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
-        events = self.parts.observer.chronicle
+        events = self.parts.recorder.recent_events
         self.out.answer(call, events.page(call.request.since, call.request.job, self.state.wall_s))
 
     def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
@@ -116,7 +116,7 @@ class Queries:
         """Have live hosts digest all again; retired steps that are not torn may be offered again (R25, R30)."""
         self._count += 1
         live = self.state.hosts.live_ids()
-        self.asks[self._count] = Ask(call, set(live))
+        self.asks[self._count] = HostQuery(call, set(live))
         for job in self.state.jobs.values():
             if call.request.job in (None, job.name):
                 for step in sorted(job.retired.keys() - job.torn):

@@ -275,7 +275,7 @@ def _job_problems(name: str, newest: AttemptStatus) -> Iterator[ProblemRow]:
             if newest.is_skip_for_room
             else f"if it goes on, fix that; `memstore events {name} --level problem` shows each skipped step",
         )  # fmt: skip
-    for pair in newest.twins_differ:
+    for pair in newest.replicas_differ:
         first, second = pair.ranks
         where = ", ".join(pair.names[:3]) or "bytes of unknown tensors"
         yield _row(

@@ -73,7 +73,7 @@ class StatusReport:
         info = state.info
         return HostRow(
             host=host, labels=dict(info.labels), address=f"{info.address}:{info.port}", status=state.status,
-            why=state.why, status_s=now - state.since_s, heard_s=now - state.last_heard_s, stats=state.stats,
+            why=state.why, status_s=now - state.since_s, silent_s=now - state.last_beat_s, stats=state.stats,
             machine=info.machine, is_explicit=info.is_explicit, holds=holds, drains_s=self.drains.due_s(host),
             drain_left=remains.shards_count, drain_may_come=remains.may_come, drain_short=remains.short,
             drain_durable=remains.durable, is_on_probation=self.state.hosts.is_on_probation(now, host),
@@ -91,7 +91,7 @@ class StatusReport:
         return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
 
     def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
-        rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
+        rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         when = (
             job.commits[step], job.changes.get(step), step in job.copies, self.state.hosts.changes_count,
             attempt.replicas, rank_hosts,
@@ -135,11 +135,11 @@ class StatusReport:
         return AttemptStatus(
             phase=attempt.phase,
             world_size=attempt.world_size,
-            ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.seats.values()),
+            ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,
-            copiers=list(attempt.copiers),
-            twins_differ=self.view.twins.differing_rows(job, attempt),
-            rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
+            writers=list(attempt.writers),
+            replicas_differ=self.view.shared_shards.differing_rows(job, attempt),
+            rank_hosts={str(rank): member.host_id for rank, member in attempt.members.items()},
             training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,
             committed_attempt=newest.attempt if newest is not None else None,

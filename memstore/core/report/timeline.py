@@ -8,7 +8,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
 from memstore.core.report.gone_steps import spans_of, without_bytes
-from memstore.core.wire.replies import Steps
+from memstore.core.wire.replies import StepList
 from memstore.core.wire.status_rows import AttemptRow, GoneRow, OriginRow, PinRow, StepRow, StepState
 from recovery.inventory import StepId
 from recovery.lineage import Span, in_lineage
@@ -17,12 +17,12 @@ ATTEMPTS_SHOWN_MAX = 100  # the newest
 ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 
-def steps_of(state: ClusterState, states: DurableStates, job: Job) -> Steps:
+def steps_of(state: ClusterState, states: DurableStates, job: Job) -> StepList:
     """Return the known steps and attempts of a job, newest first."""
     fact, awaited = job.origin, without_bytes(state, states, job)
     gone = {step for step, hosts in awaited.items() if not hosts}
-    return Steps(
-        attempt=job.newest.ordinal if job.newest is not None else None,
+    return StepList(
+        attempt=job.newest.attempt_number if job.newest is not None else None,
         steps=step_rows(state, job, awaited), gone=gone_rows(job, gone), attempts=attempt_rows(state, job),
         pins={name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())},
         origin=OriginRow(job=fact.from_job, attempt=fact.from_attempt, step=fact.step) if fact is not None else None,
@@ -38,10 +38,10 @@ def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
         AttemptRow(
             attempt=past.attempt, parent=past.parent, parent_step=past.parent_step, phase="past",
             world_size=past.world_size, is_fresh=past.parent is None, is_fork=False, abandoned=[], age_s=None,
-            in_lineage=ordinal in lineage,
+            in_lineage=attempt_number in lineage,
         )
-        for ordinal, past in job.past.items()
-        if ordinal not in job.attempts
+        for attempt_number, past in job.past.items()
+        if attempt_number not in job.attempts
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row.attempt)[:ATTEMPTS_SHOWN_MAX]
 
@@ -49,12 +49,12 @@ def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
 def _attempt_row(state: ClusterState, job: Job, attempt: Attempt, lineage: Collection[int]) -> AttemptRow:
     abandoned = [n for n, phase in attempt.steps.items() if phase == "abandoned"]
     return AttemptRow(
-        attempt=attempt.ordinal, parent=attempt.parent, parent_step=attempt.parent_step,
+        attempt=attempt.attempt_number, parent=attempt.parent, parent_step=attempt.parent_step,
         phase=attempt.phase, world_size=attempt.world_size, is_fresh=attempt.is_fresh,
-        is_fork=job.origin is not None and job.origin.attempt == attempt.ordinal,
+        is_fork=job.origin is not None and job.origin.attempt == attempt.attempt_number,
         abandoned=sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
         age_s=state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
-        in_lineage=attempt.ordinal in lineage,
+        in_lineage=attempt.attempt_number in lineage,
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def gone_rows(job: Job, gone: Collection[StepId]) -> list[GoneRow]:
 
 def _spans(job: Job) -> tuple[Span, ...]:
     """Return the lineage of the newest attempt."""
-    return job.spans(job.newest.ordinal) if job.newest is not None else ()
+    return job.spans(job.newest.attempt_number) if job.newest is not None else ()
 
 
 def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[StepRow]:

@@ -6,8 +6,8 @@
 Each controller counts time from when it learned of the notice; a new controller begins again. It is not over while Ray
 repeats it: a wall clock set ahead ends none early.
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of their puts go to
-an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. `durable/departures.py`
-says whether such a host can go.
+a substitute and the substitute's targets, which makes `replicas` copies that outlive it, besides its own.
+`durable/departures.py` says whether such a host can go.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Drains:
         elif self.state.hosts.is_live(host):
             self.out.log(f"host {host} is not to go any more")
         for job in self.state.jobs.values():
-            job.stand_ins_for.pop(host, None)
+            job.substitute_for.pop(host, None)
         self.out.emit(DrainChanged(host))
 
     # -- for status ---------------------------------------------------------------------------

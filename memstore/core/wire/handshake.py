@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from memstore.core.wire.codec import Decoder, Message
 from memstore.core.wire.frame import BODY_BYTES_MAX_UNAUTHENTICATED, BODY_ITEMS_MAX_UNAUTHENTICATED
-from memstore.core.wire.ids import Ordinal, Positive
+from memstore.core.wire.ids import Positive, Unsigned
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES, description="random, of this connection")]
@@ -50,7 +50,7 @@ class HolderIdentity(Message, frozen=True, tag="holder"):
     """A host's holder, in one of its lives."""
 
     host: str
-    incarnation: Ordinal
+    incarnation: Unsigned
 
 
 class ControllerIdentity(Message, frozen=True, tag="controller"):

@@ -14,11 +14,11 @@ from msgspec import Meta
 from memstore.core.wire.codec import Row
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
-ORDINAL_LIMIT = 1 << 62
+UNSIGNED_LIMIT = 1 << 62
 """Every attempt, step, rank, size and count is below this, as in manifests."""
 
-Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
-Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]
+Unsigned = Annotated[int, Meta(ge=0, lt=UNSIGNED_LIMIT, description="a whole number from 0")]
+Positive = Annotated[int, Meta(ge=1, lt=UNSIGNED_LIMIT, description="a whole number from 1")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9, description="a time that another process measured")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
@@ -28,8 +28,8 @@ ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="x
 class WireStep(Row, frozen=True):
     """A step of an attempt."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
     @classmethod
     def of(cls, step: StepId) -> WireStep:
@@ -46,9 +46,9 @@ class WireShard(Row, frozen=True):
     """A rank's shard of a step."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
-    rank: Ordinal
+    attempt: Unsigned
+    step: Unsigned
+    rank: Unsigned
 
     @classmethod
     def of(cls, shard: ShardId) -> WireShard:
@@ -65,10 +65,10 @@ class WireSpec(Row, frozen=True):
     """What a shard is: its manifest's digest and its sizes."""
 
     digest: Digest
-    nbytes: Ordinal
-    chunk_bytes: Ordinal
-    chunks_count: Ordinal
-    world_size: Ordinal
+    nbytes: Unsigned
+    chunk_bytes: Unsigned
+    chunks_count: Unsigned
+    world_size: Unsigned
 
     @classmethod
     def of(cls, spec: ShardSpec) -> WireSpec:
@@ -102,7 +102,7 @@ class WireCopy(Row, frozen=True):
 
     shard: WireShard
     spec: WireSpec
-    missing: tuple[Ordinal, ...]
+    missing: tuple[Unsigned, ...]
 
     @classmethod
     def of(cls, copy: HeldCopy) -> WireCopy:

@@ -69,7 +69,7 @@ def drill() -> None:
 @drill.command("list", short_help="Every fault: what it breaks, what it touches, what is promised, where it runs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def list_drills(as_json: bool) -> None:
-    """Show every fault with what it does, its blast radius, the promised outcome and its must-fail twin."""
+    """Show every fault with what it does, its blast radius, the promised outcome and its play beyond the tolerance."""
     if as_json:
         print_json(rows())
         return

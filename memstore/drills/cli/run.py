@@ -41,7 +41,7 @@ SUITES = ("standard", "full")
 
 @click.command("run", short_help="A suite of drills, one after the other; writes a report and a page.")
 @click.option("--suite", type=click.Choice(SUITES), default=SUITES[0], show_default=True,
-              help="full: every drill there is, and every must-fail twin.")  # fmt: skip
+              help="full: every drill there is, and every play beyond the tolerance.")  # fmt: skip
 @click.option("--out", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
               help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.")  # fmt: skip
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=TIMEOUT_S, show_default=True,

@@ -181,7 +181,7 @@ def check_usage(entry: Drill, given: dict[str, Any]) -> None:
     """
     name, is_beyond = entry.name, given["beyond"]
     if is_beyond and entry.beyond is None:
-        raise click.UsageError(f"{name} has no twin beyond the tolerance: leave --beyond out")
+        raise click.UsageError(f"{name} has no play beyond the tolerance: leave --beyond out")
     if entry.needs_root and os.geteuid() != 0:
         raise click.UsageError(f"{name} mounts a file system of its own: it needs root")
     if given["embedded"]:

@@ -23,5 +23,5 @@ class SealFollower(Protocol):
     def add(self, digest: bytes) -> None:
         """Take the digest of the next chunk."""
 
-    def seal(self, shelved: StoredReplica) -> None:
+    def seal(self, stored: StoredReplica) -> None:
         """Take the stored replica; the caller holds the store's lock."""

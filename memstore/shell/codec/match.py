@@ -125,7 +125,7 @@ class StateMatch:
                 inner = entry(place, parts, name)
             self._match(child, getattr(target, name, None), f"{path}.{name}", is_strict=is_strict, place=inner)
         if is_tuple:
-            self.plain.make_anew(place, lambda: target._replace(**parts), since)
+            self.plain.rebuild(place, lambda: target._replace(**parts), since)
 
     def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place) -> None:
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
@@ -172,7 +172,7 @@ class StateMatch:
             else:
                 self.plain.take(child, None, where, inner)
         if not is_open:
-            self.plain.make_anew(place, lambda: tuple(parts), since)
+            self.plain.rebuild(place, lambda: tuple(parts), since)
 
     def _homeless_below(self, node: Any, path: str, is_strict: bool, stored: str, target: Any) -> None:
         """Refuse bytes without a place, or, inside a Stateful object, note what needs a mesh to exist."""

@@ -18,7 +18,7 @@ from msgspec import structs
 from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.orders import JournalOrder, Order, TellClock, decode_order
+from memstore.core.wire.orders import EchoClock, JournalOrder, Order, decode_order
 from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, InventoryPage, Outranked
 from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.journal_file import Journal
@@ -26,7 +26,7 @@ from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
 SEND_S = 5.0  # a controller that does not read for this long has lost its session
-FAREWELL_S = 0.2  # the new controller waits for it
+OUTRANKED_SEND_S = 0.2  # the new controller waits for it
 
 
 class ControllerSession:
@@ -64,7 +64,7 @@ class ControllerSession:
     def replaced(self, term: int) -> None:
         """End the session, since another controller has begun one; send its term to the old one, if it reads (R17)."""
         try:
-            self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=FAREWELL_S)
+            self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=OUTRANKED_SEND_S)
         except TransportError as exc:
             log.info("the former controller could not be sent that term %d has come: %s", term, exc)
         self.close()
@@ -137,7 +137,7 @@ class ControllerSessions(Sessions[ControllerSession]):
         """Carry out one order. Facts that broke in the writing end the session: the next one sends them again."""
         if isinstance(order, JournalOrder):
             self.facts.take(order)
-        elif isinstance(order, TellClock):
+        elif isinstance(order, EchoClock):
             session.clock_s = order.clock_s
         else:
             try:

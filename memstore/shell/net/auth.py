@@ -156,7 +156,7 @@ def _run(handshake: _Handshake, side: Callable[[_Handshake], Identity]) -> Ident
         identity = side(handshake)
     except errors.AuthenticationError:
         # The refusal names nothing: the other side has proved nothing.
-        _tell_refused(channel)
+        _send_refused(channel)
         channel.close()
         raise
     except BaseException:
@@ -166,7 +166,7 @@ def _run(handshake: _Handshake, side: Callable[[_Handshake], Identity]) -> Ident
     return identity
 
 
-def _tell_refused(channel: Channel) -> None:
+def _send_refused(channel: Channel) -> None:
     try:
         refused = ErrorMessage(error="AuthenticationError", message="refused", context={})
         channel.send(Kind.ERROR, 0, refused, deadline_s=0.1)

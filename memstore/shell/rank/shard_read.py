@@ -36,7 +36,7 @@ from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
 
-MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
+REPAIR_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
 
 
 class ShardRead:
@@ -66,7 +66,7 @@ class ShardRead:
         self._answer: ShardPlaced | None = None
         self._pin: int | None = None
         self._is_closed = False
-        self._heard: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
         self._number: int | None = None
         self._future: Future[ShardPlaced] = Future()
         if request is None:
@@ -74,7 +74,7 @@ class ShardRead:
             request = ReadStep(job=link.job, step=answer.step, of_attempt=answer.attempt, rank=link.rank)
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
-            self._number = link.hear(self._heard)
+            self._number = link.subscribe(self._events)
             try:
                 self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
             except BaseException:
@@ -83,7 +83,7 @@ class ShardRead:
         else:
             self._future = link.call_soon(request)
         self._request = request
-        self._future.add_done_callback(self._heard.put)
+        self._future.add_done_callback(self._events.put)
 
     def __enter__(self) -> ShardRead:
         return self
@@ -148,13 +148,13 @@ class ShardRead:
             [address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device
         )
 
-    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+    def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
         self.answer()
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
         request = ReadRanges(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks)
-        with ShardRead(self.link, request, MEND_TIMEOUT_S) as again:
+        with ShardRead(self.link, request, REPAIR_TIMEOUT_S) as again:
             try:
                 again.answer()
             except RecoveryError:
@@ -167,7 +167,7 @@ class ShardRead:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest().shard
-        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S).steps
+        rows = self.link.call(AskSteps(job=shard.job), REPAIR_TIMEOUT_S).steps
         kept = [(row.attempt, row.step) for row in rows if row.committed and row.copies]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
@@ -191,24 +191,24 @@ class ShardRead:
         if self._until_s is None:
             self._until_s = time.monotonic() + self._timeout_s
         try:
-            if self._heard.empty():
+            if self._events.empty():
                 with waiting():
-                    heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
+                    event = self._events.get(timeout=max(0.0, self._until_s - time.monotonic()))
             else:
-                heard = self._heard.get_nowait()
+                event = self._events.get_nowait()
         except queue.Empty:
             raise PeerTimeout(
                 f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller "
                 f"running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
-        if isinstance(heard, Future):
-            self._heard.put(heard)  # the last to come: if it is a refusal, each later wait meets it again at once
-            self._take_answer(answer_of(heard))
+        if isinstance(event, Future):
+            self._events.put(event)  # the last to come: if it is a refusal, each later wait meets it again at once
+            self._take_answer(answer_of(event))
             return
-        if heard.manifest is not None:
-            self._name(heard.manifest)
-        self._add({chunk.index: chunk.slot for chunk in heard.chunks})
+        if event.manifest is not None:
+            self._name(event.manifest)
+        self._add({chunk.index: chunk.slot for chunk in event.chunks})
 
     def _take_answer(self, answer: ShardPlaced) -> None:
         self._pin = answer.pin  # first: it is given back even if the rest is malformed

@@ -166,7 +166,7 @@ def test_processes_on_two_hosts_share_the_ranks(cluster: ProcessCluster, tmp_pat
 
 
 class Planted:
-    """Unpickled by whoever trusts a file, it leaves a mark."""
+    """Unpickled by a process that trusts a file, it leaves a mark."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -21,7 +21,7 @@ from memstore.errors import ConfigError
 from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.controller.catalog_holder import host_stats
+from memstore.testing.controller.holder import host_stats
 from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery

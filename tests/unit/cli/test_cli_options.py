@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
-from memstore.cli.status import by_cause, copiers_line, problem_line
+from memstore.cli.status import by_cause, problem_line, writers_line
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ProblemRow
 from memstore.errors import ConfigError
@@ -23,7 +23,10 @@ from memstore.testing.fuzz.message_samples import blank
 
 
 def test_a_hostname_names_its_only_host() -> None:
-    """An unlabelled host's id ends in 8 characters of its boot id; where two have one hostname nobody is guessed."""
+    """An unlabelled host's id ends in 8 characters of its boot id.
+
+    Where two have one hostname no process is guessed.
+    """
     names = ("gpu-1-0a1b2c3d", "gpu-2-00000000", "gpu-2-11111111", "gpu-1-b")
     status = replace(blank(Status), hosts=[replace(blank(HostRow), host=name) for name in names])
     assert check_host(status, "gpu-1") == "gpu-1-0a1b2c3d"
@@ -107,16 +110,16 @@ def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -
     assert sharing_words({"box0": 1}) == ""
 
 
-def test_copiers_are_named_where_some_ranks_do_not_copy() -> None:
-    """One copier is "rank 0 copies"; where every rank copies there is nothing to know."""
+def test_writers_are_named_where_some_ranks_do_not_copy() -> None:
+    """One writer is "rank 0 copies"; where every rank copies there is nothing to know."""
     newest = replace(blank(AttemptStatus), world_size=4, shards=1)
 
     def line(**changes: Any) -> str:
-        return copiers_line(replace(blank(JobRow), job="train", newest=replace(newest, **changes)))
+        return writers_line(replace(blank(JobRow), job="train", newest=replace(newest, **changes)))
 
-    assert line(copiers=[0, 2]) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
-    assert line(copiers=[0]) == "train: rank 0 copies for 4 ranks of 1 shard\n"
-    assert line(world_size=1, copiers=[0]) == ""
+    assert line(writers=[0, 2]) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
+    assert line(writers=[0]) == "train: rank 0 copies for 4 ranks of 1 shard\n"
+    assert line(world_size=1, writers=[0]) == ""
     assert line() == ""
 
 

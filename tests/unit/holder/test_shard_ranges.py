@@ -19,7 +19,7 @@ from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
-from memstore.core.wire.replies import ChunksStaged, Steps
+from memstore.core.wire.replies import ChunksStaged, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.page_locks import lock_free
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -58,15 +58,15 @@ def seal(replicas: ReplicaStore, fills: bytes = FILLS, shard: ShardId = SHARD) -
     return replicas.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
 
 
-def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
-    """Flip a bit of a sealed chunk behind everybody's back."""
-    slot = shelved.slots[index]
+def rot(replicas: ReplicaStore, stored: StoredReplica, index: int) -> None:
+    """Flip a bit of a sealed chunk behind all processes' back."""
+    slot = stored.slots[index]
     assert slot is not None
     replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
 def order(
-    shelved: StoredReplica,
+    stored: StoredReplica,
     chunks: list[list[int]],
     number: int = 1,
     *,
@@ -75,7 +75,7 @@ def order(
 ) -> ReadChunks:
     """Stage some chunks from host a, as the controller would order it."""
     return ReadChunks(
-        job="train", read=number, rank=3, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        job="train", read=number, rank=3, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
     )  # fmt: skip
 
@@ -97,9 +97,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = Peer.fetch_into
 
-    def noted(self: Peer, replicas: ReplicaStore, draft: Any, digest: str, chunks: list[int]) -> list[int]:
+    def noted(self: Peer, replicas: ReplicaStore, replica: Any, digest: str, chunks: list[int]) -> list[int]:
         found.extend(chunks)
-        return real(self, replicas, draft, digest, chunks)
+        return real(self, replicas, replica, digest, chunks)
 
     monkeypatch.setattr(Peer, "fetch_into", noted)
     return found
@@ -123,17 +123,17 @@ def test_runs_of_a_hostile_range_take_no_memory() -> None:
     assert chunk_runs([(1 << 61, 1 << 61), (0, 1 << 60)], 1) == [[0, 1 << 60], [1 << 61, 1 << 61]]
 
 
-# -- excerpts -----------------------------------------------------------------------------------------
+# -- partial read -----------------------------------------------------------------------------------------
 
 
 def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
     a, b = pair
-    shelved, before = seal(a.replicas), used_slots(b)
-    assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
+    stored, before = seal(a.replicas), used_slots(b)
+    assert stage(b, order(stored, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    excerpt = partial_read.take(b.state, 1)
-    assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
+    ready = partial_read.take(b.state, 1)
+    assert [i for i, slot in enumerate(ready.replica.slots) if slot is not None] == [1, 2, 6]
     assert b.replicas.index.copies("b") == []
     partial_read.release(b.state, 1)
     assert used_slots(b) == before
@@ -142,11 +142,11 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
-    """Equal content of whatever shard is referenced, and survives the excerpt (R13)."""
+    """Equal content of any shard is referenced, and survives the partial read (R13)."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
-    assert stage(b, order(shelved, [[0, 4]])) == {}
+    assert stage(b, order(stored, [[0, 4]])) == {}
     assert fetched == [3]
     partial_read.release(b.state, 1)
     assert b.replicas.verify(mine) == []
@@ -155,12 +155,12 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
 def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """The reader's host digests what it has; what is bad comes from another holder, and is not served (R30)."""
     a, b = pair
-    shelved, mine = seal(a.replicas), seal(b.replicas)
+    stored, mine = seal(a.replicas), seal(b.replicas)
     rot(b.replicas, mine, 2)
-    assert stage(b, order(shelved, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
+    assert stage(b, order(stored, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
     assert fetched == [2]
-    excerpt = partial_read.take(b.state, 1)
-    assert bytes(b.replicas.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
+    ready = partial_read.take(b.state, 1)
+    assert bytes(b.replicas.arena.view(ready.replica.slots[2] or 0, 4)) == b"\3\3\3\3"
     partial_read.release(b.state, 1)
     assert sorted(mine.missing) == [2]
 
@@ -169,43 +169,45 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
 def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], where: str) -> None:
     """A read of bytes that are nowhere right names who lacks them, and leaves no slot behind (R25)."""
     a, b = pair
-    shelved = seal(a.replicas if where == "remote" else b.replicas)
+    stored = seal(a.replicas if where == "remote" else b.replicas)
     holder = "a" if where == "remote" else "b"
-    rot((a if where == "remote" else b).replicas, shelved, 5)
+    rot((a if where == "remote" else b).replicas, stored, 5)
     run = FROM_A if where == "remote" else FROM_HERE
-    found = stage(b, order(shelved, [[4, 2]], run=run, holders=[holder]))
+    found = stage(b, order(stored, [[4, 2]], run=run, holders=[holder]))
     assert found == {holder: [5]}
-    assert b.replicas.index.drafts == {}
+    assert b.replicas.index.incoming == {}
     assert used_slots(b) == (7 if where == "local" else 0)
 
 
 def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Holder]) -> None:
     """Ranges of damaged metadata end with an error, not with memory."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     for runs in ([[0, 9]], [[8, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
-            stage(b, order(shelved, runs))
+            stage(b, order(stored, runs))
 
 
-def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
+def test_a_shard_that_no_process_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
     """Without a holder or durable storage the read fails."""
     a, b = pair
-    shelved = seal(a.replicas)
-    assert stage(b, order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
+    stored = seal(a.replicas)
+    assert stage(b, order(stored, [[0, 2]], holders=[])) == {"b": [0, 1]}
 
 
-def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_read_that_no_process_takes_goes(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
-    shelved, before = seal(a.replicas), used_slots(b)
-    stage(b, order(shelved, [[0, 2]], 1))
+    stored, before = seal(a.replicas), used_slots(b)
+    stage(b, order(stored, [[0, 2]], 1))
     monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
     for number in (2, 3):
-        stage(b, order(shelved, [[4, 2]], number))
+        stage(b, order(stored, [[4, 2]], number))
     partial_read.take(b.state, 3)
     partial_read.expire(b.state)
-    assert list(b.state.excerpts.known) == [1, 3]  # not yet due, and taken
+    assert list(b.state.partial_reads.known) == [1, 3]  # not yet due, and taken
     for number in (1, 3):
         partial_read.release(b.state, number)
     assert used_slots(b) == before
@@ -216,12 +218,12 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 ) -> None:
     """A read that finds the arena full of another one's chunks waits until they are given back (R10)."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     others = seal(a.replicas, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
     b.replicas.ensure_free(16)
     b.replicas.room.limit_bytes = len(b.replicas.table.slots) * CHUNK_BYTES
     whole = b.replicas.take_slots(len(b.replicas.table.slots) - 8)
-    assert stage(b, order(shelved, [[0, 8]], 1)) == {}
+    assert stage(b, order(stored, [[0, 8]], 1)) == {}
     with pytest.raises(CapacityError):
         stage(b, order(others, [[0, 8]], 2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
@@ -239,23 +241,23 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 class Reader:
     """A link to host b, with this test in the controller's place."""
 
-    def __init__(self, holder: Holder, shelved: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, holder: Holder, stored: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
         self.bad_at_first: Sequence[int] = ()  # chunks that the holder quarantines before it answers the first read
-        monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
+        monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, stored))
         monkeypatch.setattr(holder.state, "report", lambda report: None)
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+    def relay(self, stored: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
-            none = Steps(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
+            none = StepList(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
             self.holder.ranks.answer(call_id, encode(none), None)
             return
         self.count += 1
-        bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
+        bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks], self.count))
         for index in self.bad_at_first if self.count == 1 else ():
-            slot = partial_read.take(self.holder.state, self.count).draft.slots[index]
+            slot = partial_read.take(self.holder.state, self.count).replica.slots[index]
             assert slot is not None
             self.holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
             self.holder.replicas.verify_slots([slot])
@@ -298,21 +300,21 @@ def test_bytes_that_change_under_the_copy_are_found(
     """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
     with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
         found.answer()
-        excerpt = partial_read.take(reader.holder.state, 1)
-        reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+        ready = partial_read.take(reader.holder.state, 1)
+        reader.holder.replicas.arena.view(ready.replica.slots[0] or 0, 8)[3] ^= 1
         if is_elsewhere:
             assert found.bytes_of([(0, 10)]) == [b"\1" * 10]
         else:
-            shelved = pair[0].replicas.index.find(SHARD)
-            assert shelved is not None
-            rot(pair[0].replicas, shelved, 0)
+            stored = pair[0].replicas.index.find(SHARD)
+            assert stored is not None
+            rot(pair[0].replicas, stored, 0)
             with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
                 found.bytes_of([(0, 10)])
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")
 
 
 def test_a_wanted_chunk_that_was_quarantined_is_brought_again(reader: Reader) -> None:
-    """The answer names no slot for it: it is mended like one that is bad after its copy (R7, R30)."""
+    """The answer names no slot for it: it is repaired like one that is bad after its copy (R7, R30)."""
     reader.bad_at_first = [1, 2]
     with reader.ranges.ask(2, 3, [(0, 3 * CHUNK_BYTES)], CHUNK_BYTES) as found:
         assert found.answer().slots[:4] == (found.answer().slots[0], None, None, None)
@@ -327,20 +329,20 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     assert sum(slot is not None for slot in found.answer().slots) == 5
     assert used_slots(reader.holder) == before + 5
     reader.link.outbox.put(None)
-    reader.link.closed.set()  # no goodbye
+    reader.link.closed.set()  # no `bye`
     reader.link.channel.close()
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.excerpts.known
+    assert not reader.holder.state.partial_reads.known
 
 
 def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal is a RecoveryError; a late answer finds nobody, and its slots are given back."""
+    """A refusal is a RecoveryError; a late answer finds no process, and its slots are given back."""
     a, _ = pair
-    shelved = a.replicas.index.find(SHARD)
-    assert shelved is not None
-    rot(a.replicas, shelved, 1)
+    stored = a.replicas.index.find(SHARD)
+    assert stored is not None
+    rot(a.replicas, stored, 1)
     with reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES) as refused:
         for _ in range(2):  # a later wait meets the refusal again, at once
             with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
@@ -355,17 +357,17 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     ):
         asked.answer()
     wait_for(lambda: late, "the call")
-    reader.relay(shelved, *late[0])
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the late excerpt to go")
+    reader.relay(stored, *late[0])
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the late partial read to go")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_read_that_nobody_opens_is_given_back(
+def test_a_read_that_no_process_opens_is_given_back(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """A load that fails drops what it asked for ahead, whether that has come already or comes later (R7)."""
-    shelved = pair[0].replicas.index.find(SHARD)
-    assert shelved is not None
+    stored = pair[0].replicas.index.find(SHARD)
+    assert stored is not None
     before = used_slots(reader.holder)
     late: list[Any] = []
     if not is_there:
@@ -374,9 +376,9 @@ def test_a_read_that_nobody_opens_is_given_back(
     wait_for(lambda: asked._future.done() or bool(late), "the call")
     asked.close()
     for call in late:
-        reader.relay(shelved, *call)
+        reader.relay(stored, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.excerpts.known
+    assert not reader.holder.state.partial_reads.known
 
 
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +386,8 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
     a, b = pair
     a.replicas.ensure_free(1)
     slots = a.replicas.take_slots(1)
-    shelved = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
-    reader = Reader(b, shelved, monkeypatch)
+    stored = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
+    reader = Reader(b, stored, monkeypatch)
     with reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES) as found:
         assert len(found.bytes_of([(0, 100)])[0]) == 100
         with pytest.raises(IntegrityError, match="ends at 100"):
@@ -404,12 +406,12 @@ def test_chunks_that_come_after_the_arena_changed_are_read_in_the_new_one(
 ) -> None:
     """The holder came back with an empty arena in the middle of a read: slots of the old one name other bytes now."""
     a, b = pair
-    shelved = a.replicas.index.find(SHARD)
-    assert shelved is not None
-    manifest = a.replicas.manifest(shelved)
+    stored = a.replicas.index.find(SHARD)
+    assert stored is not None
+    manifest = a.replicas.manifest(stored)
     b.replicas.ensure_free(40)
     old = b.replicas.take_slots(40)[-1]  # a slot that the new arena does not have
-    new = shelved.slots[1]
+    new = stored.slots[1]
     assert new is not None
     b.replicas.arena.view(old, CHUNK_BYTES)[:] = b"\1" * CHUNK_BYTES
     monkeypatch.setattr(b.calls, "_relay", lambda *call: None)
@@ -436,11 +438,11 @@ def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> N
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
-    """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
+    """Anything that went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
     for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
         with (
             reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt) as asked,
             pytest.raises(IntegrityError, match="read again"),
         ):
             asked.answer()
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")

@@ -10,7 +10,7 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-HEARD_S = 0.05  # a controller learns of a host's end within this
+NOTICE_S = 0.05  # a controller learns of a host's end within this
 
 
 class Drops:
@@ -26,8 +26,8 @@ class Drops:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
         shards = [shard.id for shard in order.shards]
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
-        job = controller.catalog.jobs.get(self.world.scenario.job)
-        commits = {(job.name, step) for job in controller.catalog.jobs.values() for step in job.commits}
+        job = controller.machine.jobs.get(self.world.scenario.job)
+        commits = {(job.name, step) for job in controller.machine.jobs.values() for step in job.commits}
         unaware = {shard for shard in shards if (shard.job, StepId(shard.attempt, shard.step)) not in commits}
         self._unaware.difference_update((host, shard) for shard in shards)
         self._unaware.update((host, shard) for shard in unaware)
@@ -56,7 +56,8 @@ class Drops:
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
         if step not in self.observed.acked and (host, shard) in self._unaware:
-            return  # its fact is in too few journals: no rank was told of it, and a new controller has not heard of it
+            # its fact is in too few journals: no rank was informed of it, and a new controller has not learned of it
+            return
         left = sorted(h for h, believed in self.observed.believed.items() if (shard, digest) in believed)
         left += taken
         if len(left) < self.world.scenario.replicas:
@@ -67,5 +68,5 @@ class Drops:
 
         The controller counted on their copies when it gave the order, and was right to do so.
         """
-        since_s = self._ordered_s.get((host, shard), self.world.now) - HEARD_S
+        since_s = self._ordered_s.get((host, shard), self.world.now) - NOTICE_S
         return sorted(h for (h, lost), at_s in self._taken_s.items() if lost == shard and at_s >= since_s)

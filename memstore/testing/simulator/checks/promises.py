@@ -56,9 +56,9 @@ class Promises:
 
     def claims_redundancy(self, controller: Controller) -> bool:
         """Say whether the store claims every copy of what is promised."""
-        live = set(controller.catalog.hosts.live_ids())
+        live = set(controller.machine.hosts.live_ids())
         for _, shard in self.promised():
-            job = controller.catalog.jobs.get(shard.job)
+            job = controller.machine.jobs.get(shard.job)
             step = StepId(shard.attempt, shard.step)
             copies = job.copies.get(step, {}).get(shard.rank, {}) if job is not None else {}
             if len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:

@@ -28,12 +28,12 @@ class Redundancy:
 
     def is_claimed(self, controller: Controller) -> bool:
         """Say whether the store claims all copies of its newest committed step and of all promises."""
-        job = controller.catalog.jobs.get(self.world.scenario.job)
+        job = controller.machine.jobs.get(self.world.scenario.job)
         if job is None or not job.commits:
             return not self.observed.acked
         newest = max(job.commits)
         fact = job.commits[newest]
-        live = set(controller.catalog.hosts.live_ids())
+        live = set(controller.machine.hosts.live_ids())
         for rank in range(fact.world_size):
             hosts = job.copies.get(newest, {}).get(rank, {})
             have = [h for h, c in hosts.items() if h in live and not c.missing]
@@ -123,7 +123,7 @@ class Redundancy:
         controller = world.served()
         if controller is None:
             return "no controller serves the job"
-        job = controller.catalog.jobs.get(world.scenario.job)
+        job = controller.machine.jobs.get(world.scenario.job)
         if job is None or job.newest is None or len(trusted_hosts(world)) < len(world.holders):
             return ""  # a copy's place may be a host that dies often, which gets none
         for step in kept_steps(job, job.newest) & self.observed.facts.keys():

@@ -92,16 +92,16 @@ class Persister:
 
     def _turn(self, effect: effects.SliceTurn) -> Waits[float]:
         yield from ()
-        nbytes = slice_nbytes(effect.shelved.spec, effect.number)
+        nbytes = slice_nbytes(effect.stored.spec, effect.number)
         return take_turn(self.free_s, effect.job, self.holder.world.now, nbytes, effect.bytes_per_s)
 
     def _copy(self, effect: effects.CopySlice) -> Waits[tuple[list[bytes], int | None]]:
         yield from ()
         chunks: list[bytes] = []
-        for index in slice_range(effect.shelved.spec, effect.number):
-            self.holder.checker.stored_bytes.read(self.holder, effect.shelved, index)
-            view = self.holder.replicas.chunk_view(effect.shelved, index)
-            if view is None or chunk_digest(view) != effect.shelved.digests[index]:
+        for index in slice_range(effect.stored.spec, effect.number):
+            self.holder.checker.stored_bytes.read(self.holder, effect.stored, index)
+            view = self.holder.replicas.chunk_view(effect.stored, index)
+            if view is None or chunk_digest(view) != effect.stored.digests[index]:
                 return [], index
             chunks.append(bytes(view))
         return chunks, None

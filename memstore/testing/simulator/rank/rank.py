@@ -1,6 +1,6 @@
 """A training process: it joins, gets, checks every byte that it is given, then puts step after step until it ends.
 
-It mirrors the rank's side of a link (shell/rank/holder_link.py): leased slots, slots under a copy, hand-overs kept
+It mirrors the rank's side of a link (shell/rank/holder_link.py): leased slots, slots under a copy, submissions kept
 until they are sealed, calls kept until they are answered. All of them outlive the holder (R8).
 """
 
@@ -26,7 +26,7 @@ from memstore.core.wire.rank_messages import (
     SlotsLeased,
     StepLevel,
 )
-from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
@@ -64,7 +64,7 @@ class SimRank:
         self.mapping: list[bytearray] = []  # the arena's file: another list if that is another file
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
-        self.handovers: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
+        self.unsealed_puts: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
         self.calls: dict[int, RankCall] = {}
         self.call_ids = itertools.count(1)
         self.replies: dict[int, Body] = {}
@@ -85,7 +85,7 @@ class SimRank:
 
     def held(self) -> list[int]:
         """Return every slot that it believes to be its own."""
-        waiting = [n for ready in self.handovers.values() for n in ready.slots]
+        waiting = [n for ready in self.unsealed_puts.values() for n in ready.slots]
         return sorted({*self.pool, *self.in_copy, *waiting})
 
     def connect(self, holder: Holder) -> None:
@@ -97,17 +97,17 @@ class SimRank:
         self.holder = holder
         self.map_arena(holder.memory)
         self.in_copy.difference_update(stale)
-        anew: set[int] = set()
-        for key, ready in self.handovers.items():
+        regranted: set[int] = set()
+        for key, ready in self.unsealed_puts.items():
             if not set(ready.slots).isdisjoint(stale):
-                anew.update(ready.slots)
-                self.handovers[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
-        taken = {n for ready in self.handovers.values() for n in ready.slots}
-        self.pool = sorted({*self.pool, *anew}.difference(stale) - self.in_copy - taken)
+                regranted.update(ready.slots)
+                self.unsealed_puts[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
+        taken = {n for ready in self.unsealed_puts.values() for n in ready.slots}
+        self.pool = sorted({*self.pool, *regranted}.difference(stale) - self.in_copy - taken)
 
     def connected(self, holder: Holder) -> None:
         """Send again what was not sealed or answered."""
-        for _, ready in sorted(self.handovers.items()):
+        for _, ready in sorted(self.unsealed_puts.items()):
             holder.take_over(self, ready)
         for call_id, request in sorted(self.calls.items()):
             holder.call(self, call_id, request)
@@ -120,7 +120,7 @@ class SimRank:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
         return [b"" if number is None else bytes(self.mapping[number]) for number in slots]
 
-    def hear(self, message: HolderEvent) -> None:
+    def receive(self, message: HolderEvent) -> None:
         """Take what the holder says."""
         match message:
             case SlotsLeased(slots=slots):
@@ -134,7 +134,7 @@ class SimRank:
                     read = dict(zip((c.index for c in chunks), self.read([c.slot for c in chunks]), strict=True))
                     self.checker.restores.arrived(self, self.streams[number], read, [c.slot for c in chunks])
             case StepLevel(step=step, level=level) if message.attempt == self.attempt:
-                self.rise(step, level)
+                self.raise_level(step, level)
                 self.resume_step = max(self.resume_step, message.resume)
                 for old in [s for s, at in self.tickets.items() if s < step and at in LEVELS[:3]]:
                     self.tickets[old] = "superseded" if level == "committed" else self.tickets[old]
@@ -168,10 +168,10 @@ class SimRank:
                 self.place = (int(body["rank"]), int(body["attempt"]))
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
-    def rise(self, step: int, level: str) -> None:
+    def raise_level(self, step: int, level: str) -> None:
         """Set the level of a ticket; levels only grow, and a ticket that has ended stays as it is (R15)."""
         if level != "pending":
-            self.handovers.pop((self.attempt, step), None)
+            self.unsealed_puts.pop((self.attempt, step), None)
         now = self.tickets.get(step)
         if now not in LEVELS or now is None:
             return
@@ -277,7 +277,7 @@ class SimRank:
         return {"error": ""} if answer is None else answer
 
     def _put(self, step: int) -> Thread:
-        """Copy into leased slots chunk by chunk and hand over; skip the step if there is no room (R11, R12)."""
+        """Copy into leased slots chunk by chunk and submit; skip the step if there is no room (R11, R12)."""
         world = self.world
         self.tickets[step] = "pending"
         if self.raises or step < self.resume_step:
@@ -311,8 +311,8 @@ class SimRank:
             layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, world_size=self.world_size,
             shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0,
         )  # fmt: skip
-        self.handovers[self.attempt, step] = ready
-        self.checker.puts.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
+        self.unsealed_puts[self.attempt, step] = ready
+        self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, ready))
 
     def content(self, step: int) -> list[bytes]:

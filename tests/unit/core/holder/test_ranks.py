@@ -39,12 +39,12 @@ def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
     reports = [] if reports is None else reports
     store: Any = SimpleNamespace(
         arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
-        lease=lambda owner, job, rank, attempt, stand_ins_for: table.lease(owner, 4, attempt=attempt),
+        lease=lambda owner, job, rank, attempt, substitute_for: table.lease(owner, 4, attempt=attempt),
         reclaim=table.reclaim,
     )  # fmt: skip
     return HolderState(
         "a", store, lambda shard, digest: None, Limits(suspect_after_s=2.0, dead_after_s=6.0), now=lambda: 0.0,
-        report=reports.append, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+        report=reports.append, sealed=lambda stored, put: None, is_stopping=lambda: False,
         is_alive=lambda owner: True, pin_numbers=itertools.count(1),
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_of_two_links_that_arrive_at_once_the_later_one_is_taken() -> None:
     """The first one's welcome is late: by then the process has given it up, and is connected on the other."""
     state, first, second = host(SlotTable(8)), Link(), Link()
     late = ranks.join(state, first, HELLO)
-    assert isinstance(next(late), effects.TellWelcome)
+    assert isinstance(next(late), effects.SendWelcome)
     first.is_open = False
     list(ranks.join(state, second, HELLO))
     assert state.ranks.links == {"n": second}
@@ -93,7 +93,7 @@ def test_a_welcome_that_cannot_be_sent_leaves_nothing() -> None:
     state, link = host(SlotTable(8)), Link()
     steps = ranks.join(state, link, HELLO)
     effect: Effect = next(steps)
-    assert isinstance(effect, effects.TellWelcome)
+    assert isinstance(effect, effects.SendWelcome)
     try:
         steps.throw(ConnectionError("reset"))
     except ConnectionError:
