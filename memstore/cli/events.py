@@ -11,7 +11,7 @@ from msgspec import convert
 
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
-from memstore.config import Config
+from memstore.config import WHOLE_LIMIT, Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
 from memstore.core.report.json_rows import event_fields
@@ -86,7 +86,7 @@ def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tup
 
 def since_when(text: str) -> tuple[int, float | None]:
     """Read --since: "1000000042" is a number, "10m" an age in seconds; ages have the units s, m, h and d."""
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and int(text) < WHOLE_LIMIT:
         return int(text), None
     count, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not (count.isascii() and count.isdigit()):

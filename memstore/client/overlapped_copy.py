@@ -97,9 +97,9 @@ class Overlap:
         # A wrapper of an optimizer may be of its type and never have become one: its own step knows no hooks.
         if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise ConfigError(
-                f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
-                "step: fence the optimizer that it wraps, or put with overlap=<the tensors that it alone changes>, and "
-                "call store.wait_before_step() before it steps",
+                f"wait_before_step({type(optimizer).__name__}) needs a torch.optim.Optimizer, whose step can be made "
+                "to wait: pass the optimizer that this one wraps, or put with overlap=<the tensors that it alone "
+                "changes>, and call store.wait_before_step() before it steps",
                 field="optimizer",
             )
         if any(known is optimizer for known in self._optimizers):

@@ -93,10 +93,11 @@ def export_step(
 
 def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
     """Return the committed step that is meant; of several of one number the one in the lineage, then the newest."""
-    committed = [s for s in reader.steps() if s.committed and attempt in (None, s.attempt)]
-    found = [s for s in committed if (s.in_lineage if step is None else s.step == step)]
+    committed = [s for s in reader.steps() if s.committed]
+    mine = [s for s in committed if attempt in (None, s.attempt)]
+    found = [s for s in mine if (s.in_lineage if step is None else s.step == step)]
     if not found:
-        have = ", ".join(str(s.step) for s in committed[:10]) or "none"
+        have = ", ".join(f"{s.step} (attempt {s.attempt})" for s in committed[:10]) or "none"
         what = (
             f"committed step{'' if step is None else f' {step}'}{'' if attempt is None else f' of attempt {attempt}'}"
         )

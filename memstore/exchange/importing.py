@@ -21,7 +21,7 @@ import torch
 from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
-from memstore.config import Config
+from memstore.config import Config, check_whole
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_files import DcpSource
@@ -58,7 +58,7 @@ def import_job(
         CapacityError, CommitError: the store. The job is removed again then.
     """
     format = format or _format_of(folder)
-    step = _step_of(folder) if step is None else step
+    step = check_whole("step", _step_of(folder) if step is None else step)
     count, work = _torch_work(folder, step, ranks, allow_pickle) if format == "torch" else (
         _dcp_work(_source(format, folder, prefix), step, ranks or place[1])
     )  # fmt: skip
@@ -71,7 +71,8 @@ def import_job(
 
     def play(rank: int) -> Ticket:
         with connect(job, rank=rank, world_size=count, config=config) as store:
-            if store.attempt != 1:  # durable storage knows it, or another import was quicker
+            # Durable storage may know it, or another import was quicker. A removed job goes on counting its attempts.
+            if store.attempt != 1 and store.agree_on_step() is not None:
                 raise _exists(job, config)
             opened.append(rank)
             ticket = work(store, rank)

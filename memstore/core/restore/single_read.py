@@ -12,7 +12,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import dropped_text, listed
+from memstore.core.cluster.text import dropped_text, listed, plural
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -97,7 +97,10 @@ class SingleReads:
         if result.step is not None and result.world_size not in (None, attempt.world_size):
             result = self._plan_at(call.host_id, job, attempt, result.step, result.world_size)
         if result.step is None or rank not in result.specs:
-            why = f"rank {rank} is not one of its {len(result.specs)} ranks" if result.step is not None else result.why
+            why = result.why
+            if result.step is not None:
+                count = plural(len(result.specs), "rank")
+                why = f"step {result.step.step} has no rank {rank}: it was put by {count}, numbered from 0"
             self.out.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
             return
         self._count += 1

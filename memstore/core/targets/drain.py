@@ -49,7 +49,7 @@ class Drains:
             self.out.refuse(call, "ConfigError", f"no live host {host!r} in the store: it has {live}")
             return
         if within_s is not None and not 0 < within_s < WITHIN_MAX_S:
-            why = f"within_s={within_s:g}: a notice is from 0 to {WITHIN_MAX_S:g} seconds long"
+            why = f"within_s={within_s:g}: a notice must leave some time, less than {WITHIN_MAX_S:.0f} s (30 days)"
             self.out.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.state.wall_s + within_s

@@ -82,7 +82,7 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
 def feed_from_holder(holder: Holder) -> None:
     """Begin to export what one holder knows, until it stops."""
     instruments = Instruments(holder.config.store)
-    host, before = holder.info.host_id, None
+    host, before = holder.state.info.host_id, None
 
     def feed() -> None:
         nonlocal before

@@ -44,12 +44,34 @@ def test_a_hostname_names_its_only_host() -> None:
         ("status --watch --check", "give one of them"),
         ("down --leftovers --yes", "not for it"),
         ("down --leftovers --address 10.0.0.1:6379", "not for it"),
+        (f"pin job {1 << 61} best", "STEP 2305843009213693952 is out of range"),
+        ("fork job latest new --attempt -1", "-1 is not in the range"),
+        (f"export job latest there --format dcp --rank {1 << 61}", "is not in the range"),
+        (f"events --since {1 << 61}", "is neither an event's number nor an age"),
+        ("up --timeout-s nan", "'nan' is no number of seconds"),
+        ("up --timeout-s -1", "-1.0 is not in the range"),
+        ("drill run --timeout-s nan", "'nan' is no number of seconds"),
+        (f"drill kill-holder --embedded --durable {__file__}", "is no directory"),
     ],
 )
 def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) -> None:
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+def test_an_export_needs_a_folder_of_a_name() -> None:
+    """An empty word, as of a variable that is not set, would be the working directory."""
+    result = CliRunner().invoke(main, ["export", "job", "latest", "", "--format", "dcp"])
+    assert result.exit_code == 2
+    assert "DIRECTORY '' names no folder" in result.stderr
+
+
+def test_an_arena_folder_that_is_a_file_is_named() -> None:
+    """No store can be started there; the remedy is another folder."""
+    result = CliRunner().invoke(main, ["status", "--arena-dir", __file__])
+    assert result.exit_code == 1
+    assert f"{__file__} is no directory. Name that of its arenas: --arena-dir" in result.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
