@@ -148,8 +148,8 @@ class SimController:
             self.stop()
             return
         self.sessions[holder.host_id] = session
-        told = decode_inventory(encode(holder.hello()))
-        session.report(HostUp.of(holder.host_id, told, self.world.now))
+        sent = decode_inventory(encode(holder.hello()))
+        session.report(HostUp.of(holder.host_id, sent, self.world.now))
         holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:
