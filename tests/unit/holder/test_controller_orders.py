@@ -18,6 +18,7 @@ from memstore.config import Config
 from memstore.core.journal import records as records_module
 from memstore.core.journal.records import place_of_record
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import (
     JournalAppend,
     JournalKeep,
@@ -78,7 +79,7 @@ def dial(holder: Holder) -> Iterator[Dial]:
     def connect(term: int) -> Channel:
         channel = connect_tcp(
             holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
-            identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+            identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
         )  # fmt: skip
         made.append(channel)
         return channel
