@@ -65,7 +65,7 @@ class ShardRead:
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
         self._pin: int | None = None
-        self._is_closed = False
+        self._is_answered = self._is_closed = False
         self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
         self._number: int | None = None
         self._future: Future[ShardPlaced] = Future()
@@ -191,7 +191,10 @@ class ShardRead:
         if self._until_s is None:
             self._until_s = time.monotonic() + self._timeout_s
         try:
-            if self._events.empty():
+            event: ChunksArrived | Future[ShardPlaced]
+            if self._is_answered:
+                event = self._future  # the last to come: if it is a refusal, each later wait meets it again at once
+            elif self._events.empty():
                 with waiting():
                     event = self._events.get(timeout=max(0.0, self._until_s - time.monotonic()))
             else:
@@ -203,7 +206,7 @@ class ShardRead:
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
         if isinstance(event, Future):
-            self._events.put(event)  # the last to come: if it is a refusal, each later wait meets it again at once
+            self._is_answered = True
             self._take_answer(answer_of(event))
             return
         if event.manifest is not None:
