@@ -28,6 +28,8 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Proced
     Of two that arrive at once, the later one is taken: the process has given the other one up.
     """
     table = state.ranks
+    if isinstance(hello, RankHello):
+        state.idle_s = 0.0
     table.arriving[link.owner] = link
     try:
         is_newest = yield from _greet(state, link, hello)
