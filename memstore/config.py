@@ -298,6 +298,13 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def check_config(config: object) -> Config:
+    """Return a caller's Config, or the defaults if it is None; ConfigError if it is something else."""
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config= is of type {type(config).__name__}: pass a memstore.Config", field="config")
+    return config or Config()
+
+
 def check_seconds(name: str, value: object) -> float:
     """Return a time in seconds as a plain float; numpy's and torch's numbers are times, too.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.config import Config, check_seconds
+from memstore.config import Config, check_config, check_seconds
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import with_commands
@@ -78,7 +78,7 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
         PeerUnreachable, PeerTimeout: no Ray cluster is at `address`, or it is silent for `connect_timeout_s`; the
             controller does not answer.
     """
-    config, began_s = config or Config(), time.monotonic()
+    config, began_s = check_config(config), time.monotonic()
     timeout_s = None if timeout_s is None else check_seconds("timeout_s", timeout_s)
     join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s, config=config)
     limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
@@ -280,7 +280,7 @@ def ask(
 
     `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
     """
-    config = config or Config()
+    config = check_config(config)
     try:
         with any_tool(config, avoid) as tool:
             return tool.ask(request, timeout_s)
@@ -293,7 +293,7 @@ def ask(
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
     """Return the store's status of its hosts and jobs; works with Ray's control plane down (R4)."""
-    config = config or Config()
+    config = check_config(config)
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)
     fields = status_fields(with_commands(ask(AskStatus(), config=config), config))
@@ -314,7 +314,7 @@ def stop(
             cannot be read or lacks some of it; unless `force`.
         PeerUnreachable, PeerTimeout: No Ray cluster is at `address`, or it is silent for `connect_timeout_s`.
     """
-    config = config or Config()
+    config = check_config(config)
     try:
         join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
     except PeerUnreachable:

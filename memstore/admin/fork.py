@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
+from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.codec import fields_of
 from memstore.shell.rank.admin_link import any_tool
@@ -61,7 +61,7 @@ def fork(
 
         join_ray(address, config=config)
         return Fork(**fields_of(ask(request, config=config, timeout_s=timeout_s)))
-    with any_tool(config or Config()) as tool:
+    with any_tool(check_config(config)) as tool:
         return Fork(**fields_of(tool.ask(request, timeout_s)))
 
 

@@ -16,7 +16,7 @@ from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_in
 from memstore.client.pin_verbs import persist_request, persisted, pin_request
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
-from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
+from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
 from memstore.core.wire.calls import AskSteps, Join, ReadStep, UnpinStep
@@ -151,7 +151,7 @@ def connect(
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
     """
-    config = config or Config()
+    config = check_config(config)
     check_name("job", job)
     parse_put_every(config.put_every)  # before any rank has joined
     parse_every(config.durable_every)
@@ -316,7 +316,7 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
         ConfigError: several holders are on this machine, and it is unclear which one is this process's.
         PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
     """
-    config = config or Config()
+    config = check_config(config)
     check_name("job", job)
     with naming_others(config, job):
         return Reader(job, _reading_tool(config, address), config)

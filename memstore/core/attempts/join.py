@@ -60,7 +60,8 @@ class Attempts:
         newest = job.newest if job is not None else None
         if self.is_repeated(name, entrant):
             return
-        if newest is not None and self._is_member(name, newest, entrant):
+        is_of_size = newest is not None and newest.world_size == request.world_size  # else it begins another launch
+        if newest is not None and is_of_size and self._is_member(name, newest, entrant):
             if newest.phase == "fencing":
                 self.opening.setdefault(name, []).append(entrant)
             else:

@@ -93,7 +93,7 @@ class StateMatch:
         elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE) and registry.registered(node.data[0]) is type(target):
             self._match_record(node, target, path, is_strict=is_strict, place=place)
         elif _holds_bytes(node):
-            self._homeless_below(node, path, is_strict, f"a {node.tag.name.lower()}", target)
+            self._homeless_below(node, path, is_strict, f"as a {node.tag.name.lower()}", target)
         else:
             self._match_leaf(node, target, path, is_strict=is_strict, place=place)
 
@@ -319,4 +319,5 @@ def _shown(value: Any) -> str:
         return f"array {describe_dtype(value.dtype)} {list(value.shape)}"
     if value is None:
         return "nothing"
-    return f"a {type(value).__name__}" if not dataclasses.is_dataclass(value) else f"a {type(value).__qualname__}"
+    name = type(value).__qualname__ if dataclasses.is_dataclass(value) else type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

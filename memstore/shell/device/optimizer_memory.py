@@ -40,11 +40,12 @@ class OptimizerMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         found: dict[Place, tuple[int, tuple[torch.Tensor, ...]]] = {}
-        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:  # else one would be its rows
+        is_one = isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable)  # a tensor would be its rows
+        for tensor in [tensors] if is_one else tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
-                    "overlap= takes True or the tensors that may be copied late, and a "
-                    f"{type(tensor).__name__} is among them: pass model.parameters(), or the values of a state_dict()",
+                    "overlap= takes True or the tensors that may be copied late, and one of them is of type "
+                    f"{type(tensor).__name__}: pass model.parameters(), or the values of a state_dict()",
                     field="overlap",
                 )
             local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor

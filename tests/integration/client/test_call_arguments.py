@@ -167,6 +167,19 @@ def test_numbers_of_a_config_are_plain_ones() -> None:
             Config(**fields)  # type: ignore[arg-type]
 
 
+def test_what_is_no_config_is_refused_by_its_type() -> None:
+    """A dict of fields above all."""
+    fields: Any = {"replicas": 2}
+    for call in (
+        lambda: memstore.connect("job", config=fields),
+        lambda: memstore.reader("job", config=fields),
+        lambda: memstore.start(fields),
+        lambda: memstore.status(config=fields),
+    ):
+        with pytest.raises(ConfigError, match=r"^config= is of type dict: pass a memstore.Config$"):
+            call()
+
+
 def test_a_time_that_is_over_is_no_time_left(pair: tuple[Store, Reader]) -> None:
     """What a caller computes as `deadline - now` may be negative: the call ends as with 0."""
     with pytest.raises(TimeoutError, match="after 0 s"):

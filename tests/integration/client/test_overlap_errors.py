@@ -242,8 +242,10 @@ def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tens
     """Else nothing would be copied late, or no process would wait for it; what cannot be stored is refused as ever."""
     with pytest.raises(ConfigError, match=r"step\(Wrapped\) needs a torch.optim.Optimizer.* that this one wraps"):
         store.wait_before_step(Wrapped(torch.optim.SGD([weight])))
-    with pytest.raises(ConfigError, match="a str is among them"):
+    with pytest.raises(ConfigError, match="one of them is of type str"):
         store.put(0, {"w": weight}, overlap={"w": weight})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="one of them is of type int"):
+        store.put(0, {"w": weight}, overlap=5)  # type: ignore[arg-type]
     sparse = weight.to_sparse()
     with pytest.raises(UnsupportedState, match="sparse"):
         store.put(0, {"w": sparse}, overlap=[sparse])

@@ -384,7 +384,7 @@ def test_what_cannot_be_exported_is_refused_by_name(cluster: ProcessCluster, tmp
     put(cluster, "parts", states)
     assert "12 of 24 elements" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", "--rank", "1")
     assert "no committed step 8" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", step="8")
-    assert "rank 2 is not one" in refused(cluster, "parts", tmp_path / "out", "--format", "torch", "--rank", "2")
+    assert "step 7 has no rank 2" in refused(cluster, "parts", tmp_path / "out", "--format", "torch", "--rank", "2")
     assert "is of format safetensors" in refused(cluster, "parts", tmp_path / "out", "--format", "dcp", "--prefix", "m")
     assert "no job" in refused(cluster, "part", tmp_path / "out", "--format", "dcp")
     put(cluster, "unnamed", [[torch.ones(3)]])

@@ -140,6 +140,21 @@ def join_again(world: ControllerWorld, rank: FakeRank, world_size: int, key: str
     world.holders[rank.host_id].call(rank, request_of("join", body))
 
 
+def test_another_world_size_from_the_same_process_begins_another_launch() -> None:
+    """Without a key too: it is no repeated question, and waits for the ranks that it says there are."""
+    world = ControllerWorld(2)
+    alone = world.join(0, 1, None)
+    world.run(1.0)
+    assert alone.attempt == 1
+    alone.answers.clear()
+    join_again(world, alone, 2, None)
+    world.run(1.0)
+    assert not alone.answers
+    other = world.join(1, 2, None)
+    world.run(1.0)
+    assert (alone.attempt, other.attempt) == (2, 2)
+
+
 def test_another_key_from_the_same_processes_begins_another_launch() -> None:
     """A restart inside the processes: the next attempt opens when all have that key, and not before (R20, D133)."""
     world = ControllerWorld(2)
