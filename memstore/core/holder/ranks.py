@@ -23,18 +23,48 @@ GOODBYE_S = 10.0  # longest wait for hand-overs of a process that sends `bye`
 
 
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
-    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more."""
+    """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
+
+    Of a process's links that come at once the newest is taken. An older one, on which the process does not listen any
+    more, ends wherever it is: else it would end the newest, and free leases that were granted on that.
+    """
+    table = state.ranks
+    if not _is_newest(state, link):
+        yield from _retire(link)
+        return
+    table.arriving[link.owner] = link
+    try:
+        yield from _take(state, link, hello)
+    finally:
+        if table.arriving.get(link.owner) is link:
+            del table.arriving[link.owner]
+
+
+def _is_newest(state: HolderState, link: Link) -> bool:
+    """Say whether no newer link of the same process has come."""
+    table = state.ranks
+    return max(link.order, table.current(link).order, table.arriving.get(link.owner, link).order) == link.order
+
+
+def _take(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
+    """Take a link, unless a newer one of its process comes meanwhile."""
     table = state.ranks
     older = table.links.get(link.nonce)
     if older is not None and older.owner == link.owner:
         del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
         yield from _retire(older)
+    if not _is_newest(state, link):
+        yield from _retire(link)
+        return
     held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
     # A rank filled the slots that it holds of another arena there, so none of them is its own here.
     is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
     stale = state.store.confirm(link.owner, held if is_ours else ())
     yield TellWelcome(link, stale if is_ours else held)
-    older, table.links[link.nonce] = table.links.get(link.nonce), link
+    if not _is_newest(state, link):
+        yield from _retire(link)
+        return
+    table.links[link.nonce] = link
     if isinstance(hello, RankHello):
         is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
         if is_new:
@@ -42,8 +72,6 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[
             state.report(RankArrived(nonce=link.nonce))
         if link.parent:
             table.parents[link.nonce] = link.parent
-    if older is not None and older.owner == link.owner:  # both came at once
-        yield from _retire(older)
     committed = table.committed.get(link.job)
     if link.attempt and state.fences.is_fenced(link.job, link.attempt):
         yield _fenced(state, link)
@@ -53,7 +81,7 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[
 
 
 def _retire(link: Link) -> Steps[None]:
-    """End a link whose process came back on another one: what it handed over and is not begun comes again there."""
+    """End a link whose process came back on a newer one: what it handed over and is not begun comes again there."""
     link.is_retired = True
     yield CloseLink(link)
 

@@ -200,6 +200,7 @@ class Ranks:
     """The links of this host's ranks, and their processes."""
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
+    arriving: dict[Owner, Link] = field(default_factory=dict)  # the newest of a process while it is being taken
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back

@@ -24,6 +24,8 @@ SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an h
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a hand-over in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
+BROKEN_LINKS = [Fault(2.0 + 0.4 * n, "break-link", rank=n % 3) for n in range(24)]
+LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]
 UNTOLD = patch.object(ranks, "tell_fenced", lambda *_: iter(()))  # no process learns that it is fenced
 
 
@@ -51,6 +53,12 @@ def lease_freed_by_a_broken_link() -> Any:
         return []
 
     return patch.object(ReplicaStore, "confirm", forget)
+
+
+@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8)
+def older_link_taken() -> Any:
+    """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
+    return patch.object(ranks, "_is_newest", lambda state, link: True)
 
 
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
