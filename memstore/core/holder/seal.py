@@ -81,7 +81,11 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
 def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
     """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
     sealing = state.puts.sealing
-    if not (yield WaitFor(lambda: shard not in sealing, SEAL_S)):
+    link = put.link
+    is_free = yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)
+    if link.is_retired:
+        return ""  # the new link brings it again
+    if not is_free:
         raise IntegrityError(f"an earlier link's hand-over of {shard} has not been sealed for {SEAL_S:g} s")
     sealing.add(shard)
     try:
@@ -102,20 +106,15 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
 
 
 def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
-    """Return the stored replica and whether copies of it are to come; or None and the reason.
-
-    With an empty reason the new link will hand it over again.
-    """
-    ready, store, link = put.ready, state.store, put.link
+    """Return the stored replica and whether copies of it are to come; or None and the reason."""
+    ready, store = put.ready, state.store
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
     shared_count(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
         raise IntegrityError(f"{shard} was handed over with {len(slots)} slots for {ready.nbytes} bytes")
-    if link.is_retired:
-        return None, False, ""  # the new link brings it again
     is_lost = ready.is_lost or ready.arena != store.arena_identity
-    known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
+    known, is_mine = store.take_over(shard, put.link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
     is_refused = known is None and (is_old or not is_mine)
     if is_mine and (known is not None or is_refused):

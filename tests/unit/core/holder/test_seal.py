@@ -238,6 +238,27 @@ def test_a_retired_link_leaves_its_hand_over_to_the_new_one() -> None:
     assert (host.leased, host.levels) == ({4, 5}, [])
 
 
+def test_a_retired_link_waits_for_no_seal_and_gives_no_step_up() -> None:
+    """The step would fail on all ranks although the new link hands it over."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    host.state.puts.sealing.add(SHARD)
+    host.meanwhile = lambda: setattr(link, "is_retired", True)
+    host.play(seal.run(host.state, put))  # type: ignore[arg-type]
+    assert (host.leased, host.levels, host.of(effects.GiveUpPut)) == ({4, 5}, [], [])
+    assert (host.state.puts.pending, host.state.puts.sealing) == ({}, {SHARD})
+
+
+def test_a_hand_over_of_a_link_that_was_retired_before_is_passed_over_at_once() -> None:
+    """The put of the new link, of the same process, would be waited for by a fence and by a `bye` meanwhile."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    host.state.puts.sealing.add(SHARD)
+    link.is_retired = True
+    host.play(seal.run(host.state, put))  # type: ignore[arg-type]
+    assert (host.now, host.levels, host.state.puts.pending) == (0.0, [], {})
+
+
 def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> None:
     """Those that came before it count; what a newer attempt hands over does not (R21)."""
     host = Host()
