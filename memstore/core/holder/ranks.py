@@ -88,12 +88,12 @@ def _retire(link: Link) -> Steps[None]:
 
 def end(state: HolderState, link: Link) -> bool:
     """Forget a link that has ended, and what it had pinned; False if its process is connected by another one."""
-    for release in link.pins.values():
-        release()
-    link.pins.clear()
     is_current = state.ranks.is_current(link)
-    if is_current:
+    if is_current:  # first: a pin that fails to be released leaves no ended link to be sent grants and levels
         del state.ranks.links[link.nonce]
+    while link.pins:
+        _, release = link.pins.popitem()
+        release()
     return is_current
 
 

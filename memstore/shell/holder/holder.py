@@ -293,6 +293,7 @@ class Holder:
             for work in (
                 self.ranks.reap, self.peer_server.give_up_idle,
                 self.idle.keep, self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
+                self.ranks.expire,
             ):  # fmt: skip
                 self.context.logged(work)
 

@@ -88,9 +88,8 @@ class RankServer:
         finally:
             with self.runner.state():
                 link.handovers.put(None)
-                is_over = ranks.end(self.state, link)
-            if is_over:
-                self.traffic.forget(link.nonce, link.job, link.rank)
+                if ranks.end(self.state, link):  # inside the lock: marks of the next link are not forgotten with these
+                    self.traffic.forget(link.nonce, link.job, link.rank)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
         """Take the link."""
@@ -133,7 +132,9 @@ class RankServer:
             case StepTrained(step=step):
                 self.trained.hear(link.job, link.attempt, step)
             case MarksMade(file=file):
-                self.traffic.watch(link.nonce, file)
+                with self.runner.state():
+                    if self.state.ranks.is_current(link):  # else the newer link has brought its own file
+                        self.traffic.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.traffic.release(link.job, link.rank, (link.attempt, step))
             case IntoChecked():
@@ -200,8 +201,11 @@ class RankServer:
     # -- processes that are gone ----------------------------------------------------------------
 
     def reap(self) -> None:
-        """Reclaim what processes leased that are proved dead, and let go of what readers kept for too long."""
+        """Reclaim what processes leased that are proved dead."""
         self.runner.run(ranks.reap(self.state))
+
+    def expire(self) -> None:
+        """Release what readers kept for too long."""
         self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:

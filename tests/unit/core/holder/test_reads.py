@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks, reads
@@ -83,6 +85,17 @@ def test_a_late_unpin_of_an_older_link_frees_no_other_readers_pin() -> None:
     assert len(host.pinned) == 1
     reads.give_back(new, pin)
     assert not host.pinned
+
+
+def test_a_pin_that_cannot_be_released_keeps_no_ended_link() -> None:
+    """It would be sent grants and levels; the pin is not released a second time either."""
+    host = Host()
+    link: Any = host.connect()
+    host.lend(link)
+    host.pinned.clear()  # so the store does not know the pin
+    with pytest.raises(KeyError):
+        ranks.end(host.state, link)
+    assert (host.state.ranks.links, link.pins) == ({}, {})
 
 
 def test_a_read_whose_link_has_just_ended_leaves_no_pin() -> None:
