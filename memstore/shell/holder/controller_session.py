@@ -130,6 +130,11 @@ class ControllerSessions(Sessions[ControllerSession]):
                     self._obey(session, order, obey)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.host_id)
+        except ProtocolError as exc:
+            log.warning(
+                "host %s: the session of the controller at %s ended by a message that is none (%s): %s",
+                self.host_id, channel.peer, type(exc).__name__, exc,
+            )  # fmt: skip
         finally:
             with self._lock:
                 self.end(session)
