@@ -32,7 +32,7 @@ class Effect:
 
 
 Steps = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenHerald`
+ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenNotifier`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -464,7 +464,7 @@ class ForgetJob(Effect):
 
 
 @dataclass(frozen=True)
-class OpenHerald(Effect):
+class OpenNotifier(Effect):
     """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
 
     listener: ChunkListener | None

@@ -183,7 +183,10 @@ def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]
 
 
 def leave(state: HolderState, link: Link) -> Steps[None]:
-    """Free the slots that a process leased and did not hand over, at its `bye`; not if it is connected again."""
+    """Free the slots that a store leased and did not hand over, at its `bye`.
+
+    Its process is forgotten, unless another store of the process is connected by then.
+    """
     yield from await_owner(state, link.owner, GOODBYE_S)
     table = state.ranks
     if table.is_current(link):

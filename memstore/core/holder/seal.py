@@ -134,7 +134,10 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
 
 
 def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[str]:
-    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
+    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or "".
+
+    The slots were taken over before, so they are this put's alone: no end of a lease frees them while it looks.
+    """
     try:
         found = yield CompareSample(ready.slots, ready.nbytes, ready.sample)
     except IntegrityError as exc:

@@ -19,7 +19,7 @@ from memstore.core.holder.effects import (
     KeepStaged,
     OnStore,
     OpenDraft,
-    OpenHerald,
+    OpenNotifier,
     Steps,
     Tell,
     Unexpected,
@@ -147,7 +147,7 @@ def stage(
         reading.draft = draft
     try:
         yield OnStore(partial(store.ensure_free, len(draft.missing)))
-        notifier = yield OpenHerald(order.listener if isinstance(order, ReadShard) else None, data, draft)
+        notifier = yield OpenNotifier(order.listener if isinstance(order, ReadShard) else None, data, draft)
         lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, notifier)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)

@@ -38,6 +38,10 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
+    # The lock of `state`. A thread takes locks in this order only, and may leave any out:
+    #   RankConnection.grants, ClaimedMemory.lock -> changed -> ReplicaStore.lock, Traffic._lock, queues
+    # A procedure changes the state between two yields, when its runner holds this lock. It does not hold the lock
+    # while an effect is carried out: the call of an `OnStore` changes the store alone, under the store's own lock.
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))  # of `state`
 
     @property
@@ -64,8 +68,8 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        Queued under the replica store's lock, as inventories and drops are: the controller gets
-        them in the order in which they were true.
+        The report is queued under the replica store's lock, as inventories and drops are. So the controller gets all
+        of them in the order in which they were true.
         """
         self.idle.used()
         with self.replicas.lock:

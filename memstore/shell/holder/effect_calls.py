@@ -126,7 +126,7 @@ class EffectCalls:
         self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
 
     @_call.register
-    def _(self, effect: effects.OpenHerald) -> ChunkNotifier | None:
+    def _(self, effect: effects.OpenNotifier) -> ChunkNotifier | None:
         return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
 
     @_call.register

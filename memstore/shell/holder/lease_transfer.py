@@ -22,7 +22,10 @@ ANCESTORS_MAX = 16
 
 
 class LeaseTransfers:
-    """The offers of leases on one host. Callers hold the rank server's lock."""
+    """The offers of leases on one host.
+
+    Callers hold the state's lock (`HolderContext.changed`), under which alone leases begin and end.
+    """
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
@@ -39,6 +42,7 @@ class LeaseTransfers:
         with self.replicas.lock:
             is_its_own = self.replicas.table.leases.get(lender, set()).issuperset(slots)
         arena_slots = self.replicas.arena.mapping
+        # No slot can be freed and given to another between these two looks: leases change under the caller's lock.
         if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
         for key, old in list(self.lent.items()):

@@ -199,7 +199,7 @@ class Driver:
         self.verified_s[effect.key] = self._opened_s.pop(effect.shelved.shard, self.holder.world.now)
 
     @_perform.register
-    def _(self, effect: effects.OpenHerald) -> Waits[ChunkNotifier | None]:
+    def _(self, effect: effects.OpenNotifier) -> Waits[ChunkNotifier | None]:
         yield from ()
         listener = effect.listener
         link = cast("RankLink | None", self.holder.state.ranks.links.get(listener.nonce)) if listener else None
