@@ -25,7 +25,7 @@ from memstore.adapters.torch import AppState, reassign_ranks
 def train(args: dict) -> None:
     """What runs on every rank."""
     with memstore.connect(args["job"], config=memstore.Config(store=args["store"])) as store:
-        reassign_ranks(store)  # Train hands ranks out anew at every attempt: each goes where its bytes are
+        reassign_ranks(store)  # Train hands ranks out again at every attempt: each goes where its bytes are
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         model = fully_shard(model.to(ray.train.torch.get_device()))

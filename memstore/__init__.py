@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "Checkpoint": "memstore.client.checkpoint",
     "ClusterStatus": "memstore.admin.cluster",
     "Fork": "memstore.admin.fork",
@@ -59,13 +59,13 @@ _ERRORS = [name for name, value in vars(errors).items() if isinstance(value, typ
 
 _NEEDED = {"ray": "'ray[default]'", "torch": "torch", "numpy": "numpy", "msgpack": "msgpack", "xxhash": "xxhash"}
 
-__all__ = sorted([*_HOMES, *_ERRORS, "Config", "__version__", "errors"])
+__all__ = sorted([*_MODULES, *_ERRORS, "Config", "__version__", "errors"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _MODULES:
         try:
-            return getattr(importlib.import_module(_HOMES[name]), name)
+            return getattr(importlib.import_module(_MODULES[name]), name)
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in _NEEDED:

@@ -7,6 +7,9 @@ Job fields belong to the job that connects with them; those given at the store's
 from __future__ import annotations
 
 import itertools
+import math
+import numbers
+import operator
 import re
 import shlex
 from dataclasses import InitVar, asdict, dataclass, fields
@@ -15,6 +18,9 @@ from typing import Any
 from memstore.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SECONDS_MAX = 1e8  # three years: a longer wait would overflow the system's clocks
+WHOLE_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names a later step
+SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMAND = re.compile(  # that is about one store; with nothing that names it yet
     r"\bmemstore (?:up|down|status|events|ls|pin|unpin|persist|fork|rm|plan|verify|drain|metrics|export|import)\b"
@@ -114,13 +120,7 @@ class Config:
         if self.arena_bytes != "auto":
             object.__setattr__(self, "arena_bytes", bytes_from_text("arena_bytes", self.arena_bytes))
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ConfigError(
-                    f"{name}={value!r} is out of range: it must be a number from {_bound(low)} to {_bound(high)}",
-                    field=name,
-                    value=value,
-                )
+            object.__setattr__(self, name, _check_number(name, getattr(self, name), low, high))
         if self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
         _check_tls({name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")})
@@ -226,6 +226,20 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+def _check_number(name: str, value: object, low: float, high: float) -> int | float:
+    """Return a field's value as a plain number, numpy's too; one that is counted must be whole."""
+    is_whole = type(getattr(Config, name)) is int
+    plain = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        plain = value if isinstance(value, int) else float(value)
+    if low <= plain <= high and not (is_whole and plain % 1):
+        return int(plain) if is_whole else plain
+    raise ConfigError(
+        f"{name}={value!r} is out of range: it must be a {'whole ' if is_whole else ''}number from {_bound(low)} to "
+        f"{_bound(high)}", field=name, value=value,
+    )  # fmt: skip
+
+
 def _check_tls(files: dict[str, Any]) -> None:
     """Refuse a part of the three, and paths that mean something else in another process."""
     given = [name for name, path in files.items() if path is not None]
@@ -274,7 +288,7 @@ def check_name(what: str, name: object) -> str:
     Names become file names, so: a letter or digit, then up to 63 letters, digits, '.', '_' or '-'.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        shown = repr(name)[:160]  # it may come from a peer
+        shown = repr(name)[:SHOWN_CHARS_MAX]
         raise ConfigError(
             f"{what} name {shown} is not allowed: use 1 to 64 letters, digits, '.', '_' or '-', "
             "the first a letter or digit",
@@ -282,6 +296,47 @@ def check_name(what: str, name: object) -> str:
             value=shown,
         )
     return name
+
+
+def check_seconds(name: str, value: object) -> float:
+    """Return a time in seconds as a plain float; numpy's and torch's numbers are times, too.
+
+    A negative time is 0, as one that is over; one of more than three years is three years.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    try:
+        found = math.nan if isinstance(value, bool | str | bytes) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        shown = repr(value)[:SHOWN_CHARS_MAX]
+        raise ConfigError(f"{name}={shown} is no time: use a number of seconds", field=name, value=shown)
+    return min(max(found, 0.0), SECONDS_MAX)
+
+
+def check_whole(name: str, value: object, low: int = 0) -> int:
+    """Return a step, rank, attempt or count as a plain int, numpy's too.
+
+    Raises:
+        ConfigError: It is no whole number from `low` on, or more than a message can carry.
+    """
+    try:
+        found = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if not low <= found < WHOLE_LIMIT:
+        shown = repr(value)[:SHOWN_CHARS_MAX]
+        raise ConfigError(
+            f"{name}={shown} is out of range: it must be an int from {low} to 2**61 - 1", field=name, value=shown
+        )
+    return found
+
+
+def check_given_whole(name: str, value: object) -> int | None:
+    """Return as `check_whole` does, or None if it is not given."""
+    return None if value is None else check_whole(name, value)
 
 
 def _bound(value: float) -> str:

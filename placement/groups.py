@@ -14,7 +14,7 @@ from typing import Literal
 
 from placement.domains import levels_of, name_some, spread_level
 from placement.layout import arrange
-from placement.seats import Seats
+from placement.target_assignment import TargetAssignment
 from placement.topology import Topology
 
 Strategy = Literal["mixed", "group", "ring"]
@@ -67,7 +67,7 @@ def place(
     that ring at Gemini's m + (N mod m) hosts even where a larger one would separate better;
     "mixed" takes the larger ring then; "ring" is one ring of all. N not divisible by m is never
     an error. If every domain has at most N / m hosts, all owners are separated and every host
-    has m - 1 guests ("group" with a remainder excepted). Otherwise single pairs are redirected
+    has m - 1 peers ("group" with a remainder excepted). Otherwise single pairs are redirected
     outside their group; no host then takes more than its fair share plus one (`Seats`).
 
     Args:
@@ -86,7 +86,7 @@ def place(
         ValueError: no hosts, `replicas` below 1, a negative demand, or an unknown strategy.
 
     Complexity: O(N log N + N m); pairs that are redirected cost about log N each, and making
-        room by moving others is bounded by `seats.DISPLACEMENT_STEPS_MAX`.
+        room by moving others is bounded by `target_assignment.DISPLACEMENT_STEPS_MAX`.
     Source: Gemini (SOSP 2023), mixed placement; separation, capacity and redirection are ours.
     """
     copies = check_request(topology, replicas, strategy, demand_bytes)
@@ -101,8 +101,8 @@ def place(
     }
     targets = {owner: wished[owner] for owner in sorted(wished)}
     if demand_bytes is not None or any(_repeats(targets, topology, spread.level)):
-        seats = Seats(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
-        targets = seated(seats, targets)
+        assignment = TargetAssignment(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
+        targets = assigned(assignment, targets)
     return describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings)
 
 
@@ -135,12 +135,12 @@ def hosts_by_domain(topology: Topology, level: str) -> list[list[str]]:
     return [[host_id for _, host_id in members] for members in domains]
 
 
-def seated(seats: Seats, wished: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Seat all wished pairs that can stay, then fill the gaps; return targets by owner."""
-    spare = {owner: [t for t in wished.get(owner, ()) if not seats.keep(owner, t)] for owner in seats.order()}
-    for owner in seats.order():
-        seats.fill(owner, spare[owner])
-    return {owner: tuple(targets) for owner, targets in seats.targets.items()}
+def assigned(assignment: TargetAssignment, wished: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Assign all wished pairs that can stay, then fill the gaps; return targets by owner."""
+    spare = {owner: [t for t in wished.get(owner, ()) if not assignment.keep(owner, t)] for owner in assignment.order()}
+    for owner in assignment.order():
+        assignment.fill(owner, spare[owner])
+    return {owner: tuple(targets) for owner, targets in assignment.targets.items()}
 
 
 def describe(
@@ -229,6 +229,6 @@ def _repeats(targets: Mapping[str, tuple[str, ...]], topology: Topology, level: 
             first = covered.setdefault(domain[target], target)
             if first != target:
                 name = repr(domain[target]) if domain[target] else "unlabelled"
-                why = f"{target} shares {level} {name} with {first}; no seat is left in another {level}"
+                why = f"{target} shares {level} {name} with {first}; no place is left in another {level}"
                 found.append(Unmet(owner, target, level, domain[target], why))
     return found

@@ -17,7 +17,7 @@ def arrange(
 
     Every group, and every `replicas` hosts in a row on the ring, lie in distinct domains, if no
     domain has more than `hosts_count // replicas` hosts. That bound is also necessary for any
-    scheme in which every host stores the same number of guests (see README.md).
+    scheme in which every host stores the same number of peers (see README.md).
 
     Args:
         domains: Hosts per failure domain. Neighbouring domains should share the coarser ones:
@@ -43,8 +43,8 @@ def ring_order(domains: Sequence[Sequence[str]], replicas: int) -> tuple[str, ..
     """Order hosts in a circle so that `replicas` in a row lie in distinct domains if possible.
 
     Possible if and only if no domain has more than q = hosts_count // replicas hosts. The circle
-    is q rounds of at least `replicas` seats, filled seat by seat across the rounds. A domain of
-    q hosts fills one seat of every round when it starts a column (these come first); a smaller
+    is q rounds of at least `replicas` places, filled place by place across the rounds. A domain of
+    q hosts fills one place of every round when it starts a column (these come first); a smaller
     one that runs over into the next column leaves at least one whole round in between.
 
     Source: ours.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placement.domains import spread_level
-from placement.groups import Placement, Strategy, check_request, describe, place, seated
-from placement.seats import Seats
+from placement.groups import Placement, Strategy, assigned, check_request, describe, place
+from placement.target_assignment import TargetAssignment
 from placement.topology import Topology
 
 
@@ -46,10 +46,10 @@ def rebalance(
 ) -> Rebalanced:
     """Place copies for the hosts there are now, keeping every old pair that is still good.
 
-    A pair is good while its target is there, has room and a seat, and lies in a domain that the
+    A pair is good while its target is there, has room and a place, and lies in a domain that the
     owner does not cover yet, at the spread level of today. Missing pairs go to the hosts with
-    the fewest guests; if none is free, guests move on along the cheapest chain (`Seats`). No
-    host ends with more guests than its fair share, rounded up, plus one: `replicas` where all
+    the fewest peers; if none is free, peers move on along the cheapest chain (`Seats`). No
+    host ends with more peers than its fair share, rounded up, plus one: `replicas` where all
     hosts have room. If that leaves more unmet than `place` would, the answer is `place`'s, with
     all its moves: separation comes before stillness.
 
@@ -65,9 +65,9 @@ def rebalance(
     """
     copies = check_request(topology, replicas, strategy, demand_bytes)
     spread = spread_level(topology, replicas)
-    seats = Seats(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
+    assignment = TargetAssignment(topology, level=spread.level, replicas=copies, demand_bytes=demand_bytes or {})
     wished = {owner: [t for t in held if t in topology.hosts] for owner, held in old.targets.items()}
-    targets = seated(seats, wished)
+    targets = assigned(assignment, wished)
     targets = {owner: _in_old_order(held, old.targets.get(owner, ())) for owner, held in targets.items()}
     result = describe(topology, targets, replicas=replicas, level=spread.level, warnings=spread.warnings)
     if result.unmet:

@@ -13,7 +13,7 @@ from recovery.inventory import StepId
 
 @dataclass(frozen=True, slots=True)
 class AttemptFact:
-    """One launch: its ordinal, the attempt and step it restored, and its world size (R16, R20)."""
+    """One launch: its attempt number, the attempt and step it restored, and its world size (R16, R20)."""
 
     attempt: int
     parent: int | None  # None: started fresh, the lineage begins here

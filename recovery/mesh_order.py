@@ -71,7 +71,7 @@ def mesh_order(
             }
         )
     places = assign(gains, [len(blocks[host]) for host in hosts])
-    order = _seated(units, [hosts[place] if place != NOWHERE else None for place in places], blocks)
+    order = _assigned(units, [hosts[place] if place != NOWHERE else None for place in places], blocks)
     total = sum(spec.nbytes for spec in found.specs.values())
     return MeshOrder(
         order,
@@ -111,7 +111,7 @@ def _best_path(
 ) -> list[tuple[int, int]]:
     """Return the moves for `unit` to come in: the path of greatest total gain."""
     best = {place: gain for place, gain in gains[unit].items() if room[place]}
-    came: dict[int, tuple[int, int]] = dict.fromkeys(best, (unit, NOWHERE))  # place -> (unit, its place before)
+    came_from: dict[int, tuple[int, int]] = dict.fromkeys(best, (unit, NOWHERE))  # place -> (unit, its place before)
     free = [place for place in best if len(members[place]) < room[place]]
     if free and max(best[place] for place in free) == max(best.values()):
         # Nothing beats the unit's own best place: moving others on from a full one never gains (it is optimal so far).
@@ -127,7 +127,7 @@ def _best_path(
             left = best[place] - gains[mover][place]
             for other, gain in gains[mover].items():
                 if other != place and room[other] and left + gain > best.get(other, 0):
-                    best[other], came[other] = left + gain, (mover, place)
+                    best[other], came_from[other] = left + gain, (mover, place)
                     queue.append(other)
     for place in sorted(best):
         if len(members[place]) < room[place]:
@@ -139,7 +139,7 @@ def _best_path(
                 end, end_gain, dropped = place, best[place] - gains[mover][place], mover
     path = [(dropped, NOWHERE)] if dropped != NOWHERE else []
     while end != NOWHERE:
-        mover, before = came[end]
+        mover, before = came_from[end]
         path.append((mover, end))
         end = before
     return path[::-1]
@@ -177,21 +177,21 @@ def _nbytes(copy: Copy) -> int:
     return copy.spec.nbytes - lacking
 
 
-def _seated(
+def _assigned(
     units: Sequence[range], hosts: Sequence[str | None], blocks: Mapping[str, Sequence[tuple[int, ...]]]
 ) -> tuple[int, ...]:
     """Return the process of every rank: on the unit's host its own block if it is there, else the next free one."""
     free = {host: list(found) for host, found in blocks.items()}
-    seats: dict[int, tuple[int, ...]] = {}
+    assigned: dict[int, tuple[int, ...]] = {}
     for number, (unit, host) in enumerate(zip(units, hosts, strict=True)):
         if host is not None and tuple(unit) in free[host]:
-            seats[number] = tuple(unit)
+            assigned[number] = tuple(unit)
             free[host].remove(tuple(unit))
     for number, host in enumerate(hosts):
-        if number not in seats and host is not None:
-            seats[number] = free[host].pop(0)
+        if number not in assigned and host is not None:
+            assigned[number] = free[host].pop(0)
     left = sorted(block for found in free.values() for block in found)
     for number in range(len(units)):
-        if number not in seats:
-            seats[number] = left.pop(0)
-    return tuple(process for number in range(len(units)) for process in seats[number])
+        if number not in assigned:
+            assigned[number] = left.pop(0)
+    return tuple(process for number in range(len(units)) for process in assigned[number])

@@ -158,9 +158,9 @@ def _chosen(
         elsewhere = dict.fromkeys(range(whole.world_size), "")
         tiers = {transfer.tier for transfer in transfers_for(whole, elsewhere)[0]}
         note = f"put by {whole.world_size} ranks, asked for by {world_size}: nothing is staged (R27)"
-    ordinal = "newest whole step" if rejected or gone else "newest step"
+    which = "newest whole step" if rejected or gone else "newest step"
     fact = "committed" if whole.is_committed else "uncommitted but whole"
-    why = f"{_name(whole.step)}: {ordinal} of the lineage, {fact}; {note}"
+    why = f"{_name(whole.step)}: {which} of the lineage, {fact}; {note}"
     if rejected:
         why += f"; not used: {_name(rejected[0].step)}, {rejected[0].reason}"
         why += f", and {len(rejected) - 1} more" if len(rejected) > 1 else ""

@@ -41,7 +41,7 @@ _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
 for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "COLUMNS")]:
     del os.environ[_name]
 
-# With it each of a thousand processes would compile all sources anew, for as long as they take to run.
+# With it each of a thousand processes would compile all sources again, for as long as they take to run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -130,7 +130,7 @@ def listening_sockets() -> set[str]:
 
 
 def store_folders() -> set[str]:
-    """Return the stores (and whatever else is called memstore) under /dev/shm."""
+    """Return the stores (and anything that else is called memstore) under /dev/shm."""
     return {str(path) for top in SHM_DIR.glob("memstore-*") for path in (top.iterdir() if top.is_dir() else [top])}
 
 
@@ -192,7 +192,8 @@ _CHECKS: tuple[Callable[[], set[str]], ...] = (
 def left_behind(before: set[str], settle_s: float = SETTLE_S) -> set[str]:
     """Return what is there now and was not before, once it had `settle_s` to go away."""
     deadline = time.monotonic() + settle_s
-    foreign: set[str] = set()  # another run's, though at some moments, as while its holder restarts, nobody has it open
+    # another run's, though at some moments, as while its holder restarts, no process has it open
+    foreign: set[str] = set()
     while True:
         left = set().union(*(check() for check in _CHECKS)) - before - foreign
         others = {what for what in left if what.startswith(str(SHM_DIR)) and is_of_others(what, os.getpid())}

@@ -1,9 +1,9 @@
 """What do the seals of one step cost the catalog, on one core, and does it grow with the ranks alone?
 
 The real catalog, 8 ranks a host, 2 copies, in a fleet of hosts that only obey
-(`memstore/testing/controller/catalog_fleet.py`). Every seal is a report of its own, as holders send it; the step counts
-from the first seal until every host was told of the commit. Beside it: what a second without a put costs (a heartbeat
-of every host each 0.5 s, ten ticks).
+(`memstore/testing/controller/fleet.py`). Every seal is a report of its own, as holders send it; the step counts
+from the first seal until every host was informed of the commit. Beside it: what a second without a put costs (a
+heartbeat of every host each 0.5 s, ten ticks).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import tracemalloc
 
 from benchmarks.report import targets
 from benchmarks.report.harness import Options, Record
-from memstore.core.wire.messages import Heard, Tick
+from memstore.core.wire.messages import HostBeat, Tick
 from memstore.shell.controller.controller import collect_rarely
-from memstore.testing.controller.catalog_fleet import CatalogFleet
+from memstore.testing.controller.fleet import ControllerFleet
 
 RANKS_PER_HOST = 8
 WORLDS = (4096, 8192, 16384)
@@ -41,7 +41,7 @@ def measure(worlds: tuple[int, ...], options: Options) -> Record:
 
 
 def _measure(worlds: tuple[int, ...], options: Options) -> Record:
-    fleets = {world: CatalogFleet(world // RANKS_PER_HOST, ranks_per_host=RANKS_PER_HOST) for world in worlds}
+    fleets = {world: ControllerFleet(world // RANKS_PER_HOST, ranks_per_host=RANKS_PER_HOST) for world in worlds}
     seconds: dict[str, list[float]] = {name(world): [] for world in worlds}
     idle: dict[int, list[float]] = {world: [] for world in worlds}
     for step in range(1, options.warmups + options.rounds + 1):
@@ -69,7 +69,7 @@ def name(world: int) -> str:
     return f"{world:,} ranks"
 
 
-def step_seconds(fleet: CatalogFleet, step: int, order: list[int]) -> float:
+def step_seconds(fleet: ControllerFleet, step: int, order: list[int]) -> float:
     """Return the processor seconds that one step takes the catalog."""
     fleet.handle_s = 0.0
     fleet.put(step, order)
@@ -78,21 +78,21 @@ def step_seconds(fleet: CatalogFleet, step: int, order: list[int]) -> float:
     return fleet.handle_s
 
 
-def idle_seconds(fleet: CatalogFleet) -> float:
+def idle_seconds(fleet: ControllerFleet) -> float:
     """Return the processor seconds that one second of waiting takes the catalog."""
     fleet.handle_s = 0.0
     for tick in range(TICKS_PER_S):
         fleet.now += 1.0 / TICKS_PER_S
         if tick % (TICKS_PER_S // BEATS_PER_S) == 0:
             for host in fleet.hosts:
-                fleet.handle(Heard(host))
+                fleet.handle(HostBeat(host))
         fleet.handle(Tick())
     return fleet.handle_s
 
 
 def kept_bytes(world: int) -> int:
     """Return the memory that one committed step adds."""
-    fleet = CatalogFleet(world // RANKS_PER_HOST, ranks_per_host=RANKS_PER_HOST)
+    fleet = ControllerFleet(world // RANKS_PER_HOST, ranks_per_host=RANKS_PER_HOST)
     tracemalloc.start()
     try:
         fleet.put(1)

@@ -1,4 +1,4 @@
-"""What does the controller send, and what does that cost it, where everybody must be told?
+"""What does the controller send, and what does that cost it, where all must be reported?
 
 A real controller (`controller_rig.py`) with 2,048 hosts of 8 ranks, 2 copies: all hosts join, all ranks connect and
 ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, so is
@@ -55,7 +55,7 @@ def record(hosts_count: int, costs: dict[str, Cost]) -> Record:
     for what, cost in costs.items():
         found.figure(f"{what}: core seconds", [cost.cpu_s], "s")
         found.figure(f"{what}: sent", [float(cost.sent_bytes)], "bytes")
-        found.figure(f"{what}: heard", [float(cost.heard_bytes)], "bytes")
+        found.figure(f"{what}: received", [float(cost.received_bytes)], "bytes")
         found.figure(f"{what}: orders", [float(cost.orders)], "count")
     return found
 
@@ -70,8 +70,8 @@ def episodes(hosts_count: int) -> dict[str, Cost]:
         costs["all ranks ask for room"] = rig.cost(lambda: call(rig, "reserve", need))
         for step in (1, 2):
             seals = fleet.seals(step)
-            rig.cost(lambda s=seals: rig.tell(islice(s, 2 * fleet.world_size - 1)))  # type: ignore[misc]
-            costs["a commit"] = rig.cost(lambda s=seals: rig.tell(s))  # type: ignore[misc]
+            rig.cost(lambda s=seals: rig.notify(islice(s, 2 * fleet.world_size - 1)))  # type: ignore[misc]
+            costs["a commit"] = rig.cost(lambda s=seals: rig.notify(s))  # type: ignore[misc]
         costs["a host is suspected"] = rig.cost(lambda: suspect(rig, fleet.names[1]))
         costs["a host is lost"] = rig.cost(lambda: lose(rig, fleet.names[1]))
         costs["it comes back"] = rig.cost(lambda: come_back(rig, fleet.names[1]))
@@ -81,7 +81,7 @@ def episodes(hosts_count: int) -> dict[str, Cost]:
         costs["all ranks connect again"] = rig.cost(lambda: connect(rig))
     with Rig(fleet, term=2) as rig:
         costs["a successor starts"] = rig.cost(rig.start)
-        if rig.controller.catalog.jobs[JOB].newest_commit(1) != 2:
+        if rig.controller.machine.jobs[JOB].newest_commit(1) != 2:
             raise RuntimeError("the successor does not know the newest commit; no number is reported")
     return costs
 
@@ -101,7 +101,7 @@ def call(rig: Rig, verb: str, body: dict[str, Any]) -> None:
             yield rig.fleet.host_of(rank), Called(id=rank, call=request_of(verb, more, **body))
 
     rig.answers.clear()
-    rig.tell(calls())
+    rig.notify(calls())
     rig.settle()
     errors = [answer.error for answer in rig.answers if answer.error is not None]
     if errors or len(rig.answers) != rig.fleet.world_size:
@@ -120,11 +120,11 @@ def connect(rig: Rig) -> None:
 
 def suspect(rig: Rig, name: str) -> None:
     """A host is silent for so long that it is suspected, then it beats again."""
-    state = rig.controller.catalog.hosts.states[name]
-    state.heard_at_s -= SILENCE_S + 1
+    state = rig.controller.machine.hosts.states[name]
+    state.beat_at_s -= SILENCE_S + 1
     while state.status != "suspect":
         rig.settle()
-    rig.tell([(name, BEAT)])
+    rig.notify([(name, BEAT)])
 
 
 def lose(rig: Rig, name: str) -> None:
@@ -146,4 +146,4 @@ def come_back(rig: Rig, name: str) -> None:
     rig.sessions[name].incarnation = host.incarnation
     with rig.controller.lock:
         rig.controller.sessions[name] = rig.sessions[name]
-    rig.tell([(name, rig.fleet.up(host))])
+    rig.notify([(name, rig.fleet.up(host))])

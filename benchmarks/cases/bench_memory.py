@@ -1,8 +1,8 @@
 """How much memory does a host use of what it reserved, and how much beside the arena?
 
 A rank on one host, copies on the others: fifty puts, each waited for until it is committed. Meanwhile a peer reads a
-step, the host with the copies is lost and repair makes them anew, and the rank comes back, gets its step and goes on.
-What is used and reserved comes with the heartbeats (every 0.1 s here); a restart's first put reserves anew.
+step, the host with the copies is lost and repair makes them again, and the rank comes back, gets its step and goes on.
+What is used and reserved comes with the heartbeats (every 0.1 s here); a restart's first put reserves again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sampler:
 
 
 def run(options: Options) -> list[Record]:
-    """Return the peak of use over reservation, and the memory beside the arena; one round, whatever was asked."""
+    """Return the peak of use over reservation, and the memory beside the arena; one round, anything that was asked."""
     state = gpt_tensors.gpt_state(min(options.nbytes, STATE_BYTES))
     nbytes = gpt_tensors.total_nbytes(state)
     twin = gpt_tensors.empty_like(state)  # what is read goes there: a new state would count as the rank's growth

@@ -1,7 +1,7 @@
 """How long does it take to plan the restore of 131,072 hosts of which 128 are lost, and in how much memory?
 
 One rank a host with 64 chunks, two copies on pairs of neighbours, one commit fact. The lost hosts' ranks are placed
-anew and get their shards from the neighbours; as the second case whole pairs are lost, of a step that is on durable
+again and get their shards from the neighbours; as the second case whole pairs are lost, of a step that is on durable
 storage too.
 """
 

@@ -82,7 +82,7 @@ class Training:
 
         def train(number: int) -> float:
             first = number * ITERATIONS
-            told = tell(
+            told = notify(
                 self.ranks,
                 {"name": name, "first_step": first, "iterations": ITERATIONS, "is_marked": name == INTERLEAVED},
             )
@@ -108,11 +108,13 @@ class Training:
         }
         for row in cluster.status()["hosts"]:
             spilled = row["stats"]["spilled_bytes"] / MIB
-            lines.append(f"{row['host']}, interleaved: spilled {spilled:.1f} MiB; told: {told.get(row['host'], '-')}")
+            lines.append(
+                f"{row['host']}, interleaved: spilled {spilled:.1f} MiB; reported: {told.get(row['host'], '-')}"
+            )
         return lines
 
 
-def tell(ranks: list[subprocess.Popen[str]], command: dict[str, Any]) -> list[dict[str, Any]]:
+def notify(ranks: list[subprocess.Popen[str]], command: dict[str, Any]) -> list[dict[str, Any]]:
     """Send one command to all ranks and return their answers."""
     for rank in ranks:
         if rank.stdin is not None:

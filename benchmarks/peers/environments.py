@@ -1,4 +1,4 @@
-"""An environment for each peer: made once from its pinned requirements, made anew when they change.
+"""An environment for each peer: made once from its pinned requirements, made again when they change.
 
 All share the torch of the environment that runs this (a .pth file behind their own packages): it is the same
 release, and five copies of it would take gigabytes.

@@ -42,7 +42,7 @@ class Race:
         shows: A record for each: STALL, how long training was blocked; DONE, until all ranks were through.
         promises: (record, ratio's name, the contender over it, those under it of which the quickest counts, target).
         size_share: Of the bytes asked for: what fits into memory beside the others.
-        fresh: Processes and store are started anew for every round, and their first save is timed.
+        fresh: Processes and store are started again for every round, and their first save is timed.
     """
 
     entries: list[Entry]

@@ -139,7 +139,7 @@ def read(folder: Path = results.FOLDER) -> dict[str, list[Record]]:
 
 
 def page(text: str, measured: Mapping[str, list[Record]]) -> str:
-    """Return the page with its generated parts rendered anew."""
+    """Return the page with its generated parts rendered again."""
     plotted = {file for file, records in measured.items() if any(record.seconds for record in records)}
     return filled(text, {"targets": targets_table(measured), "results": sections(measured, plotted)})
 

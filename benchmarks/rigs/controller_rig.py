@@ -1,4 +1,6 @@
-"""A real controller among thousands of hosts: its threads, its queues, its packing and its sockets; nobody behind them.
+"""A real controller among thousands of hosts: its threads, its queues, its packing and its sockets.
+
+No process behind them.
 
 Every session is a socket pair whose far end another process reads and counts. What a holder would answer is made here,
 from what the catalog orders, and comes back as a packed body that is unpacked like any other; the processor time of
@@ -27,7 +29,7 @@ from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
-from memstore.core.wire.messages import Action, Answer, LeaseRenewed, Note, Tell
+from memstore.core.wire.messages import Action, Answer, LeaseRenewed, LogLine, SendOrder
 from memstore.core.wire.orders import (
     DropJob,
     Fence,
@@ -52,12 +54,12 @@ from memstore.core.wire.reports import (
 from memstore.shell.controller.controller import Controller, FromInside
 from memstore.shell.controller.holder_session import Session
 from memstore.shell.net.channel import Channel
-from memstore.testing.controller.catalog_holder import host_stats
+from memstore.testing.controller.holder import host_stats
 
 JOB = "train"
 RANKS_PER_HOST = 8
 CHUNK_BYTES, CHUNKS = 4 << 20, 64  # of every shard
-SILENCE_S = 300.0  # where nobody beats: time is not what is measured
+SILENCE_S = 300.0  # where no process beats: time is not what is measured
 QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the controller is done
 DEADLINE_S = 80.0
 READ_BYTES = 1 << 20
@@ -74,7 +76,7 @@ class Cost:
     cpu_s: float
     sent_bytes: int
     orders: int
-    heard_bytes: int
+    received_bytes: int
 
 
 class Members:
@@ -93,7 +95,7 @@ class Members:
         return self.term
 
     def newest_term(self) -> int:
-        """Nobody else claims one."""
+        """No other process claims one."""
         return self.term
 
 
@@ -134,7 +136,7 @@ class Fleet:
             idle_s=0.0, dropped={},
         )  # fmt: skip
 
-    def keep(self, action: Tell) -> HolderMessage | None:
+    def keep(self, action: SendOrder) -> HolderMessage | None:
         """Obey an order; return the report that answers it, if there is one."""
         host, order = self.hosts[action.host_id], action.order
         match order:
@@ -188,11 +190,11 @@ class Rig:
     def __init__(self, fleet: Fleet, *, term: int, is_beating: bool = False) -> None:
         """With `is_beating` all hosts beat, lost ones too, as often as Config says, and silence counts as it says."""
         self.fleet = fleet
-        self.orders_count = self.heard_bytes = 0
+        self.orders_count = self.received_bytes = 0
         self.ours_s = 0.0  # processor time of the rig itself
         self.answers: list[Answer] = []
         self.doubted: list[str] = []  # what was said of hosts that were silent, or seemed to be
-        self._orders: list[Tell] = []
+        self._orders: list[SendOrder] = []
         self._lock = threading.Lock()
         pairs = [socket.socketpair() for _ in fleet.hosts]
         self._count = mmap.mmap(-1, mmap.PAGESIZE)
@@ -206,7 +208,7 @@ class Rig:
         self.sessions: dict[str, Session] = {}
         for name, (near, far) in zip(fleet.hosts, pairs, strict=True):
             far.close()
-            session = self.sessions[name] = Session(name, 1, Channel(near), self.controller._heard)
+            session = self.sessions[name] = Session(name, 1, Channel(near), self.controller._received)
             with self.controller.lock:
                 self.controller.sessions[name] = session
             session.start()
@@ -222,30 +224,33 @@ class Rig:
     def _see(self, action: Action) -> None:
         begun_s = time.thread_time()
         with self._lock:
-            if isinstance(action, Tell):
+            if isinstance(action, SendOrder):
                 self._orders.append(action)
             elif isinstance(action, Answer):
                 self.answers.append(action)
-            elif isinstance(action, Note) and "no heartbeat" in action.text:
+            elif isinstance(action, LogLine) and "no heartbeat" in action.text:
                 self.doubted.append(action.text)
             self.ours_s += time.thread_time() - begun_s
 
-    def hear(self, host: str, data: bytes) -> None:
+    def receive(self, host: str, data: bytes) -> None:
         """A holder's packed message arrives."""
-        self.heard_bytes += len(data)
+        self.received_bytes += len(data)
         self.controller.events.put((self.sessions[host], decode_holder_message(data)))
 
-    def tell(self, messages: Iterable[tuple[str, HolderMessage]]) -> None:
+    def notify(self, messages: Iterable[tuple[str, HolderMessage]]) -> None:
         """Holders send these; the making and packing of them is not the controller's work."""
         for host, message in self._outside(messages):
-            self.hear(host, self._ours(lambda m=message: encode(m)))  # type: ignore[misc]
+            self.receive(host, self._ours(lambda m=message: encode(m)))  # type: ignore[misc]
 
     def start(self) -> None:
-        """All hosts announce themselves; the catalog need not wait for others, nor outlast anybody, and has a lease."""
-        fleet, catalog = self.fleet, self.controller.catalog
-        self.tell((host.name, fleet.up(host)) for host in fleet.hosts.values())
+        """All hosts announce themselves.
+
+        The catalog need not wait for others, nor outlast any process, and has a lease.
+        """
+        fleet, machine = self.fleet, self.controller.machine
+        self.notify((host.name, fleet.up(host)) for host in fleet.hosts.values())
         self.settle()
-        catalog.state.rules = replace(catalog.state.rules, settle_s=0.0, outlast_s=0.0)
+        machine.state.rules = replace(machine.state.rules, settle_s=0.0, outlast_s=0.0)
         self.controller.events.put(LeaseRenewed(time.monotonic() + SILENCE_S))
         while not self.controller.is_serving():
             self.settle()
@@ -266,12 +271,12 @@ class Rig:
     def cost(self, work: Callable[[], None]) -> Cost:
         """Do something to the controller; return what it took until nothing was left to be said."""
         self.settle()
-        before = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.heard_bytes)
+        before = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.received_bytes)
         work()
         self.settle()
-        after = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.heard_bytes)
-        cpu, ours, sent, orders, heard = (b - a for a, b in zip(before, after, strict=True))
-        return Cost(cpu - ours, int(sent), int(orders), int(heard))
+        after = (time.process_time(), self.ours_s, self.sent_bytes, self.orders_count, self.received_bytes)
+        cpu, ours, sent, orders, received = (b - a for a, b in zip(before, after, strict=True))
+        return Cost(cpu - ours, int(sent), int(orders), int(received))
 
     @property
     def sent_bytes(self) -> int:
@@ -299,14 +304,14 @@ class Rig:
             if time.monotonic() > until_s:
                 raise TimeoutError(f"the controller was not done within {DEADLINE_S:g} s")
 
-    def _answer(self, orders: list[Tell]) -> None:
+    def _answer(self, orders: list[SendOrder]) -> None:
         def messages() -> Iterator[tuple[str, HolderMessage]]:
             for order in orders:
                 report = self.fleet.keep(order)
                 if report is not None:
                     yield order.host_id, report
 
-        self.tell(messages())
+        self.notify(messages())
 
     def _wake(self, until_s: float) -> None:
         """Wait until all events so far were taken."""

@@ -99,7 +99,7 @@ class RankWorkers:
 def serve(
     pipe: Connection, config: Config, rank: int, world_size: int, host: str, nbytes: int, seed: int, shards: int | None
 ) -> None:  # fmt: skip
-    """Be one rank until told to stop."""
+    """Be one rank until ordered to stop."""
     os.environ["MEMSTORE_HOST"] = host
     state = gpt_tensors.gpt_state(nbytes, seed)
     shard = None if shards is None else rank % shards
@@ -138,16 +138,16 @@ class Worker:
     def put(self, step: int) -> dict[str, float]:
         """Put; return when it was called, replicated and committed, on the machine's one monotonic clock."""
         begun_s = time.monotonic()
-        own = {"position": step, "rank": self.rank} if self.store.natural is not None else None
+        own = {"position": step, "rank": self.rank} if self.store.shared_shard is not None else None
         ticket = self.store.put(step, self.state, rank_state=own)
         ticket.wait("replicated")
         replicated_s = time.monotonic()
         ticket.wait("committed")
         return {"begun": begun_s, "replicated": replicated_s, "committed": time.monotonic(), "stall": ticket.stall_s}
 
-    def is_copier(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this rank copies the state that it shares (R34)."""
-        return self.store.natural is not None and self.store.natural.is_copier
+        return self.store.shared_shard is not None and self.store.shared_shard.is_writer
 
     def copy(self) -> float:
         """Copy all tensors into memory that stays; return the seconds. The first copy is not into warm memory."""

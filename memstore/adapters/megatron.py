@@ -1,7 +1,7 @@
 """Megatron-LM: a manager of non-persistent local checkpoints that keeps them in the store.
 
 Megatron calls `find_latest`, `load` and `save` of `checkpointing_context["local_checkpoint_manager"]`, prints its
-`local_ckpt_dir`, and hands over states with `pop_tensors` and `insert_tensors` (megatron/training/checkpointing.py,
+`local_ckpt_dir`, and gives states with `pop_tensors` and `insert_tensors` (megatron/training/checkpointing.py,
 `--non-persistent-ckpt-type local`; the interface is nvidia-resiliency-ext's BaseCheckpointManager).
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from memstore.config import Config
+from memstore.config import Config, check_seconds
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.report.problems import name_commands
 from memstore.core.schedule.durable_interval import parse_every
@@ -76,6 +76,7 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
             controller does not answer.
     """
     config, began_s = config or Config(), time.monotonic()
+    timeout_s = None if timeout_s is None else check_seconds("timeout_s", timeout_s)
     join_ray(address, limit_s=config.connect_timeout_s if timeout_s is None else timeout_s, config=config)
     limit_s = START_S if timeout_s is None else max(LEAST_S, began_s + timeout_s - time.monotonic())
     deadline_s = time.monotonic() + limit_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from memstore.config import Config, check_name
+from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.wire.calls import ForkJob
 from memstore.core.wire.codec import fields_of
 from memstore.shell.rank.admin_link import any_tool
@@ -52,7 +52,10 @@ def fork(
         CapacityError: A host has no room for the chunks on the day that `job` drops them; nothing was made.
     """
     check_name("job", new_job)
-    request = fork_request(job, step, new_job, attempt)
+    request = fork_request(
+        check_name("job", job), check_whole("step", step), new_job, check_given_whole("attempt", attempt)
+    )
+    timeout_s = check_seconds("timeout_s", timeout_s)
     if address is not None:
         from memstore.admin.cluster import ask, join_ray
 

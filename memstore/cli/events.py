@@ -10,7 +10,7 @@ import click
 
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
-from memstore.config import Config
+from memstore.config import WHOLE_LIMIT, Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
 from memstore.core.report.problems import drain_text
@@ -82,7 +82,7 @@ def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tup
 
 def since_when(text: str) -> tuple[int, float | None]:
     """Read --since: "1000000042" is a number, "10m" an age in seconds; ages have the units s, m, h and d."""
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and int(text) < WHOLE_LIMIT:
         return int(text), None
     count, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not (count.isascii() and count.isdigit()):
@@ -206,7 +206,7 @@ def _unchanged(e: Event) -> str:
     return f"step {e['step']} UNCHANGED: {who} put the bytes of step {e['before']} again: {e['why']}"
 
 
-def _twins_differ(e: Event) -> str:
+def _replicas_differ(e: Event) -> str:
     where = ", ".join(e["names"]) or plural(e["chunks"], "chunk")
     return f"step {e['step']}: ranks {e['ranks'][0]} and {e['ranks'][1]} of shard {e['shard']} DIFFER in {where}"
 
@@ -218,8 +218,8 @@ LINES: dict[str, Callable[[Event], str]] = {
     "superseded": lambda e: f"step {e['step']} superseded: {e['why']}",
     "skip": _skip,
     "unchanged": _unchanged,
-    "twins_differ": _twins_differ,
-    "twins_agree": lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}",
+    "replicas_differ": _replicas_differ,
+    "replicas_agree": lambda e: f"ranks {e['ranks'][0]} and {e['ranks'][1]} put equal bytes again at step {e['step']}",
     "degraded": _degraded,
     "whole": lambda e: f"every shard has its copies again, after {fine(e['seconds']['degraded'])}",
     "restore": _restore,

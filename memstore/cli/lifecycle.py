@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, config_or_usage, store_options
+from memstore.cli.options import Seconds, Where, config_or_usage, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
@@ -40,7 +40,7 @@ RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 @click.option("--durable", metavar="DIR", help="Durable storage (a path or URL), for jobs that do not say.")
 @click.option("--durable-check", metavar="DIR", help="Refuse to start if DIR (or a URL) cannot be written from here.")
 @click.option("--wait", "hosts_count", type=click.IntRange(min=1), metavar="N", help="Wait until N hosts are up.")
-@click.option("--timeout-s", type=float, default=120.0, show_default=True, help="Longest wait for all of it.")
+@click.option("--timeout-s", type=Seconds(), default=120.0, show_default=True, help="Longest wait for all of it.")
 @store_options
 def up(
     config: Config, address: str | None, durable_check: str | None, hosts_count: int | None, timeout_s: float,

@@ -13,7 +13,7 @@ from memstore.cli.output import data_console, plain_table, print_json
 from memstore.config import Config
 from memstore.core.report.metrics import METRICS, exported_names, holder_gauges, status_gauges
 from memstore.core.wire.calls import AskEvents
-from memstore.core.wire.ids import ORDINAL_LIMIT
+from memstore.core.wire.ids import UNSIGNED_LIMIT
 
 
 @click.command(short_help="Values of the gauges now; the list of metrics; the Grafana dashboard, the alert rules.")
@@ -54,7 +54,7 @@ def _print_list(*, as_json: bool) -> None:
 
 def _print_values(where: Where, *, as_json: bool) -> None:
     status = where.status()
-    samples = status_gauges(status, unwritten_count=int(where.ask(AskEvents(since=ORDINAL_LIMIT - 1))["unwritten"]))
+    samples = status_gauges(status, unwritten_count=int(where.ask(AskEvents(since=UNSIGNED_LIMIT - 1))["unwritten"]))
     for host in status["hosts"]:
         if host["status"] != "dead" and host["stats"]:
             samples += holder_gauges(host["host"], host["stats"])

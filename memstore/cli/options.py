@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from typing import Any
 import click
 
 from memstore.cli.output import STORE_CONFIG, say
-from memstore.config import Config
+from memstore.config import SECONDS_MAX, WHOLE_LIMIT, Config
 from memstore.core.report.problems import name_commands
 from memstore.core.wire.calls import AskStatus, RankCall
 from memstore.core.wire.codec import tag_of
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
 ASK_S = 10.0
+WHOLE = click.IntRange(0, WHOLE_LIMIT - 1)  # of steps, ranks and attempts
 _DEBUG, _JSON = "memstore.debug", "memstore.json"
 
 
@@ -91,11 +93,29 @@ class Where:
         return shown_in(self.config, job, names, "of the Ray cluster", f" --address {self.address}")
 
 
+class Seconds(click.FloatRange):
+    """The type of an option that is a time: NaN is none, which every comparison with a limit lets pass."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        super().__init__(min=least_s, max=SECONDS_MAX)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a time in seconds."""
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is no number of seconds.", param, ctx)
+        return seconds
+
+
 def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:
     """Read the argument STEP: a number, or None for "latest", which is chosen where the steps are known."""
-    if text != "latest" and not (text.isascii() and text.isdigit()):
+    if text == "latest":
+        return None
+    if not (text.isascii() and text.isdigit()):
         raise click.UsageError(f"STEP {text!r} is neither a number nor latest")
-    return None if text == "latest" else int(text)
+    if int(text) >= WHOLE_LIMIT:
+        raise click.UsageError(f"STEP {text} is out of range: steps are numbered 0 to 2**61 - 1")
+    return int(text)
 
 
 def check_host(status: dict[str, Any], name: str) -> str:

@@ -83,6 +83,9 @@ def attempt_of(status: dict[str, Any], job: str) -> int | None:
 def lost_hosts(status: dict[str, Any], words: tuple[str, ...]) -> list[str]:
     """Return the hosts that the words name: ids, or label=value for every host with that label."""
     hosts: dict[str, None] = {}
+    for text in words:
+        if not text.strip(","):
+            raise ConfigError(f"--lose {text!r} names no host: leave it out to lose none", field="lose", value=text)
     for word in (part for text in words for part in text.split(",") if part):
         label, is_domain, value = word.partition("=")
         if not is_domain:

@@ -117,7 +117,7 @@ def screen(body: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(body)), Text()]
     has_rows = body["jobs"] or body["launches"]
     parts += [job_table(body["jobs"], body["launches"]) if has_rows else Text("no job has put anything yet"), Text()]
-    parts += [Text(line) for line in map(copiers_line, body["jobs"]) if line]
+    parts += [Text(line) for line in map(writers_line, body["jobs"]) if line]
     parts.append(host_table(body["hosts"], body["failure_domains"]))
     if body["problems"]:
         parts += [Text(), *(Text(problem_line(row)) for row in by_cause(body["problems"]))]
@@ -167,12 +167,12 @@ def job_table(jobs: list[dict[str, Any]], launches: list[dict[str, Any]]) -> Tab
     return table
 
 
-def copiers_line(job: dict[str, Any]) -> str:
+def writers_line(job: dict[str, Any]) -> str:
     """Return "train: ranks 0, 2 copy for 4 ranks of 1 shard", or "" where every rank copies."""
-    copiers = job.get("copiers") or []
-    if len(copiers) in (0, job["world_size"]):
+    writers = job.get("writers") or []
+    if len(writers) in (0, job["world_size"]):
         return ""
-    who = f"rank {copiers[0]} copies" if len(copiers) == 1 else f"ranks {listed(copiers)} copy"
+    who = f"rank {writers[0]} copies" if len(writers) == 1 else f"ranks {listed(writers)} copy"
     return f"{job['job']}: {who} for {plural(job['world_size'], 'rank')} of {plural(job['shards'], 'shard')}\n"
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from msgspec.structs import asdict
 
 from memstore.client.restore import OpenShard
-from memstore.client.shared_shard import check_shard, load_natural, reader_of
+from memstore.client.shared_shard import check_shard, load_shared_shard, reader_of
 from memstore.core.cluster.text import lost_text, plural
-from memstore.core.format.shared_layout import NaturalLayout
-from memstore.core.wire.replies import ShardPlaced, Steps
+from memstore.core.format.shared_layout import SharedShardLayout
+from memstore.core.wire.replies import ShardPlaced, StepList
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.rank.shard_read import ShardRead
@@ -43,7 +43,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a get returned on this rank; the fields from `steps_lost` on are of the whole job.
+    """The result of a get on this rank; from `steps_lost` to `seconds_by_phase` the fields are of the whole job.
 
     `steps_lost` is how many steps are to be trained again, at least: from the newest step known to be trained to the
     one restored. Known are the steps that a rank put, skipped, or named in should_put() until a second before its end.
@@ -57,12 +57,12 @@ class Checkpoint:
     source: str  # where the bytes came from: local, peer, mixed, durable
     source_reason: str  # why this step, and why nothing newer
     steps_lost: int
-    ranks_moved: tuple[int, ...] = ()  # sit on another host than their copies (R27): see Store.assign_ranks
+    ranks_moved: tuple[int, ...] = ()  # ranks on other hosts than their copies (R27): see Store.assign_ranks
     moved_bytes: int = 0  # its cost: bytes fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
-    not_filled: tuple[str, ...] = ()  # paths in `into` that could not be: their values are in `state` and `own` alone
+    not_filled: tuple[str, ...] = ()  # paths that into= could not hold: only `state` or `rank_state` has their values
 
 
 @copying()
@@ -82,10 +82,10 @@ def open_shard(read: ShardRead, into: Any, *, rank_state_into: Any = None, timeo
 def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) -> Checkpoint:
     staged, others = OpenShard(read, read.manifest()), reader_of(read.link, read.manifest(), timeout_s)
     started_s, rank_state = time.perf_counter(), None
-    natural = NaturalLayout.decode(staged.manifest)
+    layout = SharedShardLayout.decode(staged.manifest)
     with staged.naming_partial_writes():
-        if natural is not None:
-            state, rank_state = load_natural(staged, natural, others, into, rank_state_into)
+        if layout is not None:
+            state, rank_state = load_shared_shard(staged, layout, others, into, rank_state_into)
         else:
             check_shard(staged.manifest, None, rank_state_into)
             state = staged.build(staged.manifest.layout, into)
@@ -102,17 +102,17 @@ def checkpoint(
     staged: OpenShard, answer: ShardPlaced, state: Any, rank_state: Any = None, load_s: float = 0.0
 ) -> Checkpoint:
     """Return the result of get(), from the controller's answer."""
-    count, report = staged.mended_count, answer.report
+    count, report = staged.repaired_count, answer.report
     if staged.not_filled:
         log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
-    mended = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
+    repaired = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
     return Checkpoint(
         step=staged.manifest.shard.step,
         attempt=staged.manifest.shard.attempt,
         state=state,
         nbytes=staged.manifest.nbytes,
         source="mixed" if count and answer.verdict == "local" else answer.verdict,
-        source_reason=f"{answer.why}{mended}",
+        source_reason=f"{answer.why}{repaired}",
         steps_lost=report.steps_lost if report is not None else 0,
         ranks_moved=report.ranks_moved if report is not None else (),
         moved_bytes=report.moved_bytes if report is not None else 0,
@@ -123,7 +123,7 @@ def checkpoint(
     )
 
 
-def step_infos(answer: Steps) -> list[StepInfo]:
+def step_infos(answer: StepList) -> list[StepInfo]:
     """Return StepInfo rows from the controller's answer."""
     return [
         StepInfo(

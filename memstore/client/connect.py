@@ -13,13 +13,13 @@ from typing import Any
 
 from memstore.admin.stores import naming_others, others_here
 from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
-from memstore.client.pin_verbs import persisted
+from memstore.client.pin_verbs import persist_request, persisted, pin_request
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
-from memstore.config import Config, check_name
+from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
-from memstore.core.wire.calls import AskSteps, Join, PersistStep, PinStep, RankCall, ReadStep, UnpinStep
+from memstore.core.wire.calls import AskSteps, Join, RankCall, ReadStep, UnpinStep
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
@@ -196,7 +196,7 @@ def end_former(store: Store) -> None:
 
 
 def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
-    """Raise ConfigError unless `shard` is one of `shards`, or neither is given."""
+    """Raise ConfigError unless `shard_rank` is from 0 to `shard_count` - 1, or neither is given."""
     if shard_rank is None and shard_count is None:
         return
     if type(shard_rank) is not int or type(shard_count) is not int or not 0 <= shard_rank < shard_count:
@@ -262,13 +262,17 @@ class Reader:
         Raises:
             StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
         """
-        request = ReadStep(job=self.job, step=step, of_attempt=attempt, rank=rank)
+        request = ReadStep(
+            job=self.job, step=check_given_whole("step", step), of_attempt=check_given_whole("attempt", attempt),
+            rank=check_whole("rank", rank),
+        )  # fmt: skip
+        timeout_s = check_seconds("timeout_s", timeout_s)
         with naming_others(self._config, self.job):
             return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
 
     def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
         """Keep a committed step in RAM under a name; as `Store.pin`."""
-        self._ask(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
+        self._ask(pin_request(self.job, step, name, attempt))
 
     def pins(self) -> list[str]:
         """Return the names of the job's pins."""
@@ -280,12 +284,13 @@ class Reader:
 
     def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
         """Write a committed step to durable storage now; as `Store.persist`."""
-        request = PersistStep(job=self.job, step=step, within_s=timeout_s)
-        return persisted(self._ask(request, timeout_s + ASK_S), timeout_s)
+        request = persist_request(self.job, step, timeout_s)
+        return persisted(self._ask(request, request.within_s + ASK_S), request.within_s)
 
     def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
         """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
-        return ShardRanges(self._tool.link, self.job, timeout_s, attempt)
+        timeout_s = check_seconds("timeout_s", timeout_s)
+        return ShardRanges(self._tool.link, self.job, timeout_s, check_given_whole("attempt", attempt))
 
     def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
         with naming_others(self._config, self.job):

@@ -4,10 +4,10 @@ put:    what may change before the fence is copied at once, moves of the rest ar
 fence:  in front of the optimizer's step: helps with the rest, waits for the end; then the optimizer may write
 
 Device memory leaves through a side stream, ordered by the copy thread bit by bit, and by the fence all at once. There
-the fence makes the stream of the step wait, not the host; the put is handed over when the copies have arrived. What may
+the fence makes the stream of the step wait, not the host; the put is submitted when the copies have arrived. What may
 change on a device is cloned there at once, for the host waits for nothing that training has queued.
 
-A put, get, agree, rewind or close waits for the end, on the host. At the end of the interpreter the copy is given up.
+A put, get, agree_on_step, rewind or close waits for the end, on the host. At the end of the interpreter it is given up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource, cha
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
-from memstore.shell.tensors.memory import Source, dense_bytes, is_flat
+from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
 from memstore.shell.tensors.own_memory import is_permitted
 from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX, Move
 from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
@@ -65,7 +65,7 @@ class PutSide(Protocol):
 
     config: Config
 
-    def hand_over(self, room: PendingPut, plan: StatePlan) -> None:
+    def submit(self, room: PendingPut, plan: StatePlan) -> None:
         """Queue the copied state for the holder."""
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
@@ -97,9 +97,9 @@ class Overlap:
         # A wrapper of an optimizer may be of its type and never have become one: its own step knows no hooks.
         if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise ConfigError(
-                f"a {type(optimizer).__name__} is no torch.optim.Optimizer, so nothing can be hooked in front of its "
-                "step: fence the optimizer that it wraps, or put with overlap=<the tensors that it alone changes>, and "
-                "call store.wait_before_step() before it steps",
+                f"wait_before_step({type(optimizer).__name__}) needs a torch.optim.Optimizer, whose step can be made "
+                "to wait: pass the optimizer that this one wraps, or put with overlap=<the tensors that it alone "
+                "changes>, and call store.wait_before_step() before it steps",
                 field="optimizer",
             )
         if any(known is optimizer for known in self._optimizers):
@@ -136,7 +136,7 @@ class Overlap:
     # -- a copy ---------------------------------------------------------------------------------
 
     def copy(self, room: PendingPut, plan: StatePlan, memory: OptimizerMemory) -> None:
-        """Copy what may change and queue the rest; the put that took the room is handed over when that is done."""
+        """Copy what may change and queue the rest; the put that took the room is submitted when that is done."""
         late: dict[int, tuple[WatchedSource, list[Move]]] = {}
         writes: list[DeviceWrite] = []
         try:
@@ -196,12 +196,12 @@ class Overlap:
         """Hand the put over, or give its step up on all ranks (R12)."""
         try:
             if not problem:
-                self._puts.hand_over(room, plan)
+                self._puts.submit(room, plan)
             elif not room.ticket.is_over:
                 self._puts.skip(room.ticket, problem, "failed")
         except BaseException as exc:
             if not problem:
-                self._puts.skip(room.ticket, f"it could not be handed over: {exc!r}", "failed")
+                self._puts.skip(room.ticket, f"it could not be submitted: {exc!r}", "failed")
             raise
         finally:
             room.end_late()
@@ -314,7 +314,7 @@ class _Clones:
     def __init__(self) -> None:
         self._nbytes = 0
 
-    def take(self, source: Source) -> torch.Tensor | None:
+    def take(self, source: TensorSource) -> torch.Tensor | None:
         """Return a copy of a source's bytes, made on the current stream, or None if it is not to be copied late."""
         owner = source.owner
         if not isinstance(owner, torch.Tensor) or owner.is_cpu or not has_streams(owner.device):

@@ -1,10 +1,10 @@
-"""The room of one put between the moment it is taken and the hand-over (R8, R11).
+"""The room of one put between the moment it is taken and its submission (R8, R11).
 
-    taken --hand_over--> the holder's
+    taken --submit--> the holder's
       |--offer--> offered: a child process may adopt it, and nothing is written here any more
       '--abandon, or the holder says that some slots are no longer ours--> given back
 
-The stream that is handed over need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
+The stream that is submitted need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.shell.threads.answers import is_answered
 
-LEND_S = 30.0
+OFFER_S = 30.0
 
 
 class PendingPut(Tenant):
@@ -35,15 +35,15 @@ class PendingPut(Tenant):
         self.slots: list[int] = []
         self.step = ticket.step
         self.attempt, self.world_size = link.attempt, world_size
-        self.is_lent = False
+        self.is_offered = False
         self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
         self.lock = threading.RLock()
 
     @property
     def is_passed_on(self) -> bool:
         """Return whether it goes on without the caller: it is copied late, or on its way to the holder, or there."""
-        is_handed_over = (self.attempt, self.step) in self.link.handovers or self.ticket.level in LEVELS[1:]
-        return self.is_filled_late or is_handed_over
+        is_submitted = (self.attempt, self.step) in self.link.unsealed_puts or self.ticket.level in LEVELS[1:]
+        return self.is_filled_late or is_submitted
 
     def views(self) -> list[memoryview]:
         """Return the slots' bytes, in order."""
@@ -74,14 +74,14 @@ class PendingPut(Tenant):
             self.slots = self.slots + more.slots
             return True
 
-    def hand_over(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
+    def submit(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
         """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
         with self.lock:
             if self.is_over:
                 return False
             try:
                 self._keep(range(-(-nbytes // self.chunk_bytes)))
-                return self.link.hand_over(
+                return self.link.submit(
                     self, self.step, self.slots, self.mapping, attempt=self.attempt, world_size=self.world_size,
                     layout=layout, nbytes=nbytes, shared_chunks=shared_chunks, began_s=self.ticket.began_s,
                     stall_s=self.stall_s(),
@@ -93,14 +93,14 @@ class PendingPut(Tenant):
         """Return how long training was blocked: until now, unless the copy ended before."""
         return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
 
-    def lend(self) -> None:
+    def offer_slots(self) -> None:
         """Let a child of this process take the slots over (R20)."""
         with self.lock:
             if self.is_over:
                 return
-            self.is_lent = True
-            offered = self.link.lend(self, self.step, self.slots, self.mapping)
-        is_answered(offered, LEND_S)  # without the lock: giving the put up must not wait for a holder (R11)
+            self.is_offered = True
+            offered = self.link.offer_slots(self, self.step, self.slots, self.mapping)
+        is_answered(offered, OFFER_S)  # without the lock: giving the put up must not wait for a holder (R11)
 
     def abandon(self) -> None:
         """Give everything back; offered slots only once the holder answers that no child has them.
@@ -110,13 +110,13 @@ class PendingPut(Tenant):
         with self.lock:
             if self.is_over or self.is_filled_late:
                 return
-            if self.is_lent:
+            if self.is_offered:
                 self.link.take_back(self.step, self.slots, self.mapping)
             self.is_over = True
             self.link.put_back((), self)
 
     def end_late(self) -> None:
-        """End an overlapped copy: slots that it did not hand over are free."""
+        """End an overlapped copy: slots that it did not submit are free."""
         self.is_over = True  # first, so that no thread writes any more: what comes next may be interrupted
         self.is_filled_late = False
         self.link.put_back((), self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.client.checkpoint import StepInfo, step_infos
-from memstore.config import check_name
+from memstore.config import check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.wire.calls import AskSteps, PersistStep, PinStep, UnpinStep
 from memstore.core.wire.replies import Persisted
 from memstore.errors import PeerTimeout
@@ -42,7 +42,7 @@ class PinVerbs:
             CapacityError: A pin takes room of its own, and there is none; nothing changed.
             ConfigError: The name is not allowed, or another step has it.
         """
-        self._ask_pin(PinStep(job=self.job, step=step, name=check_name("pin", name), of_attempt=attempt))
+        self._ask_pin(pin_request(self.job, step, name, attempt))
 
     def unpin(self, name: str) -> None:
         """Take a pin's name back: retention decides about its step again (R19). ConfigError if there is none."""
@@ -62,12 +62,25 @@ class PinVerbs:
             PeerTimeout: It is not there after `timeout_s`; names what it waits for. The write goes on.
         """
         self._check_open()
-        request = PersistStep(job=self.job, step=step, within_s=timeout_s)
-        return persisted(self._link.call(request, timeout_s + CALL_SLACK_S), timeout_s)
+        request = persist_request(self.job, step, timeout_s)
+        return persisted(self._link.call(request, request.within_s + CALL_SLACK_S), request.within_s)
 
     def _ask_pin(self, request: PinStep | UnpinStep) -> None:
         self._check_open()
         self._link.call(request, self.config.connect_timeout_s + CALL_SLACK_S)
+
+
+def pin_request(job: str, step: int, name: str, attempt: int | None) -> PinStep:
+    """Return the question for `pin`; ConfigError if its values are none."""
+    return PinStep(
+        job=job, step=check_whole("step", step), name=check_name("pin", name),
+        of_attempt=check_given_whole("attempt", attempt),
+    )  # fmt: skip
+
+
+def persist_request(job: str, step: int | None, timeout_s: float) -> PersistStep:
+    """Return the question for `persist`; ConfigError if its values are none."""
+    return PersistStep(job=job, step=check_given_whole("step", step), within_s=check_seconds("timeout_s", timeout_s))
 
 
 def persisted(answer: Persisted, timeout_s: float) -> int:

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from memstore.config import check_seconds
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.rank_messages import RoomGrown
 from memstore.errors import ClosedError, PeerTimeout
@@ -50,20 +51,20 @@ class PutPreparation:
         self._link, self._timeout_s = link, timeout_s
         self._pages_bytes = self.nbytes * versions
         self._chunk_bytes = chunk_bytes
-        self._host = (0, 0)  # bytes this host has made ready of those it lacked
-        self._claimed_s = self._ready_s = 0.0  # since the beginning; 0: not yet
+        self._host = (0, 0)  # the bytes that this host has made ready, and those that it lacked
+        self._claimed_s = self._ready_s = 0.0  # how long each took from the beginning; 0: it is not over
         self._error: BaseException | None = None
         self._over = SafeEvent()
         self._began_s = time.monotonic()
         self._cancelled: Future[None] = Answer()
-        self._failed: Future[None] = Answer()  # with the error, so that a put that waits raises it
+        self._failed: Future[None] = Answer()  # holds the error, which a waiting put raises
         self._pid = os.getpid()
         self._request = request
-        self._answer: Future[dict[str, Any]] | None = None  # None: not asked
+        self._answer: Future[Any] | None = None  # None: `begin` has not asked yet
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:
-        """Send the request. Route events to `on_room` before: the first one may arrive at once."""
+        """Send the request. Its first event may arrive at once: the caller must route events to `on_room` before."""
         self._answer = self._link.call_soon(self._request)
         self._thread.start()
         return self
@@ -100,7 +101,7 @@ class PutPreparation:
 
     @property
     def cost(self) -> str:
-        """Log the cost once, in one line."""
+        """Return the line for the log that says what it took, once it is ready."""
         job, rank, grown = self._link.job, self._link.rank, self._host[1]
         host = f", {grown / 1e9:.3g} GB new on this host" if grown else ""
         return (
@@ -121,7 +122,7 @@ class PutPreparation:
             PeerTimeout, FencedError, ClosedError: It cannot become ready any more.
             TimeoutError: It was not ready within `timeout_s`; it goes on.
         """
-        limit_s = 2 * self._timeout_s if timeout_s is None else timeout_s
+        limit_s = 2 * self._timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         show = self._show_bar if sys.stderr.isatty() else self._say
         if self._link.rank != 0:
             self._over.wait(limit_s)
@@ -217,7 +218,7 @@ class PutPreparation:
         """Slots that are this rank's with their pages entered: free to fill, or filled and not sealed yet."""
         link = self._link
         with link.room:
-            return len(link.pool) + len(link.in_copy) + sum(len(h.slots) for h in link.handovers.values())
+            return len(link.pool) + len(link.in_copy) + sum(len(h.slots) for h in link.unsealed_puts.values())
 
     def _wait_pages(self) -> bool:
         """Wait until a put's slots are here and none of a grant is still to be entered; False if they are not."""

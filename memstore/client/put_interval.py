@@ -18,7 +18,7 @@ from memstore.core.wire.replies import Joined, PutInterval
 log = logging.getLogger("memstore")
 
 
-class Cadence:
+class PutSchedule:
     """One store's schedule. Used by the training thread."""
 
     def __init__(self, puts: Puts, stall_budget_s: float) -> None:
@@ -37,7 +37,7 @@ class Cadence:
         """Note the step from which training goes on: of a get, or -1 if nothing was restored."""
         self._schedule = Schedule(self._every, base_step)
         if self._answer is not None:
-            self._puts.forget_cadence(self._answer)
+            self._puts.forget_put_interval(self._answer)
         self._answer = None
         self._is_late = False  # a round was waited for in vain: not again
         self._since: tuple[int, float] | None = None  # step and time from which a step's time is taken
@@ -53,7 +53,7 @@ class Cadence:
             self._since = (step, time.monotonic())
         schedule.come_to(step)
         if step >= schedule.asks_at and self._answer is None:
-            self._answer = self._puts.ask_cadence(schedule.asks_at, self._measured(step))
+            self._answer = self._puts.ask_put_interval(schedule.asks_at, self._measured(step))
         deadline_s = time.monotonic() + self._budget_s
         while schedule.is_open(step) and self._take(step, deadline_s):
             pass
@@ -62,7 +62,7 @@ class Cadence:
     def _take(self, step: int, deadline_s: float) -> bool:
         """Take the next round's answer, waiting for it if need be; False if there is none."""
         if self._answer is None:  # an answer that came late: the next round is under way already
-            self._answer = self._puts.ask_cadence(self._schedule.asks_at, self._measured(step))
+            self._answer = self._puts.ask_put_interval(self._schedule.asks_at, self._measured(step))
         wait([self._answer], 0.0 if self._is_late else max(0.0, deadline_s - time.monotonic()))
         if not self._answer.done() or self._answer.exception() is not None:
             if not self._is_late:

@@ -1,6 +1,6 @@
 """The put side of one rank's store: tickets, room, skips (R10, R11, R12).
 
-begun --room--> copied --handed over--> the holder's; its levels come back as events
+begun --room--> copied --submitted--> the holder's; its levels come back as events
   '--no room in time, or not copied--> skipped: the controller is notified, and all ranks skip the step
 """
 
@@ -45,7 +45,7 @@ class Puts:
         self.chunk_bytes = link.welcome.chunk_bytes
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
-        self._open: list[PendingPut] = []  # begun, not handed over yet
+        self._open: list[PendingPut] = []  # begun, not submitted yet
         self._skipping: Future[Any] | None = None
         self._reserved_slots = 0
         self._has_room = False  # some put of this attempt had
@@ -53,7 +53,7 @@ class Puts:
         self._resume_step = 0
         self._last_step = self._floor = -1
         self.overlap = Overlap(self)
-        self.natural: SharedShard | None = None
+        self.shared_shard: SharedShard | None = None
 
     @property
     def job(self) -> str:
@@ -71,7 +71,7 @@ class Puts:
         restored = joined.restored_step
         self._last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
-        self.natural = SharedShard.joined(joined)
+        self.shared_shard = SharedShard.joined(joined)
         self.close()
 
     def go_on_from(self, step: int) -> None:
@@ -139,7 +139,11 @@ class Puts:
 
     def planned(self, state: Any, rank_state: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
-        plan = plan_state(state) if self.natural is None else self.natural.plan(state, rank_state, self.chunk_bytes)
+        plan = (
+            plan_state(state)
+            if self.shared_shard is None
+            else self.shared_shard.plan(state, rank_state, self.chunk_bytes)
+        )
         device = cuda_device_of(plan)
         if device is not None:
             self.link.mapping.pin_for(device, self.link.outbox.put)
@@ -149,7 +153,7 @@ class Puts:
         self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None,
         growth_s: float = 0.0,
     ) -> tuple[Ticket, PendingPut | None]:  # fmt: skip
-        """Take room for a put whose bytes the caller copies and hands over itself.
+        """Take room for a put whose bytes the caller copies and submits itself.
 
         Args:
             began_s: When the put began to block training, monotonic.
@@ -195,16 +199,16 @@ class Puts:
             room.abandon()
             self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        self.hand_over(room, plan)
+        self.submit(room, plan)
 
-    def hand_over(self, room: PendingPut, plan: StatePlan) -> None:
+    def submit(self, room: PendingPut, plan: StatePlan) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
-        if not room.hand_over(plan.layout, plan.nbytes, plan.shared_chunks):
+        if not room.submit(plan.layout, plan.nbytes, plan.shared_chunks):
             self.skip(room.ticket, "this host's holder restarted while the state was copied")
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give a step up; collective: the controller abandons it everywhere (R12)."""
-        ticket.rise(level, why)
+        ticket.raise_level(level, why)
 
         def resume(future: Any) -> None:
             if future.exception() is None:
@@ -275,15 +279,15 @@ class Puts:
             older = [t for s, t in self.tickets.items() if s < step]
         self._resume_step = max(self._resume_step, event.resume)
         if ticket is not None:
-            ticket.rise(level, event.reason, degraded=event.degraded)
+            ticket.raise_level(level, event.reason, degraded=event.degraded)
         for room in self._open:
-            # A child of this process has handed it over, or it will not be handed over any more.
-            if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_lent)):
+            # A child of this process has submitted it, or it will not be submitted any more.
+            if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_offered)):
                 room.abandon_unwritten()
         if level in ("committed", "durable"):
             for old in older:
                 if old.level not in ("committed", "durable"):
-                    old.rise("superseded", f"step {step} was committed")
+                    old.raise_level("superseded", f"step {step} was committed")
             for room in self._open:
                 if room.step < step:
                     room.abandon_unwritten()
@@ -295,7 +299,7 @@ class Puts:
             if forget:
                 self.tickets = {}
         for ticket in tickets:
-            ticket.rise("failed", why)
+            ticket.raise_level("failed", why)
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -303,7 +307,9 @@ class Puts:
         """Take leased slots, or skip the step."""
         ticket = room.ticket
         if ticket.step < self._resume_step:
-            ticket.rise("skipped", f"the store is catching up: all ranks put again from step {self._resume_step}")
+            ticket.raise_level(
+                "skipped", f"the store is catching up: all ranks put again from step {self._resume_step}"
+            )
         elif count > self._reserved_slots or self._reserved_slots == 0:
             self._reserve(ticket, count, growth_s)
         if ticket.is_over:
@@ -323,7 +329,7 @@ class Puts:
         self._has_room = self._has_room or has_room
 
     def _abandon_open(self) -> bool:
-        """Give up puts that an adapter began and never handed over, such as of a save that failed elsewhere."""
+        """Give up puts that an adapter began and never submitted, such as of a save that failed elsewhere."""
         stale = [room for room in self._open if not room.is_over]
         for room in stale:
             room.abandon()
@@ -383,11 +389,11 @@ class Puts:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
 
-    def ask_cadence(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
+    def ask_put_interval(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""
         return self.link.call_soon(AskPutInterval(**self.who(), step=step, **measured))
 
-    def forget_cadence(self, answer: Future[PutInterval]) -> None:
+    def forget_put_interval(self, answer: Future[PutInterval]) -> None:
         """Drop the call: training goes on from elsewhere."""
         self.link.forget_call(answer)
 

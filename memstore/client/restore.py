@@ -28,29 +28,31 @@ class OpenShard:
         self._written: list[str] = [] if beside is None else beside._written  # which of the given states
         self.not_filled: list[str] = [] if beside is None else beside.not_filled  # paths in them (R26)
 
-    def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "into=") -> Any:
+    def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "state") -> Any:
         """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.
 
         A chunk that is bad here by then is brought again from another copy, and copied again.
 
         Args:
-            name: The name of `into` in messages.
+            name: The name of the state in messages.
 
         Raises:
-            DigestMismatch: Some chunk has no good copy. `into` may have been written to: see `telling`.
+            DigestMismatch: Some chunk has no good copy. `into` may have been written to: `naming_partial_writes` says.
         """
         layout, left = decode_layout(data), self.manifest.nbytes - offset
         if layout.nbytes > max(left, 0):
-            raise ProtocolError(f"a layout in {self.manifest.shard} is of {layout.nbytes} bytes, it has {left}")
+            raise ProtocolError(
+                f"{self.manifest.shard} has {left} bytes from byte {offset} on, and its layout of the {name} names "
+                f"{layout.nbytes}: its manifest is not what a put writes; read an older step"
+            )
         self._stream.has_written = False
-        match = matched(layout, into)
+        match = matched(layout, into, name)
         try:
             state = build_state(layout, _Shifted(self._stream, offset), match)
         finally:
             if into is not None and self._stream.has_written:
-                self._written.append(name)
-        root = name.removesuffix("into=").strip("_") or "state"
-        self.not_filled += [] if match is None else [root + p.removeprefix("state") for p in match.plain.not_filled]
+                self._written.append("into=" if name == "state" else f"{name}_into=")
+        self.not_filled += [] if match is None else match.plain.not_filled
         return state
 
     @contextlib.contextmanager
@@ -66,9 +68,9 @@ class OpenShard:
             raise
 
     @property
-    def mended_count(self) -> int:
+    def repaired_count(self) -> int:
         """The chunks that were bad here and came from another copy."""
-        return len(self._stream.mended)
+        return len(self._stream.repaired)
 
 
 class _Shifted:

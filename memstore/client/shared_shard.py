@@ -1,7 +1,7 @@
 """Shared shards: ranks that name one shard hold equal state, so some of them put it and all get it back (R34).
 
-put     a copier stores [shared | own], any other rank its own alone
-get     a rank's own from its own shard, the shared state from a copier's: the same step, verified by the same round
+put     a writer stores [shared | own], any other rank its own alone
+get     a rank's own from its own shard, the shared state from a writer's: the same step, verified by the same round
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from memstore.client.restore import OpenShard
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX, Manifest
-from memstore.core.format.shared_layout import NaturalLayout, Part, extents_in
-from memstore.core.wire.calls import Get, ReadStep, TellDiffering
+from memstore.core.format.shared_layout import Part, SharedShardLayout, extents_in
+from memstore.core.wire.calls import Get, ReadStep, ReportDiffering
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, RecoveryError, UnsupportedState
@@ -45,9 +45,9 @@ class SharedShard:
 
     shard: int
     shards: int
-    copiers: tuple[int, ...]  # ranks that copy this shard's state
+    writers: tuple[int, ...]  # ranks that copy this shard's state
     rank: int
-    roster: tuple[tuple[int, ...], ...] = ()  # copiers by shard; rank 0 keeps them for all
+    writers_by_shard: tuple[tuple[int, ...], ...] = ()  # rank 0 keeps them for all
 
     @classmethod
     def joined(cls, answer: Joined) -> SharedShard | None:
@@ -55,12 +55,12 @@ class SharedShard:
         place = answer.shared_shard
         if place is None:
             return None
-        return cls(place.shard, place.shards, place.copiers, answer.rank, place.roster)
+        return cls(place.shard, place.shards, place.writers, answer.rank, place.writers_by_shard)
 
     @property
-    def is_copier(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether put() copies the shared state on this rank."""
-        return self.rank in self.copiers
+        return self.rank in self.writers
 
     def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
         """Lay out the state that this rank stores, without copying it; a state that it does not store is not inspected.
@@ -70,12 +70,12 @@ class SharedShard:
         Raises:
             UnsupportedState: As plan_state.
         """
-        shared = plan_state(state) if self.is_copier else None
-        mine = plan_state(rank_state)
+        shared = plan_state(state) if self.is_writer else None
+        mine = plan_state(rank_state, "rank_state")
         count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
         start = count * chunk_bytes
-        layout = NaturalLayout(
-            self.shard, self.shards, self.copiers, self.roster,
+        layout = SharedShardLayout(
+            self.shard, self.shards, self.writers, self.writers_by_shard,
             Part(shared.layout, 0, shared.nbytes) if shared is not None else None,
             Part(mine.layout, count, mine.nbytes),
         ).encode(start + mine.nbytes)  # fmt: skip
@@ -85,7 +85,7 @@ class SharedShard:
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
         placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
-        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("own", start, mine.layout))
+        parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("rank_state", start, mine.layout))
         return StatePlan(layout, start + mine.nbytes, placed, count, parts)
 
     # -- another world size ---------------------------------------------------------------------
@@ -101,65 +101,65 @@ class SharedShard:
         """
         timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
-        found = self._copier_elsewhere(link, ranges, request.step)
+        found = self._writer_elsewhere(link, ranges, request.step)
         agreed: StepAgreed | None = None
         if found is not None and request.step is None:
-            told = collective(link, replace(request, is_agreement=True), timeout_s)
-            if not isinstance(told, StepAgreed):
+            reply = collective(link, replace(request, is_agreement=True), timeout_s)
+            if not isinstance(reply, StepAgreed):
                 return None
-            agreed = told
-            if (agreed.step, agreed.attempt) != found[:2]:  # a late host brought a newer one, of other copiers
-                found = self._copier_elsewhere(link, ranges, agreed.step, agreed.attempt)
+            agreed = reply
+            if (agreed.step, agreed.attempt) != found[:2]:  # a late host brought a newer one, of other writers
+                found = self._writer_elsewhere(link, ranges, agreed.step, agreed.attempt)
         if found is None:
             return None
-        step, attempt, copier = found
-        wanted = ReadStep(job=link.job, step=step, of_attempt=attempt, rank=copier)
+        step, attempt, writer = found
+        wanted = ReadStep(job=link.job, step=step, of_attempt=attempt, rank=writer)
         with copying(), ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
             with staged.naming_partial_writes():
-                state = _load(staged, part, into, "into=")
+                state = _load(staged, part, into)
                 return staged, _of_all(read.answer(), agreed), state
 
-    def _copier_elsewhere(
+    def _writer_elsewhere(
         self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None
     ) -> tuple[int, int, int] | None:
         """Return a step, its attempt, and a rank that copied this shard in it; None if none can have (R27)."""
         with ranges.ask(step, 0, attempt=attempt) as read:
-            natural, answer = NaturalLayout.decode(read.manifest()), read.answer()
-        if natural is None or natural.shards != self.shards or not natural.roster:
+            layout, answer = SharedShardLayout.decode(read.manifest()), read.answer()
+        if layout is None or layout.shards != self.shards or not layout.writers_by_shard:
             return None
-        return answer.step, answer.attempt, _chosen(link, natural.roster[self.shard])
+        return answer.step, answer.attempt, _chosen(link, layout.writers_by_shard[self.shard])
 
     # -- writers that differ ----------------------------------------------------------------------
 
     def name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
-        """Look, in a thread of its own, which tensors two copiers put differently, and tell the controller.
+        """Look, in a thread of its own, which tensors two writers put differently, and tell the controller.
 
         Args:
-            event: The holder's: the step, the other copier, chunks that differ; none if they are equal again.
+            event: The holder's: the step, the other writer, chunks that differ; none if they are equal again.
             wait: Returns when a step is committed, else raises: only then can it be read.
         """
         threading.Thread(
-            target=self._name_differing, args=(link, event, wait), name="memstore-twins", daemon=True
+            target=self._name_differing, args=(link, event, wait), name="memstore-differing", daemon=True
         ).start()
 
     def _name_differing(self, link: HolderLink, event: ReplicasDiffer, wait: Callable[[int], object]) -> None:
-        step, twin, names = event.step, event.twin, list[str]()
+        step, other_rank, names = event.step, event.other_rank, list[str]()
         try:
             if event.count:
                 with contextlib.suppress(MemstoreError, TimeoutError):  # reported all the same, without names
                     wait(step)
                     names = self._differing_names(link, event)
                 where = ", ".join(names) or f"{event.count} chunks"
-                both = f"ranks {self.rank} and {twin}"
+                both = f"ranks {self.rank} and {other_rank}"
                 log.warning("memstore %s: %s differ at step %d in %s", link.job, both, step, where)
-            told = TellDiffering(
-                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, twin), chunks=event.count,
+            report = ReportDiffering(
+                job=link.job, attempt=event.attempt, step=step, ranks=(self.rank, other_rank), chunks=event.count,
                 names=tuple(names),
             )  # fmt: skip
-            link.call(told, NAMING_S)
+            link.call(report, NAMING_S)
         except MemstoreError as error:
             log.warning("memstore %s: step %d: that ranks differ could not be reported: %s", link.job, step, error)
 
@@ -168,7 +168,7 @@ class SharedShard:
         chunks = list(event.chunks[:COMPARED_CHUNKS_MAX])
         with contextlib.ExitStack() as stack:
             both = []
-            for rank in (self.rank, event.twin):
+            for rank in (self.rank, event.other_rank):
                 with ranges.ask(event.step, rank, attempt=event.attempt) as known:
                     size, count = known.manifest().chunk_bytes, len(known.manifest().chunks)
                 wanted = [(chunk * size, 1) for chunk in chunks if chunk < count]
@@ -184,13 +184,13 @@ def _of_all(read: ShardPlaced, agreed: StepAgreed | None) -> ShardPlaced:
 
 
 def differing_names(mine: ShardRead, theirs: ShardRead, chunks: list[int]) -> list[str]:
-    """Return the tensors whose bytes in these chunks differ; where layouts differ, all that lie there."""
-    rank_state, other = NaturalLayout.decode(mine.manifest()), NaturalLayout.decode(theirs.manifest())
-    if rank_state is None or rank_state.shared is None:
+    """Return the tensors whose bytes in these chunks differ; if the layouts differ, all tensors in these chunks."""
+    layout, other = SharedShardLayout.decode(mine.manifest()), SharedShardLayout.decode(theirs.manifest())
+    if layout is None or layout.shared is None:
         return []
     size = mine.manifest().chunk_bytes
-    extents = list(extents_in(rank_state.shared.layout, rank_state.shared.first_chunk, chunks, size))
-    if other is None or other.shared is None or other.shared.layout != rank_state.shared.layout:
+    extents = list(extents_in(layout.shared.layout, layout.shared.first_chunk, chunks, size))
+    if other is None or other.shared is None or other.shared.layout != layout.shared.layout:
         return [name for extent in extents for name in extent.names]
     parts = [
         (number, start, end - start)
@@ -216,8 +216,8 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
     Raises:
         ManifestMismatch, ProtocolError: As check_into; or the rank's number had another shard in that step.
     """
-    natural = NaturalLayout.decode(manifest)
-    if natural is None:
+    layout = SharedShardLayout.decode(manifest)
+    if layout is None:
         if rank_state_into is not None:
             raise ManifestMismatch(
                 f"step {manifest.shard.step} was put without shard_rank=: there is nothing for rank_state_into="
@@ -225,16 +225,17 @@ def check_shard(manifest: Manifest, into: Any, rank_state_into: Any, now: Shared
         if into is not None:
             check_into(manifest.layout, into)
         return
-    if now is not None and (natural.shard, natural.shards) != (now.shard, now.shards):
+    if now is not None and (layout.shard, layout.shards) != (now.shard, now.shards):
         shard = manifest.shard
         raise ManifestMismatch(
-            f"at step {shard.step} rank {shard.rank} held shard {natural.shard} of {natural.shards}, and now it names "
-            f"{now.shard} of {now.shards}: connect with the shards of then, or read other ranks' with get(step, rank=)"
+            f"step {shard.step} was put with shard_rank={layout.shard}, shard_count={layout.shards} on rank "
+            f"{shard.rank}, and this launch has shard_rank={now.shard}, shard_count={now.shards}: connect as then, or "
+            "read the shard of any rank with get(step, rank=)"
         )
-    if into is not None and natural.shared is not None:
-        check_into(natural.shared.layout, into)
+    if into is not None and layout.shared is not None:
+        check_into(layout.shared.layout, into)
     if rank_state_into is not None:
-        check_into(natural.own.layout, rank_state_into)
+        check_into(layout.own.layout, rank_state_into, "rank_state")
 
 
 def reader_of(link: HolderLink, manifest: Manifest, timeout_s: float) -> Read:
@@ -249,40 +250,40 @@ def _chosen(link: HolderLink, ranks: Sequence[int]) -> int:
     return ranks[zlib.crc32(link.folder.name.encode()) % len(ranks)]
 
 
-def load_natural(
-    staged: OpenShard, natural: NaturalLayout, others: Read, into: Any, rank_state_into: Any
+def load_shared_shard(
+    staged: OpenShard, layout: SharedShardLayout, others: Read, into: Any, rank_state_into: Any
 ) -> tuple[Any, Any]:
     """Return shared and own state of a rank's shard; both are checked before either is written (R26).
 
     Raises:
-        RecoveryError: The copier's shard is not what this rank's says it is.
+        RecoveryError: The writer's shard is not what this rank's says it is.
     """
-    home, shared = staged, natural.shared
+    source, shared = staged, layout.shared
     with contextlib.ExitStack() as stack:
         if shared is None:
-            read = stack.enter_context(others(natural.copiers))
-            home = OpenShard(read, read.manifest(), staged)
-            shared = shared_part(home, natural.shard, natural.shards)
+            read = stack.enter_context(others(layout.writers))
+            source = OpenShard(read, read.manifest(), staged)
+            shared = shared_part(source, layout.shard, layout.shards)
         _check(shared, into)
-        _check(natural.own, rank_state_into)
-        rank_state = _load(staged, natural.own, rank_state_into, "rank_state_into=")
-        return _load(home, shared, into, "into="), rank_state
+        _check(layout.own, rank_state_into, "rank_state")
+        rank_state = _load(staged, layout.own, rank_state_into, "rank_state")
+        return _load(source, shared, into), rank_state
 
 
 def shared_part(staged: OpenShard, shard: int, shards: int) -> Part:
-    """Return where the shared state of a copier's shard lies. RecoveryError if it has none of that shard."""
-    found = NaturalLayout.decode(staged.manifest)
+    """Return where the shared state of a writer's shard lies. RecoveryError if it has none of that shard."""
+    found = SharedShardLayout.decode(staged.manifest)
     if found is None or found.shared is None or (found.shard, found.shards) != (shard, shards):
         named = f"a copy of the state of shard {shard} of {shards}"
         raise RecoveryError(f"{staged.manifest.shard} is named as {named} and has none")
     return found.shared
 
 
-def _check(part: Part, into: Any) -> None:
+def _check(part: Part, into: Any, name: str = "state") -> None:
     """Raise ManifestMismatch before anything is written."""
     if into is not None:
-        check_into(part.layout, into)
+        check_into(part.layout, into, name)
 
 
-def _load(staged: OpenShard, part: Part, into: Any, name: str) -> Any:
+def _load(staged: OpenShard, part: Part, into: Any, name: str = "state") -> Any:
     return staged.build(part.layout, into, offset=part.first_chunk * staged.manifest.chunk_bytes, name=name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation
-from memstore.client.put_interval import Cadence
+from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import SharedShard, check_shard
 from memstore.client.ticket import Ticket, check_process, check_step
-from memstore.config import Config
+from memstore.config import Config, check_given_whole, check_seconds, check_whole
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
@@ -62,7 +63,7 @@ class Store(PinVerbs):
         self._link = link
         self._launch = launch
         self.puts = Puts(link, config, world_size=launch.world_size)
-        self._cadence = Cadence(self.puts, config.stall_budget_s)
+        self._put_schedule = PutSchedule(self.puts, config.stall_budget_s)
         self._trained = TrainedWord(link)
         self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
@@ -76,9 +77,8 @@ class Store(PinVerbs):
 
     def _take_attempt(self, joined: Joined) -> None:
         self.attempt, self.rank = joined.attempt, joined.rank
-        self._link.attempt, self._link.rank = self.attempt, self.rank
         self.puts.begin_attempt(joined)
-        self._cadence.begin_attempt(joined)
+        self._put_schedule.begin_attempt(joined)
 
     def __enter__(self) -> Store:
         return self
@@ -116,18 +116,19 @@ class Store(PinVerbs):
         """
         self._check_open()
         request = AssignRanks(
-            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce, together=together
-        )
+            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce,
+            together=check_whole("together", together, low=1),
+        )  # fmt: skip
         limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
         joined = ask_with_all(self._link, request, limit_s=limit_s)
-        self.rank = self._link.rank = joined.rank
-        self.puts.natural = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
+        self.rank = joined.rank
+        self.puts.shared_shard = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
         return joined.order or tuple(range(self.world_size))
 
     @property
-    def natural(self) -> SharedShard | None:
-        """This rank's shared shard, with `is_copier`; None if connect() named no shard."""
-        return self.puts.natural
+    def shared_shard(self) -> SharedShard | None:
+        """This rank's shared shard, with `is_writer`; None if connect() named no shard."""
+        return self.puts.shared_shard
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -141,10 +142,11 @@ class Store(PinVerbs):
             step: >= 0 and above every step put or restored before in this lineage; the same step again
                 returns its ticket.
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
-                this shard's ranks share: it is looked at on its copiers only (R34).
+                this shard's ranks share: it is looked at on its writers only (R34).
             rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
-            overlap: True copies the parameters and the state of fenced optimizers while training goes on, until
-                `fence`; all else, and tensors below 64 KiB, before put returns. Or the tensors that may be copied so.
+            overlap: True: parameters and optimizer state are copied while training goes on, until the step of an
+                optimizer that was passed to `wait_before_step`; all else, and tensors below 64 KiB, before put returns.
+                Or the tensors that may be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
 
         Returns:
@@ -152,11 +154,12 @@ class Store(PinVerbs):
 
         Raises:
             UnsupportedState, StepConflict, ClosedError, FencedError: before anything is copied.
-            ConfigError: `overlap=True` without a fenced optimizer; a put in the middle of another verb of this thread.
+            ConfigError: `overlap=True` and no optimizer waits; a put in the middle of another verb of this thread.
             CapacityError, CommitError: at the first put only, on all ranks alike (R10, R19).
         """
         self._check_open()
-        if rank_state is not None and self.natural is None:
+        step, timeout_s = check_step(step), self._given_seconds(timeout_s)
+        if rank_state is not None and self.shared_shard is None:
             raise ConfigError(
                 "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
             )
@@ -177,11 +180,12 @@ class Store(PinVerbs):
         A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
         In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
         counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
-        stream waits. A fence that waits in vain, `stall_budget_s` or `timeout_s`, fails the step; training goes on.
+        stream waits. A wait in vain, of `stall_budget_s` or `timeout_s`, fails the checkpoint step; training goes on.
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.
         """
+        timeout_s = self._given_seconds(timeout_s)
         if optimizer is None:
             self.puts.overlap.hold_step(timeout_s)
         else:
@@ -199,9 +203,9 @@ class Store(PinVerbs):
             StepConflict: `step` is no int from 0 to 2**61.
         """
         self._check_open()
-        check_step(step)
+        step = check_step(step)
         self._trained.say(step)
-        return self._cadence.due(step)
+        return self._put_schedule.due(step)
 
     def prepare(self, state: Any, *, rank_state: Any = None) -> PutPreparation:
         """Make the first put as fast as the ones after it: claim, connect and enter its room in the background.
@@ -222,10 +226,9 @@ class Store(PinVerbs):
             FencedError, ClosedError: as put.
         """
         self._check_open()
-        if type(state) is int and state < 0:
-            raise ConfigError(f"prepare({state}): no state has fewer than 0 bytes; give the state, or how many it has")
+        nbytes = check_whole("nbytes", state) if isinstance(state, numbers.Integral) else None
         with self._under_way.only("prepare()"):
-            return self.puts.prepare(state if type(state) is int else self.puts.planned(state, rank_state).nbytes)
+            return self.puts.prepare(self.puts.planned(state, rank_state).nbytes if nbytes is None else nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 
@@ -238,15 +241,15 @@ class Store(PinVerbs):
                 self._on_check(event)
             case RoomGrown():
                 self.puts.on_room(event)
-            case ReplicasDiffer() if self.natural is not None and event.attempt == self.attempt:
-                self.natural.name_differing(self._link, event, self.puts.wait_committed)
+            case ReplicasDiffer() if self.shared_shard is not None and event.attempt == self.attempt:
+                self.shared_shard.name_differing(self._link, event, self.puts.wait_committed)
             case AttemptFenced():
                 self.puts.fail_all(str(self._link.fenced_error()))
 
     def _on_check(self, order: CheckInto) -> None:
         error: IntoError | None = None
         try:
-            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.natural)
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.shared_shard)
         except MemstoreError as exc:
             error = IntoError(error=type(exc).__name__, message=str(exc))
         except Exception as exc:
@@ -277,6 +280,8 @@ class Store(PinVerbs):
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
         """
         self._check_open()
+        step, rank = check_given_whole("step", step), check_given_whole("rank", rank)
+        timeout_s = check_seconds("timeout_s", timeout_s)
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
@@ -292,7 +297,7 @@ class Store(PinVerbs):
         try:
             answer = collective(self._link, request, timeout_s)
         except WorldSizeError:
-            found = self.natural.get_resized(self._link, request, into) if self.natural else None
+            found = self.shared_shard.get_resized(self._link, request, into) if self.shared_shard else None
             if found is None:
                 raise
             return self._restored(step, checkpoint(*found), found[1])
@@ -319,6 +324,7 @@ class Store(PinVerbs):
         For readers that take other ranks' shards with get(step, rank=) afterwards. None and the errors are get()'s.
         """
         self._check_open()
+        timeout_s = check_seconds("timeout_s", timeout_s)
         with self._under_way.only("agree_on_step()"):
             self.puts.overlap.wait()
             with in_turn(self._one_get, f"agree_on_step() of job {self.job!r}", timeout_s) as left_s:
@@ -339,7 +345,7 @@ class Store(PinVerbs):
         """
         from memstore.client.dcp.writer import DcpWriter
 
-        return DcpWriter(self.puts, step, wait=wait, wait_s=wait_s)
+        return DcpWriter(self.puts, check_step(step), wait=wait, wait_s=check_seconds("wait_s", wait_s))
 
     def dcp_reader(self, step: int | None = None, *, timeout_s: float = 600.0) -> DcpReader:
         """Return a StorageReader: `dcp.load(state, storage_reader=...)`, with any world size (R27).
@@ -349,12 +355,13 @@ class Store(PinVerbs):
         """
         from memstore.client.dcp.reader import DcpReader
 
+        step, timeout_s = check_given_whole("step", step), check_seconds("timeout_s", timeout_s)
         ranges = ShardRanges(self._link, self.job, timeout_s)
         return DcpReader(ranges, step, lambda: self.agree_on_step(timeout_s=timeout_s), self.wait_before_step)
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)
-        self._cadence.restart(step)
+        self._put_schedule.restart(step)
 
     # -- collectives, so that a put's copies travel between them (D87) --------------------------
 
@@ -398,9 +405,10 @@ class Store(PinVerbs):
             FencedError: A newer attempt runs, or another rank rewinds elsewhere.
         """
         self._check_open()
+        step = check_whole("step", step)
         request = Rewind(
-            **self.puts.who(), step=step, of_attempt=attempt, nonce=self._link.nonce, key=self._launch.key,
-            world_size=self.world_size,
+            **self.puts.who(), step=step, of_attempt=check_given_whole("attempt", attempt), nonce=self._link.nonce,
+            key=self._launch.key,
         )  # fmt: skip
         with self._under_way.only(f"rewind({step})"):
             self.puts.overlap.wait()
@@ -410,10 +418,11 @@ class Store(PinVerbs):
     def flush(self, level: str = "committed", timeout_s: float | None = None) -> None:
         """Wait until the newest put has reached `level`; a skipped or superseded put is passed over."""
         self._check_process()
+        limit_s = self.config.connect_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         self._under_way.refuse("flush()")  # while it waits a signal's handler may put
         for ticket in self.puts.newest_first():
             if ticket.level not in ("skipped", "superseded"):
-                ticket.wait(level, self.config.connect_timeout_s if timeout_s is None else timeout_s)
+                ticket.wait(level, limit_s)
                 return
 
     def close(self) -> None:
@@ -439,6 +448,9 @@ class Store(PinVerbs):
         self._check_process()
         if self._link.fenced_by:
             raise self._link.fenced_error()
+
+    def _given_seconds(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else check_seconds("timeout_s", timeout_s)
 
     def _check_process(self) -> None:
         check_process(f"this Store of job {self.job!r}", self._pid, f"; here memstore.reader({self.job!r}) reads")

@@ -47,7 +47,7 @@ class StartInChild(StoreStart):
 
     def __init__(self, config: Config, *, address: str | None, place: str, limit_s: float) -> None:
         super().__init__(f"Ray's GCS at {place} is being asked")
-        self._heard = b""
+        self._unread = b""
         self._is_over = False
         self._child = subprocess.Popen(
             [sys.executable, "-c", _MAIN],
@@ -64,7 +64,7 @@ class StartInChild(StoreStart):
     def poll(self) -> bool:
         """Read the child's output; return whether it is over."""
         while not self._is_over and (data := self._words.read()) is not None:
-            *lines, self._heard = (self._heard + data).split(b"\n")
+            *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
             if not data and not self._is_over:
@@ -143,18 +143,18 @@ def main() -> None:
     os.dup2(2, 1)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    def tell(**said: Any) -> None:
+    def report(**said: Any) -> None:
         print(json.dumps(said), file=words)
 
     try:
-        tell(labels=_start(spec, tell))
+        report(labels=_start(spec, report))
     except MemstoreError as error:
-        tell(error=type(error).__name__, message=str(error))
+        report(error=type(error).__name__, message=str(error))
     except Exception as error:  # Ray's own, such as a GCS that is gone
-        tell(error="PeerUnreachable", message=f"Ray could not start the store: {type(error).__name__}: {error}")
+        report(error="PeerUnreachable", message=f"Ray could not start the store: {type(error).__name__}: {error}")
 
 
-def _start(spec: dict[str, Any], tell: Any) -> dict[str, str]:
+def _start(spec: dict[str, Any], report: Any) -> dict[str, str]:
     import ray
 
     from memstore.admin.cluster import ensure_started, join_ray
@@ -162,11 +162,11 @@ def _start(spec: dict[str, Any], tell: Any) -> dict[str, str]:
 
     def say(text: str) -> None:
         log.warning("memstore: %s", text)
-        tell(doing=text)
+        report(doing=text)
 
     config = Config().with_fields(spec["config"])
     join_ray(spec["address"], may_create=False, limit_s=spec["limit_s"], say=say, config=config)
-    tell(doing="the store's holders are being started")
+    report(doing="the store's holders are being started")
     try:
         ensure_started(config)
         return current_node_labels() or {}

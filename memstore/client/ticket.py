@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable
 
+from memstore.config import check_seconds, check_whole
 from memstore.errors import ClosedError, CommitError, ConfigError, StepConflict
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
-STEP_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names a later step
 TERMINAL = ("skipped", "superseded", "failed")
 
 
@@ -51,7 +51,7 @@ class Ticket:
         """Return whether by now the level cannot change any more."""
         return self.level in TERMINAL or self.level == "durable"
 
-    def rise(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
+    def raise_level(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
         """Take a new level; levels never fall, and a terminal one is final. A commit always wins over a guess."""
         with self._changed:
             if self.level in TERMINAL or (level in TERMINAL and self.level in ("committed", "durable")):
@@ -80,6 +80,7 @@ class Ticket:
         if level not in LEVELS:
             raise ConfigError(f"level {level!r} is unknown: wait for one of {', '.join(LEVELS)}", field="level")
         check_process(f"the ticket of step {self.step}", self._pid)  # first: the lock may have been held at the fork
+        timeout_s = check_seconds("timeout_s", timeout_s)
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -99,7 +100,9 @@ class Ticket:
                 self._changed.wait(min(left_s, LOOK_S))
 
 
-def check_step(step: int) -> None:
-    """Raise StepConflict unless a step may have this number."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
-        raise StepConflict(f"step {step!r} is not a step: use an int from 0 to 2**61")
+def check_step(step: int) -> int:
+    """Return a step's number as a plain int, numpy's too; StepConflict if no step may have it."""
+    try:
+        return check_whole("step", step)
+    except ConfigError as error:
+        raise StepConflict(str(error)) from None

@@ -130,10 +130,10 @@ def draw(outcome: Outcome, path: Path) -> None:
             points = _columns([(x, s.loss) for x, s in zip(xs, steps, strict=True)])
             axes.plot(*points, color=color, linewidth=1.5, marker=".", markersize=4, label=name)
     committed, killed_s = committed_step(run, lost.kill), lost.kill.wall_s - start_s
-    told = f"step {run.restored[0].step} restored" if run.restored else "nothing restored"
+    text = f"step {run.restored[0].step} restored" if run.restored else "nothing restored"
     by_step.axvline(committed + 0.5, color="gray", linestyle="--", linewidth=1)
     by_step.annotate(
-        f"{lost.kill.host} killed with its memory\n{told}", (committed + 0.5, 0.93), (6, 0),
+        f"{lost.kill.host} killed with its memory\n{text}", (committed + 0.5, 0.93), (6, 0),
         xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9,
     )  # fmt: skip
     by_step.set(xlabel="step", ylabel="loss (nats per character)", title="Losses by step: one curve on the other")

@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Seats:
+class HostChoice:
     """The host to lose, the host with its copies, and for each worker the hosts it may use (Ray label selectors)."""
 
     victim: str
@@ -92,7 +92,7 @@ class Seats:
     selectors: list[dict[str, str]]
 
 
-def choose_seats(targets: Mapping[str, Sequence[str]]) -> Seats:
+def choose_hosts(targets: Mapping[str, Sequence[str]]) -> HostChoice:
     """Choose the victim, and place the workers so that its rank cannot come back on the host with its copy.
 
     Ray Train numbers its ranks host by host, in the order of the workers. If the victim's worker is the third and its
@@ -104,7 +104,7 @@ def choose_seats(targets: Mapping[str, Sequence[str]]) -> Seats:
     partner = targets[victim][0]
     first, second = (host for host in HOSTS if host not in (victim, partner))
     allowed = [first, second, f"in({victim},{first},{second})", partner]
-    return Seats(victim, partner, [{"host": value} for value in allowed])
+    return HostChoice(victim, partner, [{"host": value} for value in allowed])
 
 
 class Demo:
@@ -114,11 +114,11 @@ class Demo:
         self.site, self.options, self.print_line = site, options, print_line
 
     def lose_host(
-        self, job: str, seats: Seats, undisturbed: Run, *, steps: int, kill_after: int, is_restoring: bool
+        self, job: str, choice: HostChoice, undisturbed: Run, *, steps: int, kill_after: int, is_restoring: bool
     ) -> LostHostRun:
         """Train, and lose the victim on the way; return the run with its checks."""
-        watcher = self.watcher(job, steps, seats.victim, kill_after)
-        run = self.fit(watcher, seats, is_restoring=is_restoring)
+        watcher = self.watcher(job, steps, choice.victim, kill_after)
+        run = self.fit(watcher, choice, is_restoring=is_restoring)
         if watcher.kill is None:
             raise MemstoreError(f"{job}: the training ended before step {kill_after} was committed: use more steps")
         checks = check_all(run, undisturbed, watcher.kill, steps)
@@ -128,7 +128,7 @@ class Demo:
         """Return the watcher of a run that is yet to start."""
         return Watcher(self.site, job, self.options.folder / job, steps, self.print_line, victim, kill_after)
 
-    def fit(self, watcher: Watcher, seats: Seats | None = None, *, is_restoring: bool = True) -> Run:
+    def fit(self, watcher: Watcher, choice: HostChoice | None = None, *, is_restoring: bool = True) -> Run:
         """Train one job under Ray Train to its end, with restarts; return the records of its ranks."""
         job, journal, options = watcher.job, watcher.journal, self.options
         journal.mkdir(parents=True)
@@ -141,7 +141,7 @@ class Demo:
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(
                 num_workers=len(HOSTS), resources_per_worker={"CPU": 1}, placement_strategy="SPREAD",
-                label_selector=seats.selectors if seats is not None else None,
+                label_selector=choice.selectors if choice is not None else None,
             ),
             run_config=RunConfig(
                 name=job, storage_path=str(options.folder / "ray"), failure_config=FailureConfig(max_failures=2)
@@ -173,18 +173,18 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         demo = Demo(site, options, print_line)
         print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
         undisturbed = demo.fit(demo.watcher("undisturbed", options.steps))
-        seats = choose_seats(site.job("undisturbed")["targets"])
+        choice = choose_hosts(site.job("undisturbed")["targets"])
         print_line(
-            f"[seats]   {seats.victim} will be lost; its copies are on {seats.partner}. Its rank is kept off "
-            f"{seats.partner}, so that the bytes have to cross the wire;\n"
+            f"[hosts]   {choice.victim} will be lost; its copies are on {choice.partner}. Its rank is kept off "
+            f"{choice.partner}, so that the bytes have to cross the wire;\n"
             f"          repair waits {REPAIR_AFTER_S:g} s after a death, so that it does not bring them before"
         )
-        disturbed = demo.lose_host("demo", seats, undisturbed, steps=options.steps, kill_after=options.kill_after,
+        disturbed = demo.lose_host("demo", choice, undisturbed, steps=options.steps, kill_after=options.kill_after,
                                    is_restoring=options.is_restoring)  # fmt: skip
         control = None
         if options.has_control and options.is_restoring:
             print_line("[control] the same with restore switched off, a few steps only: the checks must fail")
             site.heal()
-            control = demo.lose_host("control", seats, undisturbed, steps=options.control_steps,
+            control = demo.lose_host("control", choice, undisturbed, steps=options.control_steps,
                                      kill_after=options.control_kill_after, is_restoring=False)  # fmt: skip
     return Outcome(options, undisturbed, disturbed, control, time.monotonic() - started_s)

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata
+from memstore.client.dcp.staging import ALIGNMENT_BYTES, LARGE_BYTES
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.errors import CapacityError, IntegrityError
@@ -24,7 +24,7 @@ ROOM_S = 120.0  # no training waits for it
 Give = Callable[[MetadataIndex, "torch.Tensor | bytes"], None]
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """What a step is made of; `metadata` has no storage."""
 
     metadata: Metadata
@@ -64,7 +64,7 @@ def shares_of(metadata: Metadata, ranks_count: int) -> list[Share]:
     return shares
 
 
-def put_share(store: Store, step: int, source: Source, shares: Sequence[Share]) -> Ticket:
+def put_share(store: Store, step: int, source: StepSource, shares: Sequence[Share]) -> Ticket:
     """Hand this rank's share over; rank 0 adds objects and metadata. Collective over the ranks of the job.
 
     Raises:
@@ -98,11 +98,11 @@ def put_share(store: Store, step: int, source: Source, shares: Sequence[Share]) 
     except BaseException:
         room.abandon()
         raise
-    room.hand_over(SavedLayout(place, True).encode(nbytes), nbytes)
+    room.submit(SavedLayout(place, True).encode(nbytes), nbytes)
     return ticket
 
 
-def _tail(source: Source, shares: Sequence[Share]) -> tuple[bytes, tuple[int, int]]:
+def _tail(source: StepSource, shares: Sequence[Share]) -> tuple[bytes, tuple[int, int]]:
     """Return objects and metadata as they stand behind rank 0's tensors, and where the metadata is."""
     metadata, start = source.metadata, shares[0].nbytes
     objects: dict[MetadataIndex, bytes] = {}

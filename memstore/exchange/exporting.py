@@ -15,7 +15,7 @@ from typing import Any
 from memstore.client.checkpoint import StepInfo
 from memstore.client.connect import Reader
 from memstore.client.dcp.metadata import SavedLayout
-from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_files import write_dcp
 from memstore.exchange.put_tree import write_torch
@@ -57,7 +57,7 @@ def export_step(
     with new_folder(target) as folder, _pinned(reader, info) as not_pinned:
         ranges = reader.ranges(attempt=info.attempt)
         first = ShardBytes(ranges, info.step, rank or 0)
-        if NaturalLayout.decode(first.manifest) is not None:
+        if SharedShardLayout.decode(first.manifest) is not None:
             raise UnsupportedState(
                 f"step {info.step} was put with connect(shard_rank=, shard_count=), and such a step cannot be "
                 f"exported: read it with memstore.reader({reader.job!r}).get({info.step}, rank=r), whose .state is "
@@ -93,10 +93,11 @@ def export_step(
 
 def _choose(reader: Reader, step: int | None, attempt: int | None) -> StepInfo:
     """Return the committed step that is meant; of several of one number the one in the lineage, then the newest."""
-    committed = [s for s in reader.steps() if s.committed and attempt in (None, s.attempt)]
-    found = [s for s in committed if (s.in_lineage if step is None else s.step == step)]
+    committed = [s for s in reader.steps() if s.committed]
+    mine = [s for s in committed if attempt in (None, s.attempt)]
+    found = [s for s in mine if (s.in_lineage if step is None else s.step == step)]
     if not found:
-        have = ", ".join(str(s.step) for s in committed[:10]) or "none"
+        have = ", ".join(f"{s.step} (attempt {s.attempt})" for s in committed[:10]) or "none"
         what = (
             f"committed step{'' if step is None else f' {step}'}{'' if attempt is None else f' of attempt {attempt}'}"
         )

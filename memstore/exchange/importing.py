@@ -21,11 +21,11 @@ import torch
 from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
-from memstore.config import Config
+from memstore.config import Config, check_whole
 from memstore.core.wire.calls import AskStatus, RemoveJob
 from memstore.errors import ConfigError, FencedError, IntegrityError, MemstoreError
 from memstore.exchange.dcp_files import DcpSource
-from memstore.exchange.dcp_shares import Source, put_share, shares_of
+from memstore.exchange.dcp_shares import StepSource, put_share, shares_of
 from memstore.exchange.exporting import NOTE_NAME
 from memstore.exchange.put_tree import file_name
 from memstore.exchange.safetensors_files import SafetensorsSource
@@ -58,7 +58,7 @@ def import_job(
         CapacityError, CommitError: the store. The job is removed again then.
     """
     format = format or _format_of(folder)
-    step = _step_of(folder) if step is None else step
+    step = check_whole("step", _step_of(folder) if step is None else step)
     count, work = _torch_work(folder, step, ranks, allow_pickle) if format == "torch" else (
         _dcp_work(_source(format, folder, prefix), step, ranks or place[1])
     )  # fmt: skip
@@ -71,7 +71,8 @@ def import_job(
 
     def play(rank: int) -> Ticket:
         with connect(job, rank=rank, world_size=count, config=config) as store:
-            if store.attempt != 1:  # durable storage knows it, or another import was quicker
+            # Durable storage may know it, or another import was quicker. A removed job goes on counting its attempts.
+            if store.attempt != 1 and store.agree_on_step() is not None:
                 raise _exists(job, config)
             opened.append(rank)
             ticket = work(store, rank)
@@ -137,13 +138,13 @@ def _exists(job: str, config: Config) -> ConfigError:
     return ConfigError(f"job {job!r} exists: import under another name, or {command} first", field="JOB")
 
 
-def _source(format: str, folder: Path, prefix: str) -> Source:
+def _source(format: str, folder: Path, prefix: str) -> StepSource:
     if prefix and format != "safetensors":
         raise ConfigError(f"prefix={prefix!r} is of format safetensors, not of {format}", field="prefix")
     return DcpSource(folder) if format == "dcp" else SafetensorsSource(folder, prefix)
 
 
-def _dcp_work(source: Source, step: int, count: int) -> tuple[int, Work]:
+def _dcp_work(source: StepSource, step: int, count: int) -> tuple[int, Work]:
     if not source.metadata.state_dict_metadata:
         raise IntegrityError("there is nothing in it to import")
     shares = shares_of(source.metadata, count)

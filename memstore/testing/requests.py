@@ -35,10 +35,10 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
     return decode_call(encode(kind(**unsaid, **given)))
 
 
-def fields_told(request: RankCall, data: bytes) -> dict[str, Any]:
+def reply_fields(request: RankCall, data: bytes) -> dict[str, Any]:
     """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
-    told = unpack_passed(request, data)
+    reply = unpack_passed(request, data)
     fields = unpack_body(data)
-    fields |= {"step": None} if isinstance(told, NothingStored) else fields.pop("report", None) or {}
+    fields |= {"step": None} if isinstance(reply, NothingStored) else fields.pop("report", None) or {}
     fields.pop("k", None)
     return fields

@@ -38,20 +38,20 @@ def test_model_is_small_and_divides() -> None:
 
 def test_victim_cannot_come_back_on_its_copies() -> None:
     """Wherever the third worker goes, rank 2 runs on the second host, which holds no copy of the victim's."""
-    from memstore.demo.run import HOSTS, choose_seats
+    from memstore.demo.run import HOSTS, choose_hosts
 
     for pairs in (
         {"h1": ["h2"], "h2": ["h1"], "h3": ["h4"], "h4": ["h3"]},
         {"h1": ["h4"], "h4": ["h1"], "h2": ["h3"], "h3": ["h2"]},
     ):
-        seats = choose_seats(pairs)
-        assert pairs[seats.victim] == [seats.partner]
-        first, second, third, last = (selector["host"] for selector in seats.selectors)
-        assert {first, second, seats.victim, last} == set(HOSTS)
-        assert last == seats.partner
-        assert third == f"in({seats.victim},{first},{second})"
+        members = choose_hosts(pairs)
+        assert pairs[members.victim] == [members.partner]
+        first, second, third, last = (selector["host"] for selector in members.selectors)
+        assert {first, second, members.victim, last} == set(HOSTS)
+        assert last == members.partner
+        assert third == f"in({members.victim},{first},{second})"
     with pytest.raises(ConfigError, match="placement says"):
-        choose_seats({"h1": []})
+        choose_hosts({"h1": []})
 
 
 def test_bad_steps_are_refused(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_canary_leaves_live_jobs_alone(site: EmbeddedSite) -> None:
 
 
 def test_a_canary_that_does_not_fit_or_is_not_allowed_touches_nothing(site: EmbeddedSite) -> None:
-    """No room: exit 1 with the numbers. Nobody to ask: exit 2. No job appears and no room is claimed."""
+    """No room: exit 1 with the numbers. No process to ask: exit 2. No job appears and no room is claimed."""
     with live_job(site, "rest", 2) as rest:
         wait_reserved(site, 1)
         before = copies(rest)

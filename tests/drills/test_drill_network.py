@@ -54,7 +54,7 @@ def test_without_root_a_network_drill_says_by_name_why_it_cannot_run(no_root: No
 
 
 def test_on_a_running_cluster_a_network_drill_is_refused() -> None:
-    """Nobody's own links are cut: exit code 2."""
+    """No process's own links are cut: exit code 2."""
     result = CliRunner().invoke(drill_command, ["slow-link", "--yes"])
     assert result.exit_code == 2
     assert "--embedded only" in result.stderr
@@ -74,7 +74,7 @@ def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
 
 
 def test_values_cross_to_a_rank_process_and_back() -> None:
-    """What ranks are told and answer is the same on both ends of the pipe."""
+    """What ranks are sent and answer is the same on both ends of the pipe."""
     for value in (
         [PutRow(3, 0.5, "", 9, 0.25)], Config(replicas=3), (1, 2), None,
         Restored(1, 4, "peer", "why", 8, 7, ("one",), (1, 2), {"peer": 8}, {"load": 0.1}),
@@ -86,8 +86,8 @@ def test_values_cross_to_a_rank_process_and_back() -> None:
 @pytest.mark.parametrize(
     ("problem", "raised"), [(ConfigError("no"), ConfigError), (ConnectionError("gone"), DrillError)]
 )
-def test_a_rank_process_that_fails_is_told_as_an_actor_is(problem: Exception, raised: type[Exception]) -> None:
-    """A wrong value of the user's stays a ConfigError; whatever else becomes a DrillError."""
+def test_a_rank_process_that_fails_is_reported_as_an_actor_is(problem: Exception, raised: type[Exception]) -> None:
+    """A wrong value of the user's stays a ConfigError; anything that else becomes a DrillError."""
     call: Future[Any] = Future()
     call.set_exception(problem)
     with pytest.raises(raised):
@@ -125,12 +125,12 @@ class TestOnNamespaces:
     def test_half_a_network_commits_nothing_and_the_other_half_does(self) -> None:
         """Split in halves no step is committed twice; with every copy of a shard away, get refuses (R17, R23)."""
         with namespaces_site(4, arena_bytes=128 * MIB) as site:
-            report, twin = self.play(site, "partition-half"), self.play(site, "partition-half", is_beyond=True)
+            report, beyond = self.play(site, "partition-half"), self.play(site, "partition-half", is_beyond=True)
         assert report.outcome == PASS, report.words
         assert {"minority", "majority", "resumed", "redundant"} <= {line.label for line in report.timeline}
         assert report.is_verified
-        assert twin.outcome == PASS, twin.words
-        assert (twin.verdict, twin.error) == (REFUSED, "RecoveryError")
+        assert beyond.outcome == PASS, beyond.words
+        assert (beyond.verdict, beyond.error) == (REFUSED, "RecoveryError")
 
     def test_a_link_that_still_works_is_an_error(self, site: NamespacesSite, monkeypatch: pytest.MonkeyPatch) -> None:
         """A cut that did not take effect proves nothing, so it is no pass."""

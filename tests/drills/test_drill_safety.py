@@ -53,7 +53,7 @@ def test_a_job_that_keeps_its_newest_step_is_not_endangered() -> None:
     ],
 )
 def test_a_job_that_would_lose_its_newest_step_is(answer: Plan | None, words: str) -> None:
-    """Nothing left, only an older step, not known, or copies that nobody can plan for: named, with the reason."""
+    """Nothing left, only an older step, not known, or copies that no process can plan for: named, with the reason."""
     plans = {"llama": answer} if answer is not None else {}
     found = endangered([job()], plans, ["h1"])
     assert len(found) == 1
@@ -76,7 +76,7 @@ def test_a_cluster_of_others_is_not_touched_without_a_yes(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["freeze-holder", "--beyond", "--embedded"], "has no twin"),
+        (["freeze-holder", "--beyond", "--embedded"], "has no play beyond"),
         (["freeze-holder"], "--victim"),
         (["durable-error"], "--durable"),
         (["run", "--suite", "none"], "is not one of"),
@@ -84,7 +84,7 @@ def test_a_cluster_of_others_is_not_touched_without_a_yes(
         (["canary", "--replicas", "1"], "--replicas"),
     ],
 )
-def test_wrong_usage_is_told_before_a_cluster_is_looked_for(arguments: list[str], words: str) -> None:
+def test_wrong_usage_is_reported_before_a_cluster_is_looked_for(arguments: list[str], words: str) -> None:
     """What cannot be played is exit code 2 with the option to change."""
     result = CliRunner().invoke(drill_command, arguments)
     assert result.exit_code == 2, result.output

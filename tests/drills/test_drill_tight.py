@@ -54,7 +54,7 @@ def with_mounts(test: Any) -> Any:
 
 @with_mounts
 def test_a_full_file_system_stays_full_and_gives_everything_back(tmp_path: Path) -> None:
-    """No page is left, also after somebody else removed files; after `end` all of it is free again."""
+    """No page is left, also after another process removed files; after `end` all of it is free again."""
     mount_tmpfs(tmp_path, MIB)
     try:
         others = [tmp_path / f"other-{i}" for i in range(50)]
@@ -104,7 +104,7 @@ def test_a_slow_file_system_holds_writes_up_and_ends_thawed(tmp_path: Path) -> N
     assert not os.path.ismount(folder)
 
 
-def test_a_fault_that_cannot_be_kept_up_is_undone_and_told() -> None:
+def test_a_fault_that_cannot_be_kept_up_is_undone_and_reported() -> None:
     """An error in a round ends the fault, undoes it once, and is raised by `end`."""
     unapplied: list[str] = []
 
@@ -126,7 +126,7 @@ def test_a_fault_that_cannot_be_kept_up_is_undone_and_told() -> None:
 
 
 @with_mounts
-def test_what_cannot_be_mounted_is_told_in_the_words_of_mount(tmp_path: Path) -> None:
+def test_what_cannot_be_mounted_is_reported_in_the_words_of_mount(tmp_path: Path) -> None:
     """No file system in the file, no file at all: a DrillError that names the folder."""
     (tmp_path / "image").write_bytes(bytes(8192))
     for source in ("image", "absent"):
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_mounted_they_are_refused_by_name(monkeypatch: pyte
     assert "--embedded only" in running.stderr
 
 
-def test_a_suite_has_one_ray_cluster_at_a_time_and_measures_memory_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_has_one_ray_cluster_at_a_time_and_measures_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are closed before one is opened, but that of the network; one with little memory serves one drill."""
     log: list[str] = []
 
@@ -186,10 +186,10 @@ def test_a_suite_has_one_ray_cluster_at_a_time_and_measures_memory_anew(monkeypa
 
         return opened
 
-    def told(name: str, *others: Any) -> Report:
+    def reported(name: str, *others: Any) -> Report:
         return Report(name, 7, "", outcome=PASS)
 
-    monkeypatch.setattr(suite_module, "run_drill", told)
+    monkeypatch.setattr(suite_module, "run_drill", reported)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     openers = {place: opener(place) for place in (EMBEDDED, NAMESPACES, TIGHT)}
     suite = Suite(openers, Options(seed=7), durable=None, timeout_s=60.0, print_line=lambda line: None)
@@ -222,7 +222,7 @@ class TestOnATightCluster:
 
     @pytest.mark.parametrize("name", [*TIGHT_DRILLS, "durable-slow"])
     def test_training_goes_on_through_it(self, site: TightSite, name: str, tmp_path: Path) -> None:
-        """No put raises nor stalls beyond its budget, nothing is lost, nobody of the store is replaced (1.5)."""
+        """No put raises nor stalls beyond its budget, nothing is lost, no process of the store is replaced (1.5)."""
         fields = {"durable": str(tmp_path)} if DRILLS[name].needs_durable else {}
         config = site.config.with_fields(fields)
         report = run_drill(name, site, Options(seed=7, ranks_count=2, nbytes=2 * MIB, config=config))

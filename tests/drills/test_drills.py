@@ -1,4 +1,6 @@
-"""Every drill and its twin end as promised, and a drill that lies or broke nothing does not pass."""
+"""Every drill and its play beyond the tolerance end as promised, and a drill that lies or broke nothing does not
+pass.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,12 @@ def losing_site(site: EmbeddedSite) -> Iterator[EmbeddedSite]:
 
 
 def play(site: EmbeddedSite, name: str, **options: Any) -> tuple[Report, list[str]]:
-    """Run a drill with small states; return its report and what it told."""
-    told: list[str] = []
+    """Run a drill with small states; return its report and what it reported."""
+    reported: list[str] = []
     config = site.config.with_fields(options.pop("job_fields", {}))
     return run_drill(
-        name, site, Options(seed=7, ranks_count=RANKS, nbytes=2 * MIB, config=config, **options), told.append
-    ), told
+        name, site, Options(seed=7, ranks_count=RANKS, nbytes=2 * MIB, config=config, **options), reported.append
+    ), reported
 
 
 def labels(report: Report) -> list[str]:
@@ -70,7 +72,7 @@ def labels(report: Report) -> list[str]:
 
 
 def check_kept(site: EmbeddedSite, name: str) -> None:
-    report, told = play(site, name)
+    report, reported = play(site, name)
     assert report.outcome == PASS, report.words
     assert report.words.startswith("0 steps lost (promised 0)")
     assert (report.is_verified, report.rpo_steps, report.exit_code) == (True, 0, 0)
@@ -81,7 +83,7 @@ def check_kept(site: EmbeddedSite, name: str) -> None:
     assert report.bytes_compared > RANKS * 2 * MIB
     noticed = {"detected"} if SCENES[name].is_noticed else set()
     assert {"before", "inject", "effect", "planned", "restored", "compared", "redundant"} | noticed <= {*labels(report)}
-    assert told[0].startswith(f"drill {name} · seed 7 · the drill's own cluster (3 hosts) · victim ")
+    assert reported[0].startswith(f"drill {name} · seed 7 · the drill's own cluster (3 hosts) · victim ")
     if name in ("kill-holder", "kill-controller"):
         assert report.stall_s is not None
         assert report.stall_s <= site.config.stall_budget_s + 1
@@ -106,14 +108,14 @@ QUICK = ("kill-holder", "kill-controller")  # test_drill_live plays kill-rank an
 @on_ray
 @pytest.mark.parametrize("name", [*QUICK, *later(*(name for name in OTHERS if name not in QUICK))])
 def test_a_drill_ends_as_promised(site: EmbeddedSite, name: str) -> None:
-    """Within the tolerance nothing committed is lost, and every byte of every rank equals a state made anew."""
+    """Within the tolerance nothing committed is lost, and every byte of every rank equals a state made again."""
     check_kept(site, name)
 
 
 @on_ray
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in OTHERS if DRILLS[name].beyond])
-def test_its_twin_is_refused(site: EmbeddedSite, name: str) -> None:
+def test_its_beyond_play_is_refused(site: EmbeddedSite, name: str) -> None:
     """Beyond the tolerance every rank gets a RecoveryError that names ranks and hosts, and no byte."""
     check_refused(site, name)
 
@@ -148,7 +150,7 @@ class TestLosingAHost:
 @on_ray
 @pytest.mark.long
 class TestPreemption:
-    """A host goes some time after it was told."""
+    """A host goes some time after it was reported."""
 
     def test_preempt_host_ends_as_promised(self, losing_site: EmbeddedSite) -> None:
         """What it holds is elsewhere before it goes: every copy is there when its death is noticed (R29)."""
@@ -160,7 +162,7 @@ class TestPreemption:
 class TestLosingTwoHosts:
     """Both hosts with a copy, beyond the tolerance."""
 
-    def test_its_twin_is_refused(self, losing_site: EmbeddedSite) -> None:
+    def test_its_beyond_play_is_refused(self, losing_site: EmbeddedSite) -> None:
         """Both holders of a shard lost: every rank gets a RecoveryError that names ranks and hosts (R23)."""
         check_refused(losing_site, "kill-host")
 
@@ -185,7 +187,7 @@ class TestKeepingTheMemory:
 
 @on_ray
 @pytest.mark.long
-def test_with_a_durable_tier_the_twin_gets_the_durable_step(site: EmbeddedSite, tmp_path: Path) -> None:
+def test_with_a_durable_tier_the_beyond_play_gets_the_durable_step(site: EmbeddedSite, tmp_path: Path) -> None:
     """All copies of a shard lost: the durable step comes back, older, equal in every byte (R24, R31)."""
     fields = {"durable": str(tmp_path), "durable_every": DURABLE_EVERY}
     report, _ = play(site, "kill-rank", is_beyond=True, job_fields=fields)
@@ -198,12 +200,12 @@ def test_with_a_durable_tier_the_twin_gets_the_durable_step(site: EmbeddedSite, 
 
 @on_ray
 def test_one_altered_bit_breaks_the_promise(site: EmbeddedSite) -> None:
-    """A restored state that differs in one bit fails the drill with exit code 3, whatever the store says."""
-    report, told = play(site, "corrupt-chunk", is_altered=True)
+    """A restored state that differs in one bit fails the drill with exit code 3, regardless of what the store says."""
+    report, reported = play(site, "corrupt-chunk", is_altered=True)
     assert (report.outcome, report.exit_code, report.is_verified) == (BROKEN, 3, False), report.words
     assert "1 of " in report.words
     assert "bytes differ" in report.words
-    assert any("DIFFERENT" in line for line in told)
+    assert any("DIFFERENT" in line for line in reported)
 
 
 @on_ray
@@ -227,7 +229,7 @@ def test_states_differ_by_seed_rank_and_step_and_repeat() -> None:
 
 
 def test_comparison_sees_one_bit_a_key_an_order_and_a_type() -> None:
-    """Whatever is not the same in every byte, name, order and type differs."""
+    """Anything that is not the same in every byte, name, order and type differs."""
 
     def changed(change: str) -> dict[str, Any]:
         state = make_state(1, 0, 0, 4096)
@@ -249,7 +251,7 @@ def test_comparison_sees_one_bit_a_key_an_order_and_a_type() -> None:
         assert compare(changed(change), fresh)[1], change
 
 
-def test_a_destroyed_arena_is_told_from_one_that_is_still_there() -> None:
+def test_a_destroyed_arena_is_reported_from_one_that_is_still_there() -> None:
     """The same file is a DrillError; another file in its place, or none, is a loss."""
     with scratch_folder() as folder:
         (folder / "arena").write_bytes(b"x" * 4096)
@@ -269,7 +271,9 @@ def test_the_catalogue_lists_every_drill_with_its_promise() -> None:
     rows = json.loads(result.stdout)
     assert [row["drill"] for row in rows] == list(DRILLS)
     assert all(row["breaks"] and row["touches"] and row["promised"] and row["runs_on"] for row in rows)
-    assert {row["family"] for row in rows} == {row["family"] for row in rows if row["beyond"]}, "each has a twin"
+    assert {row["family"] for row in rows} == {row["family"] for row in rows if row["beyond"]}, (
+        "each has a play beyond the tolerance"
+    )
 
 
 def test_every_entry_of_the_catalogue_has_its_scene() -> None:
@@ -292,7 +296,7 @@ def test_every_entry_of_the_catalogue_has_its_scene() -> None:
         (["kill-rank", "--embedded", "--hosts", "1"], "--hosts"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_touched(arguments: list[str], words: str) -> None:
+def test_wrong_usage_is_reported_before_anything_is_touched(arguments: list[str], words: str) -> None:
     """An unknown drill, a victim that was not named, a loss that a running cluster must not suffer: exit code 2."""
     result = CliRunner().invoke(drill_command, arguments)
     assert result.exit_code == 2

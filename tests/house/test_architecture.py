@@ -88,7 +88,8 @@ WRITES_TORCH_FILES = {
     "memstore/exchange/step_view.py",
     "memstore/exchange/put_tree.py",
 }
-# What a user asks to import: rank files (weights_only unless told otherwise), DCP's metadata under a list of classes.
+# What a user asks to import: rank files (weights_only unless reported otherwise), DCP's metadata under a list of
+# classes.
 READS_PICKLES = {
     ("memstore/exchange/importing.py", "torch.load"),
     ("memstore/exchange/dcp_files.py", "pickle"),

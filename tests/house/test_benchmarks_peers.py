@@ -50,7 +50,7 @@ def test_a_contestant_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> 
     assert set(Path("/dev/shm").glob("bench-*")) <= before
 
 
-def test_another_ranks_bytes_are_told_from_the_own_and_from_torn_ones() -> None:
+def test_another_ranks_bytes_are_sent_from_the_own_and_from_torn_ones() -> None:
     """The expected state of a peer is the own one with its marks moved, bit for bit."""
     mine, theirs = gpt_tensors.gpt_state(NBYTES), gpt_tensors.gpt_state(NBYTES)
     gpt_tensors.mark(mine, 0)

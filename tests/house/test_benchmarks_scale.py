@@ -1,4 +1,4 @@
-"""The benchmarks of catalog and planner at tiny size: what they report, and that a wrong plan is no number."""
+"""The benchmarks of controller and planner at tiny size: what they report, and that a wrong plan is no number."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def test_the_catalogs_record_answers_both_of_its_lines() -> None:
     assert all(value > 0 for ratio in record.ratios for value in ratio.values)
 
 
-def test_the_controllers_record_tells_what_everybody_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a real controller's sessions: what goes to all is packed once, of a moment's suspicion nobody hears."""
+def test_the_controllers_record_tells_what_all_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a real controller's sessions.
+
+    What goes to all is packed once, of a moment's suspicion no process learns.
+    """
     real, packed = frame.pack_body, Counter[str]()
 
     def pack_body(body: Mapping[str, Any]) -> bytes:
@@ -40,10 +43,10 @@ def test_the_controllers_record_tells_what_everybody_was_sent(monkeypatch: pytes
     costs = bench_controller.episodes(8)
     assert costs["a host is suspected"].orders == 0
     assert costs["a commit"].orders == 8 * 3  # the fact, its word, and what it lets go
-    assert costs["a successor starts"].heard_bytes > costs["a successor starts"].sent_bytes
+    assert costs["a successor starts"].received_bytes > costs["a successor starts"].sent_bytes
     # The fact of each commit, of the attempts and of room once; hosts' own journals at each of two starts.
     assert packed["journal"] <= 2 * 8 + 10
-    assert packed["view"] <= 6 + 3 * 2  # for a rack of two: each greeted, the first told at once, the other in turn
+    assert packed["view"] <= 6 + 3 * 2  # for a rack of two: each greeted, the first reported at once, the other in turn
     figures = bench_controller.record(8, costs).ratios
     assert len(figures) == 4 * len(costs)
 

@@ -91,19 +91,19 @@ def test_bytes_that_differ_stop_a_benchmark() -> None:
 def test_a_touched_state_differs_in_every_64_kib() -> None:
     """No chunk of a round equals one of an earlier round, or its store and transfer would be free."""
     state = gpt_tensors.gpt_state(4 << 20)
-    twin = gpt_tensors.empty_like(state)
-    for target, source in zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True):
+    equal_state = gpt_tensors.empty_like(state)
+    for target, source in zip(gpt_tensors.tensors(equal_state), gpt_tensors.tensors(state), strict=True):
         target.copy_(source)
-    assert gpt_tensors.is_same(state, twin)
+    assert gpt_tensors.is_same(state, equal_state)
     gpt_tensors.touch(state)
-    for old, new in zip(gpt_tensors.tensors(twin), gpt_tensors.tensors(state), strict=True):
+    for old, new in zip(gpt_tensors.tensors(equal_state), gpt_tensors.tensors(state), strict=True):
         for a, b in zip(old.reshape(-1).split(16384), new.reshape(-1).split(16384), strict=True):
             assert not a.equal(b)
 
 
 @pytest.mark.parametrize("nbytes", [2 << 20, 64 << 20])
 def test_a_gpt_state_has_about_the_size_that_was_asked(nbytes: int) -> None:
-    """Within a tenth, whatever the width that was chosen."""
+    """Within a tenth, for any width that was chosen."""
     assert abs(gpt_tensors.total_nbytes(gpt_tensors.gpt_state(nbytes)) - nbytes) < nbytes / 10
 
 
@@ -130,7 +130,7 @@ def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[floa
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
-    """The nearest rank, so that p90 of five is the worst of them; a fault nobody notices shows no number."""
+    """The nearest rank, so that p90 of five is the worst of them; a fault no process notices shows no number."""
     assert bench_faults.percentiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"p50": 3.0, "p90": 5.0, "max": 5.0}
     assert bench_faults.percentiles([float(n) for n in range(1, 11)]) == {"p50": 5.0, "p90": 9.0, "max": 10.0}
     assert bench_faults.percentiles([]) is None

@@ -32,7 +32,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 RESUMABLE = (
-    "torchrun.py", "ddp_natural.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py",
+    "torchrun.py", "ddp_shared_shard.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py",
     "megatron_style.py",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_transformers_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path:
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     check_goes_on(cluster, tmp_path, "ddp", [*torchrun, *words])
     [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "ddp"]
-    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
+    assert (job["world_size"], job["shards"], len(job["writers"])) == (2, 1, 1)
     step = newest_committed(cluster, "ddp")
     output = run([python, *words, "--steps", str(step + 3)], environment(cluster, tmp_path))
     assert first_steps(output) == {step + 1}
@@ -65,7 +65,7 @@ def test_lightning_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Pa
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     check_goes_on(cluster, tmp_path, "fit-ddp", [*torchrun, *words, "--devices", "2"])
     [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "fit-ddp"]
-    assert (job["world_size"], job["shards"], len(job["copiers"])) == (2, 1, 1)
+    assert (job["world_size"], job["shards"], len(job["writers"])) == (2, 1, 1)
 
 
 def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> None:
@@ -76,7 +76,7 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
             [*command, "--steps", "100000"], env=env, cwd=EXAMPLES.parent, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        told = wait_committed(cluster, job, 20, launch)
+        reported = wait_committed(cluster, job, 20, launch)
     finally:
         kill_all(launch)
     before = losses((tmp_path / "first").read_text())
@@ -84,8 +84,8 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
     ran = max(step for _, step in before)
     output = run([*command, "--steps", str(ran + 10)], env)
     [first] = first_steps(output)
-    # What was handed over whole before the kill may still have been committed after it: newer than told is fine.
-    assert told <= committed <= first - 1 <= ran + 1
+    # What was submitted whole before the kill may still have been committed after it: newer than reported is fine.
+    assert reported <= committed <= first - 1 <= ran + 1
     after = losses(output)
     assert min(step for _, step in after) == first
     assert len({step for _, step in after}) in (ran + 10 - first, ran + 11 - first)  # steps count from 0, or from 1

@@ -1,4 +1,4 @@
-"""An example hears of its node's end. In a module of its own: a process can be in one Ray cluster at a time."""
+"""An example learns of its node's end. In a module of its own: a process can be in one Ray cluster at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.long
-def test_ray_train_hears_of_a_preemption(tmp_path: Path) -> None:
-    """The node of a rank is drained while it trains: every rank is told which ranks lose it, and commits its step."""
+def test_ray_train_learns_of_a_preemption(tmp_path: Path) -> None:
+    """The node of a rank is drained while it trains.
+
+    Every rank is informed which ranks lose it, and commits its step.
+    """
     with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, cpus_per_host=2) as cluster:
         env = {**environment(cluster, tmp_path), "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5"}
         command = command_of("ray_train.py", cluster, "preempted", "--preemption", "--steps", "100000")
@@ -33,15 +36,15 @@ def test_ray_train_hears_of_a_preemption(tmp_path: Path) -> None:
                  "--node-id", drained, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
                  "--deadline-remaining-seconds", "600"], check=True, capture_output=True, timeout=DEADLINE_S,
             )  # fmt: skip
-            told = re.compile(r"rank (\d): ranks \[\d\] lose their node, step \d+ is safe")
+            reported = re.compile(r"rank (\d): ranks \[\d\] lose their node, step \d+ is safe")
 
             def output() -> str:
                 return (tmp_path / "out").read_text()
 
-            def is_told() -> bool:
+            def is_reported() -> bool:
                 assert launch.poll() is None, output()[-3000:]
-                return {found[1] for found in told.finditer(output())} == {"0", "1"}
+                return {found[1] for found in reported.finditer(output())} == {"0", "1"}
 
-            wait_for(is_told, "both ranks to be told", DEADLINE_S, seen=lambda: output()[-3000:])
+            wait_for(is_reported, "both ranks to be reported", DEADLINE_S, seen=lambda: output()[-3000:])
         finally:
             kill_all(launch)

@@ -126,7 +126,7 @@ def imports_of(path: Path) -> frozenset[tuple[str, str]]:
 
 
 def imported(found: Iterable[tuple[str, str]], known: Collection[str]) -> Iterator[str]:
-    """Yield which of the known modules imports name; a package's file is told from a name in it."""
+    """Yield which of the known modules imports name; a package's file is reported from a name in it."""
     for module, name in found:
         whole = f"{module}.{name}"
         target = whole if whole in known else module
@@ -221,7 +221,7 @@ def test_arrows_are_as_drawn(package: str) -> None:
 
 @pytest.mark.parametrize("top", ["placement", "recovery", "memstore", "benchmarks"])
 def test_no_files_import_one_another_in_circles(top: str) -> None:
-    """Of whatever length, with the imports for type checking counted."""
+    """Of anything that length, with the imports for type checking counted."""
     assert circles(arrows(top)) == []
 
 
@@ -232,7 +232,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_imports_for_type_checking_count() -> None:
-    """A name is imported wherever the import stands; a package's file is told from a name in it."""
+    """A name is imported wherever the import stands; a package's file is reported from a name in it."""
     text = "if TYPE_CHECKING:\n    from a.b import c\ndef f():\n    from a import b\n    import a.d\nfrom x import y"
     assert set(imported(imports(text), ["a.b", "a.b.c", "a.d", "a"])) == {"a.b", "a.d", "a.b.c"}
 

@@ -1,4 +1,4 @@
-"""A node that Ray will take away: the store hears of it from Ray and does without it before its moment (R29)."""
+"""A node that Ray will take away: the store learns of it from Ray and does without it before its moment (R29)."""
 
 from __future__ import annotations
 

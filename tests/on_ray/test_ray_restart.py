@@ -22,7 +22,7 @@ def test_every_ray_process_killed_and_a_host_twenty_seconds_late() -> None:
     first.config = first.config.with_fields({"recovery_grace_s": GRACE_S})
     try:
         first.start()
-        job = ray_job(first, replicas=1)  # so that nobody else can stand in for the late host
+        job = ray_job(first, replicas=1)  # so that no other process can stand in for the late host
         job.start(["h1", "h2", "h3"])
         job.train(0, 3, "before the end")
         job.leave()

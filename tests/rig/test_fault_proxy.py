@@ -136,7 +136,7 @@ def test_a_rate_limit_is_kept(proxy: FaultProxy) -> None:
 
 
 def test_one_direction_can_be_lost(proxy: FaultProxy, echo: Echo) -> None:
-    """With the way back lost the target hears everything; healed, that connection is reset and a new one works."""
+    """With the way back lost the target learns everything; healed, that connection is reset and a new one works."""
     with dial(proxy, 0.3) as sock:
         proxy.down.drop = True
         sock.sendall(b"hello")
@@ -179,7 +179,7 @@ def test_a_reset_comes_in_place_of_its_byte(proxy: FaultProxy, echo: Echo, at: i
 
 
 def test_exactly_one_bit_flips_in_the_part_that_was_named(proxy: FaultProxy) -> None:
-    """Header, body and payload of the first frame that is large enough, whatever pieces it arrives in."""
+    """Header, body and payload of the first frame that is large enough, anything that pieces it arrives in."""
     small, large = frame(b"s" * 10), frame(b"L" * 50_000)
     body_nbytes = len(large) - HEADER_BYTES - 50_000
     places = {"header": 20, "body": HEADER_BYTES + 1, "payload": HEADER_BYTES + body_nbytes + 40_000}
@@ -209,7 +209,7 @@ def test_a_reset_at_the_end_of_a_frame_lets_the_frame_pass(proxy: FaultProxy, ec
 
 
 def test_refused_and_unanswered_connections_are_reset_and_counted(proxy: FaultProxy, echo: Echo) -> None:
-    """While it refuses, and while nobody listens behind it, a client is reset; live ones can be reset at once."""
+    """While it refuses, and while no process listens behind it, a client is reset; live ones can be reset at once."""
     with dial(proxy) as live:
         live.sendall(b"x")
         assert receive(live, 1) == b"x"

@@ -60,7 +60,7 @@ def store_folder() -> Iterator[str]:
 
 @contextmanager
 def named_thread() -> Iterator[str]:
-    """Run a daemon thread with a name of ours until told to end."""
+    """Run a daemon thread with a name of ours until ordered to end."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait, args=(30,), name="memstore-link", daemon=True)
     thread.start()

@@ -58,7 +58,7 @@ def rig() -> Iterator[NamespaceRig]:
 
 
 class Sink:
-    """A process on a host that reads whatever it is sent and then answers."""
+    """A process on a host that reads anything that it is sent and then answers."""
 
     def __init__(self, rig: NamespaceRig, host: str) -> None:
         self.rig, self.host = rig, host
@@ -98,7 +98,7 @@ def test_hosts_reach_one_another_and_this_machine_reaches_them(rig: NamespaceRig
 
 
 def test_a_cut_host_is_out_of_reach_until_it_is_healed(rig: NamespaceRig, sink: Sink) -> None:
-    """Without its cable a host answers nobody, the others still talk, and with the cable back all is well."""
+    """Without its cable a host answers no process, the others still talk, and with the cable back all is well."""
     other = Sink(rig, "c")
     try:
         rig.cut("b")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memstore.testing.clusters import processes
-from memstore.testing.clusters.nursery import ForkedProcess
+from memstore.testing.clusters.nursery import ForkedProcess, Nursery
 
 
 def forked(log: Path, **spec: Any) -> ForkedProcess:
@@ -32,7 +33,7 @@ def forked(log: Path, **spec: Any) -> ForkedProcess:
     return process
 
 
-def test_a_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_killed_process_is_reported_by_its_signal(tmp_path: Path) -> None:
     """Stopped or not; a signal that comes after its end goes nowhere."""
     process = forked(tmp_path / "log")
     assert process.poll() == -signal.SIGKILL
@@ -44,3 +45,14 @@ def test_a_process_that_fails_leaves_its_error_in_its_log(tmp_path: Path) -> Non
     process = forked(tmp_path / "log", config={"stor": "x"}, membership=str(tmp_path), secret="00", role="holder")
     assert process.wait(timeout=60) == 1
     assert "ConfigError" in (tmp_path / "log").read_text()
+
+
+def test_a_nursery_outlives_the_thread_that_started_it() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        nursery = threads.submit(Nursery, "memstore.testing.clusters.process_main").result()
+    with nursery:
+        pid, channel = nursery.fork({})
+        with channel:
+            process = ForkedProcess(nursery, pid)
+            process.kill()
+            assert process.wait(timeout=60) == -signal.SIGKILL

@@ -152,7 +152,7 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: py
 
 
 def test_another_commit_is_another_part(tmp_path: Path) -> None:
-    """What was played on two commits is told apart."""
+    """What was played on two commits is distinguished."""
     path = tmp_path / "record.json"
     record.add(path, Summary(seeds=2, first_seed=7), "abc")
     record.add(path, Summary(seeds=3, first_seed=9), "abc")

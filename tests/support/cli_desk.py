@@ -14,14 +14,14 @@ from memstore.cli import main
 from memstore.cli.options import ASK_S, Where
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import tag_of
-from memstore.testing.controller.catalog_holder import FakeRank
-from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.world import ControllerWorld
 
 
 class Desk:
     """Takes what the command asks to the controller of a world, through one of its ranks."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, world: CatalogWorld, rank: FakeRank) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, world: ControllerWorld, rank: FakeRank) -> None:
         self.world, self.rank = world, rank
         patch.setattr(Where, "ask", lambda where, request, limit_s=ASK_S: self.ask(request, limit_s))
         patch.setattr(

@@ -167,7 +167,7 @@ def compare(
 
 
 def check(rank: DcpRank, seed: int, step: int | None = None, what: str = "placed") -> dict[str, Any]:
-    """Load into a state of another seed; say what differs from a state made anew."""
+    """Load into a state of another seed; say what differs from a state made again."""
     mine = globals()[what](seed + 1000)
     reader = rank.store.dcp_reader(step)
     dcp.load(mine, storage_reader=reader)
@@ -228,7 +228,7 @@ def save_unsupported(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
 
 
 def save_then_lose_process(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
-    """A rank's save process dies while it saves; the next process starts anew, as after a restart."""
+    """A rank's save process dies while it saves; the next process starts again, as after a restart."""
     real = executor._AsyncCheckpointProcess._send
 
     def send(self: Any, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: torch's cpu device, whose side streams copy only when somebody waits for them."""
+"""A substitute for a GPU: torch's cpu device, whose side streams copy only when a process waits for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memstore.shell.device.side_stream import Piece
 class LazyDevice:
     """Copies made by `module.NAME` wait in a queue until an event behind them is waited for, by a host or a stream.
 
-    Attributes: told (who waited: ("host", thread) or ("stream", thread)), ordered and arrived (copies).
+    Attributes: reported (who waited: ("host", thread) or ("stream", thread)), ordered and arrived (copies).
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.waits: list[tuple[str, str]] = []
         self._queue: list[Callable[[], None]] = []
         self.arrived = 0
         self._lock = threading.RLock()
@@ -55,7 +55,7 @@ class LazyDevice:
 
     def _wait(self, who: str, end: int) -> None:
         with self._lock:
-            self.told.append((who, threading.current_thread().name))
+            self.waits.append((who, threading.current_thread().name))
             if end > self.arrived:
                 self.before_copies()
             for copy in self._queue[self.arrived : end]:

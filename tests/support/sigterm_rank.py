@@ -80,12 +80,12 @@ def train(wish: dict[str, Any]) -> memstore.Store:
     return store
 
 
-async def hear(wish: dict[str, Any]) -> None:
-    """Be an event loop that hears SIGTERM itself, through a descriptor that was set before the store's."""
-    heard = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.set)
+async def handle_sigterm(wish: dict[str, Any]) -> None:
+    """Be an event loop that learns SIGTERM itself, through a descriptor that was set before the store's."""
+    is_signalled = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_signalled.set)
     train(wish)
-    await heard.wait()
+    await is_signalled.wait()
     say("former")
 
 
@@ -105,7 +105,7 @@ def be_rank(wish: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, stream=os.fdopen(2, "w"))
     way = wish["way"]
     if way == "loop":
-        asyncio.run(hear(wish))
+        asyncio.run(handle_sigterm(wish))
         return
     handlers = {"former": former, "counted": counted, "ignored": signal.SIG_IGN}
     if way in handlers:

@@ -49,16 +49,16 @@ class DcpReader(StorageReader):
 
     Args:
         ranges: Reads of the job.
-        step: The step; None: what `agree` returns, on all ranks alike.
-        agree: Adopts a step; None where nothing is adopted (a Reader): the newest committed one is read.
-        fence: Waits until the target of the load is not being copied any more.
+        step: The step; None: the one that `agree` adopts, on all ranks alike.
+        agree: Adopts a step, as agree_on_step does; without it (a Reader) the newest committed step is read.
+        wait: Waits until the target of the load is not being copied any more.
     """
 
     def __init__(
         self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None,
-        fence: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.step, self._ranges, self._agree, self._fence = step, ranges, agree, fence
+        self.step, self._ranges, self._agree, self._wait = step, ranges, agree, wait
         self._metadata: Metadata | None = None
         self._attempt: int | None = None  # that put the step: another lineage may have one of that number
         self._chunk_bytes = 1
@@ -110,7 +110,7 @@ class DcpReader(StorageReader):
             RecoveryError, DigestMismatch: some chunk has no good copy; the state is unusable then. PeerTimeout: a batch
                 took too long.
         """
-        self._fence()
+        self._wait()
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
         by_rank = itertools.groupby(parts, key=lambda part: part.place.rank)
         cut = [batch for _, mine in by_rank for batch in batches(mine, lambda part: part.nbytes, BATCH_BYTES)]

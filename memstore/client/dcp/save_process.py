@@ -49,7 +49,7 @@ class StagedShard:
 
 
 def staged_shard(puts: Puts, ticket: Ticket) -> StagedShard:
-    """Return the data with which a child of this process can hand over the staged state."""
+    """Return the data with which a child of this process can submit the staged state."""
     link = puts.link
     return StagedShard(
         link.folder, link.nonce, link.job, link.rank, puts.world_size, link.attempt, puts.chunk_bytes, puts.config,
@@ -89,15 +89,15 @@ class SaveProcess:
             ), until_s,
         )  # fmt: skip
         room = PendingPut(link, ticket, world_size=staged.world_size)
-        link.heir = room
+        link.adopter = room
 
         def on_event(event: HolderEvent) -> None:
             if isinstance(event, StepLevel) and event.step == step:
-                ticket.rise(event.level, event.reason, degraded=event.degraded)
+                ticket.raise_level(event.level, event.reason, degraded=event.degraded)
             elif isinstance(event, StepLevel) and event.step > step and event.level in ("committed", "durable"):
-                ticket.rise("superseded", f"step {event.step} was committed")
+                ticket.raise_level("superseded", f"step {event.step} was committed")
             elif isinstance(event, AttemptFenced):
-                ticket.rise("failed", f"attempt {event.attempt} of the job was opened")
+                ticket.raise_level("failed", f"attempt {event.attempt} of the job was opened")
             if ticket.level in TERMINAL:  # the save ended elsewhere: this writer is not called again
                 threading.Thread(target=self._leave, args=(room,), name="memstore-save-end", daemon=True).start()
 
@@ -116,7 +116,7 @@ class SaveProcess:
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give the step up on all ranks (R12); if that does not reach the controller, a later step supersedes it."""
-        ticket.rise(level, why)
+        ticket.raise_level(level, why)
         request = SkipStep(
             job=self.job, attempt=self.staged.attempt, rank=self.rank, step=ticket.step, why=why,
             is_failed=level == "failed",
@@ -126,7 +126,7 @@ class SaveProcess:
                 self._link.call(request, ADOPT_S)
 
     def close(self) -> None:
-        """Give back slots that were not handed over, and end the link."""
+        """Give back slots that were not submitted, and end the link."""
         if self._link is not None:
             self._link.close()
 

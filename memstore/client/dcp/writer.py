@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from memstore.client.dcp.hollow import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
 from memstore.client.dcp.save_process import SaveProcess, staged_shard
+from memstore.client.dcp.staging import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
 from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
 from memstore.client.ticket import LEVELS, Ticket
 from memstore.errors import CommitError, ConfigError, UnsupportedState
 from memstore.shell.codec.interpreter import copying
-from memstore.shell.tensors.memory import Source, flat_source
+from memstore.shell.tensors.memory import TensorSource, flat_source
 from memstore.shell.tensors.slot_stream import SlotStream, address_of, byte_array
 
 FRAMES_MAX = 8  # between dcp.save and a writer, with a subclass's in between
@@ -58,11 +58,11 @@ class DcpWriter(StorageWriter, AsyncStager):
     def __init__(self, puts: Puts, step: int, *, wait: str | None = "committed", wait_s: float = 600.0) -> None:
         if wait is not None and wait not in LEVELS:
             raise ConfigError(f"wait={wait!r} is no level: use one of {', '.join(LEVELS)}, or None", field="wait")
-        if puts.natural is not None:
+        if puts.shared_shard is not None:
             raise ConfigError(
                 "a DCP writer is not for connect(shard_rank=, shard_count=): DCP saves what ranks share once by "
                 "itself; connect without shard_rank=, or use put() and get()", field="shard_rank",
-                value=str(puts.natural.shard),
+                value=str(puts.shared_shard.shard),
             )  # fmt: skip
         self.puts: Puts | SaveProcess = puts
         self.step, self.wait, self.wait_s = step, wait, wait_s
@@ -84,7 +84,7 @@ class DcpWriter(StorageWriter, AsyncStager):
                 "storage_writer=, without another async_stager", field="storage_writer",
             )  # fmt: skip
         if self._room is not None:
-            self._room.lend()
+            self._room.offer_slots()
         state = {**self.__dict__, "puts": staged_shard(self.puts, self.ticket), "_room": None, "ticket": None}
         return {**state, "_skipped": "" if self._room is not None else f"{self.ticket.level}: {self.ticket.reason}"}
 
@@ -95,21 +95,25 @@ class DcpWriter(StorageWriter, AsyncStager):
     # -- AsyncStager --------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy every tensor into slots; return the state with hollow tensors.
+        """Copy every tensor into slots; return the state with placeholder tensors.
 
         Raises:
             What `store.put` raises; UnsupportedState for a tensor that cannot be staged. Nothing was copied then.
         """
         began_s = time.monotonic()
-        hollow = stage_state(state_dict)
-        self._names = hollow.dims
-        self._begin(hollow.nbytes, estimate_bytes(hollow.dims, self.puts.world_size), began_s, self._stall_s)
+        placeholders = stage_state(state_dict)
+        self._names = placeholders.dims
+        self._begin(
+            placeholders.nbytes, estimate_bytes(placeholders.dims, self.puts.world_size), began_s, self._stall_s
+        )
         if self._room is not None:
-            self._copy(lambda stream: copy_sources(hollow.placed, stream, hollow.nbytes), hollow.nbytes)
-        self._end = hollow.nbytes
+            self._copy(
+                lambda stream: copy_sources(placeholders.placed, stream, placeholders.nbytes), placeholders.nbytes
+            )
+        self._end = placeholders.nbytes
         if self.ticket is not None:
             self.ticket.stall_s = time.monotonic() - began_s
-        staged: dict[str, Any] = hollow.state
+        staged: dict[str, Any] = placeholders.state
         return staged
 
     def synchronize_staging(self) -> None:
@@ -189,12 +193,12 @@ class DcpWriter(StorageWriter, AsyncStager):
         places = [(item, start, size) for (item, _), start, size in zip(tensors, starts, sizes, strict=True)]
         places += [(item, self._append(data), len(data)) for item, data in objects]
         if not self._is_coordinator:
-            self._hand_over(None)
+            self._submit(None)
             self._end_save(None)
         return [WriteResult(item.index, size, Place(self.puts.rank, start, size)) for item, start, size in places]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put the metadata behind the coordinator's items, hand over, wait for the level asked for.
+        """Put the metadata behind the coordinator's items, submit, wait for the level asked for.
 
         Raises:
             CommitError, TimeoutError: the step did not reach it.
@@ -205,7 +209,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         metadata.storage_meta = self.storage_meta()
         try:
             data = encode_metadata(metadata)
-            self._hand_over((self._append(data), len(data)))
+            self._submit((self._append(data), len(data)))
         except BaseException as error:
             self._fail(error)
             raise
@@ -225,7 +229,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Take over the staged state in the save process."""
         if self._skipped:
             self.ticket = puts.new_ticket(self.step)
-            self.ticket.rise("skipped", self._skipped)
+            self.ticket.raise_level("skipped", self._skipped)
             return
         self.ticket, self._room = puts.adopt(self.step)
 
@@ -239,7 +243,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         assert room is not None
         try:
             with room.lock, copying():
-                if not room.is_over:  # given up meanwhile: the hand-over says so
+                if not room.is_over:  # given up meanwhile: the submission says so
                     copy(SlotStream(room.views(), room.chunk_bytes, nbytes))
         except BaseException as error:
             self._give_up(f"its state could not be copied: {error!r}")
@@ -256,7 +260,7 @@ class DcpWriter(StorageWriter, AsyncStager):
                 raise UnsupportedState(f"{item.index.fqn}: {error}. Nothing was copied.") from None
         starts = [0] * len(sources)
         end = 0
-        placed: list[tuple[int, Source]] = []
+        placed: list[tuple[int, TensorSource]] = []
         for number in sorted(range(len(sources)), key=lambda i: sources[i].nbytes < LARGE_BYTES):
             starts[number] = end
             if sources[number].nbytes:
@@ -298,7 +302,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._end += len(data)
         return start
 
-    def _hand_over(self, metadata: tuple[int, int] | None) -> None:
+    def _submit(self, metadata: tuple[int, int] | None) -> None:
         room, ticket = self._room, self.ticket
         if room is None or ticket is None or ticket.is_over:
             return
@@ -312,9 +316,9 @@ class DcpWriter(StorageWriter, AsyncStager):
                 stream = SlotStream(room.views(), room.chunk_bytes, self._end)
                 source = byte_array(tail)
                 stream.write(self._end - len(tail), address_of(source), len(tail))
-            is_ours = room.hand_over(SavedLayout(metadata, self._is_global).encode(self._end), self._end)
+            is_ours = room.submit(SavedLayout(metadata, self._is_global).encode(self._end), self._end)
         if not is_ours:
-            self.puts.skip(ticket, "its slots were taken back before it was handed over", "failed")
+            self.puts.skip(ticket, "its slots were taken back before it was submitted", "failed")
 
     def _give_up(self, why: str) -> None:
         if self._room is not None:
@@ -339,7 +343,7 @@ class DcpWriter(StorageWriter, AsyncStager):
             if level is not None and ticket is not None:
                 ticket.wait(level, self.wait_s)
             elif isinstance(self.puts, SaveProcess) and ticket is not None and not ticket.is_over:
-                ticket.wait("sealed", self.wait_s)  # the link ends here, and the hand-over must not be lost with it
+                ticket.wait("sealed", self.wait_s)  # the link ends here, and the submission must not be lost with it
             if self.wait is not None and ticket is not None and ticket.is_over and ticket.level != "durable":
                 raise CommitError(f"step {self.step} was {ticket.level}: {ticket.reason}", step=self.step)
         finally:

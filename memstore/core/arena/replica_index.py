@@ -1,6 +1,6 @@
-"""What one host holds: shards on slots, drafts on their way in, pins and shares. Pure (R6, R7, R10, R13).
+"""What one host holds: shards on slots, incoming replicas, pins and shares. Pure (R6, R7, R10, R13).
 
-    draft --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
+    incoming replica --every chunk sealed, manifest saved--> shard --dropped, not pinned--> gone
       '--aborted--> gone                            '--dropped while pinned--> doomed --unpinned--> gone
 
 A shard may miss chunks (a quarantined slot, R30); it then counts and serves only the chunks it has.
@@ -17,8 +17,10 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotTable
 from recovery.inventory import Copy, ShardId, ShardSpec
 
-GUEST_DRAFTS_MAX = 512  # a draft costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
-OWN_DRAFT = ".own"  # the name of a local rank's draft; others are named for the sending host, and no host has this name
+# an incoming replica costs memory of ours; a group of ten hosts with eight ranks each has 160 under way
+PEER_INCOMING_MAX = 512
+# the name of a local rank's incoming replica; others are named for the sending host, and no host has this name
+LOCAL_SENDER = ".own"
 Key = tuple[ShardId, str]  # a shard and its digest: copies with different digests are different shards (R14)
 
 
@@ -39,13 +41,13 @@ class IncomingReplica:
     digests: list[bytes]  # b"" where the sender has not named the chunk yet
     slots: list[int | None]
     attempt: int  # the attempt that makes it; a fence aborts older ones (R21)
-    excerpt: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
+    part: tuple[int, ...] | None = None  # the only chunks a reader asked for: aborted when it is done
     deadline_s: float = math.inf  # of a partial read of a dropped replica
 
     @property
     def wanted(self) -> Sequence[int]:
         """Chunk indices that are to come."""
-        return range(len(self.slots)) if self.excerpt is None else self.excerpt
+        return range(len(self.slots)) if self.part is None else self.part
 
     @property
     def missing(self) -> list[int]:
@@ -78,75 +80,75 @@ class ReplicaIndex:
     def __init__(self, table: SlotTable) -> None:
         self.table = table
         self.shards: dict[Key, StoredReplica] = {}
-        self.drafts: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
+        self.incoming: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
         self.shares: dict[str, PeerShare] = {}
         self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
         self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
         self.pins_count = 0
 
-    # -- drafts -------------------------------------------------------------------------------
+    # -- incoming replicas ---------------------------------------------------------------------
 
-    def open_draft(
+    def open_incoming(
         self, name: str, shard: ShardId, digests: Sequence[bytes], *, attempt: int,
-        excerpt: tuple[int, ...] | None = None,
+        part: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
-        """Begin a shard; `name` tells drafts of one shard from several senders apart."""
-        draft = IncomingReplica(shard, list(digests), [None] * len(digests), attempt, excerpt)
-        self.abort_draft(name, shard)
-        self.drafts[shard, name, "draft"] = draft
-        return draft
+        """Begin a shard; `name` tells incoming replicas of one shard from several senders apart."""
+        replica = IncomingReplica(shard, list(digests), [None] * len(digests), attempt, part)
+        self.abort_incoming(name, shard)
+        self.incoming[shard, name, "incoming"] = replica
+        return replica
 
-    def draft(self, name: str, shard: ShardId) -> IncomingReplica | None:
-        """Return an open draft."""
-        return self.drafts.get((shard, name, "draft"))
+    def find_incoming(self, name: str, shard: ShardId) -> IncomingReplica | None:
+        """Return an open incoming replica."""
+        return self.incoming.get((shard, name, "incoming"))
 
-    def expect(self, draft: IncomingReplica, index: int, digest: bytes) -> bool:
-        """Name a chunk of a draft by its digest; False if it was named otherwise before."""
-        draft.digests[index] = draft.digests[index] or digest
-        return draft.digests[index] == digest
+    def expect(self, replica: IncomingReplica, index: int, digest: bytes) -> bool:
+        """Name a chunk of an incoming replica by its digest; False if it was named otherwise before."""
+        replica.digests[index] = replica.digests[index] or digest
+        return replica.digests[index] == digest
 
-    def hold_known(self, draft: IncomingReplica, index: int, nbytes: int) -> int | None:
+    def hold_known(self, replica: IncomingReplica, index: int, nbytes: int) -> int | None:
         """Take a reference to content that is here already; its slot, or None (R13: a have is a reference)."""
-        number = self.table.lookup(draft.digests[index], nbytes)
-        if number is not None and draft.slots[index] is None:
+        number = self.table.lookup(replica.digests[index], nbytes)
+        if number is not None and replica.slots[index] is None:
             self.table.hold(number)
-            draft.slots[index] = number
+            replica.slots[index] = number
         return number
 
-    def fill(self, draft: IncomingReplica, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
+    def fill(self, replica: IncomingReplica, index: int, number: int, digest: bytes, nbytes: int, now: float) -> None:
         """Take chunk `index`, verified in receiving slot `number`."""
         used = self.table.seal(number, digest, nbytes, now)
-        old = draft.slots[index]
-        draft.slots[index] = used
+        old = replica.slots[index]
+        replica.slots[index] = used
         if old is not None:
             self.table.unhold(old)
 
-    def abort_draft(self, name: str, shard: ShardId) -> None:
-        """Give back everything a draft holds."""
-        draft = self.drafts.pop((shard, name, "draft"), None)
-        for number in draft.slots if draft is not None else ():
+    def abort_incoming(self, name: str, shard: ShardId) -> None:
+        """Give back everything an incoming replica holds."""
+        replica = self.incoming.pop((shard, name, "incoming"), None)
+        for number in replica.slots if replica is not None else ():
             if number is not None:
                 self.table.unhold(number)
 
     def abort_older(self, job: str, attempt: int) -> list[ShardId]:
-        """Fence older attempts: drop their half-received shards; this host's own were handed over whole (R21)."""
-        drafts = self.drafts.items()
-        half = [(k, d) for k, d in drafts if k[1] != OWN_DRAFT and d.excerpt is None]
+        """Fence older attempts: drop their half-received shards; this host's own were submitted whole (R21)."""
+        incoming = self.incoming.items()
+        half = [(k, d) for k, d in incoming if k[1] != LOCAL_SENDER and d.part is None]
         old = [k for k, d in half if d.shard.job == job and d.attempt < attempt]
         for key in old:
-            self.abort_draft(key[1], key[0])
+            self.abort_incoming(key[1], key[0])
         return [key[0] for key in old]
 
     def finish(self, name: str, shard: ShardId, spec: ShardSpec) -> StoredReplica:
         """Store a complete replica whose manifest is saved: its references become the shard's."""
-        draft = self.drafts.pop((shard, name, "draft"))
-        if draft.missing:
-            self.drafts[shard, name, "draft"] = draft
-            raise ValueError(f"shard {shard} lacks {len(draft.missing)} chunks")
+        replica = self.incoming.pop((shard, name, "incoming"))
+        if replica.missing:
+            self.incoming[shard, name, "incoming"] = replica
+            raise ValueError(f"shard {shard} lacks {len(replica.missing)} chunks")
         known = self.shards.get((shard, spec.digest))
         if known is not None:
             # The same bytes came twice, or repair a copy with bad chunks: keep one set of references.
-            for index, number in enumerate(draft.slots):
+            for index, number in enumerate(replica.slots):
                 if known.slots[index] is None and number is not None:
                     known.slots[index] = number
                     self.users.setdefault(number, set()).add((shard, spec.digest))
@@ -154,7 +156,7 @@ class ReplicaIndex:
                     self.table.unhold(number)
             known.is_doomed = known.is_nameless = False
             return known
-        return self._shelve(StoredReplica(shard, spec, tuple(draft.digests), draft.slots))
+        return self._store(StoredReplica(shard, spec, tuple(replica.digests), replica.slots))
 
     def adopt(self, shard: ShardId, spec: ShardSpec, digests: Sequence[bytes], sizes: Sequence[int]) -> StoredReplica:
         """Count a manifest, as one found on adoption; chunks that are not here are missing (R6)."""
@@ -167,15 +169,15 @@ class ReplicaIndex:
                 self.table.hold(number)
                 known.slots[index] = number
         known.is_nameless = False
-        return self._shelve(known)
+        return self._store(known)
 
-    def _shelve(self, shelved: StoredReplica) -> StoredReplica:
-        key = (shelved.shard, shelved.spec.digest)
-        self.shards[key] = shelved
-        for number in shelved.slots:
+    def _store(self, stored: StoredReplica) -> StoredReplica:
+        key = (stored.shard, stored.spec.digest)
+        self.shards[key] = stored
+        for number in stored.slots:
             if number is not None:
                 self.users.setdefault(number, set()).add(key)
-        return shelved
+        return stored
 
     # -- shards -------------------------------------------------------------------------------
 
@@ -192,9 +194,9 @@ class ReplicaIndex:
         manifests first and then calls `free` (R7: out is manifest, then slots).
         """
         gone = []
-        for staged in [key for key, (shelved, _) in self.staged.items() if shelved.shard == shard]:
-            shelved, pin = self.staged.pop(staged)
-            shelved.pins.pop(pin, None)
+        for staged in [key for key, (stored, _) in self.staged.items() if stored.shard == shard]:
+            stored, pin = self.staged.pop(staged)
+            stored.pins.pop(pin, None)
         for key in [k for k in self.shards if k[0] == shard]:
             if self.shards[key].pins:
                 self.shards[key].is_doomed = True
@@ -203,10 +205,10 @@ class ReplicaIndex:
         self._hurry_readers(shard, readers_until_s)
         return gone
 
-    def free(self, shelved: StoredReplica) -> None:
+    def free(self, stored: StoredReplica) -> None:
         """Give back the slots of a replica that `drop` or `unpin` returned."""
-        key = (shelved.shard, shelved.spec.digest)
-        for number in shelved.slots:
+        key = (stored.shard, stored.spec.digest)
+        for number in stored.slots:
             if number is not None:
                 self.users.get(number, set()).discard(key)
                 if not self.users.get(number):
@@ -214,81 +216,84 @@ class ReplicaIndex:
                 self.table.unhold(number)
 
     def quarantine(self, number: int) -> list[StoredReplica]:
-        """Take a bad slot out of every shard and draft, which now miss that chunk. Return those shards (R30)."""
-        self.table.quarantine(number)
-        for draft in self.drafts.values():
-            for index, slot in enumerate(draft.slots):
-                if slot == number:
-                    draft.slots[index] = None
-                    self.table.unhold(number)
-        hurt = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
-        for shelved in hurt:
-            for index, slot in enumerate(shelved.slots):
-                if slot == number:
-                    shelved.slots[index] = None
-                    self.table.unhold(number)
-        return hurt
+        """Take a bad slot out of every shard and incoming replica, which now miss that chunk.
 
-    def pin(self, shelved: StoredReplica, deadline_s: float, *, is_reader: bool = False) -> int:
+        Return those shards (R30).
+        """
+        self.table.quarantine(number)
+        for replica in self.incoming.values():
+            for index, slot in enumerate(replica.slots):
+                if slot == number:
+                    replica.slots[index] = None
+                    self.table.unhold(number)
+        damaged = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
+        for stored in damaged:
+            for index, slot in enumerate(stored.slots):
+                if slot == number:
+                    stored.slots[index] = None
+                    self.table.unhold(number)
+        return damaged
+
+    def pin(self, stored: StoredReplica, deadline_s: float, *, is_reader: bool = False) -> int:
         """Keep a replica while a reader uses it, at most until the deadline (R7)."""
         self.pins_count += 1
-        shelved.pins[self.pins_count] = deadline_s
-        shelved.readers &= shelved.pins.keys()
+        stored.pins[self.pins_count] = deadline_s
+        stored.readers &= stored.pins.keys()
         if is_reader:
-            shelved.readers.add(self.pins_count)
+            stored.readers.add(self.pins_count)
         return self.pins_count
 
     def _hurry_readers(self, shard: ShardId, deadline_s: float) -> None:
-        for (held, _), shelved in self.shards.items():
-            if held == shard and shelved.is_doomed:
-                for pin in shelved.readers & shelved.pins.keys():
-                    shelved.pins[pin] = min(shelved.pins[pin], deadline_s)
-        for draft in self.drafts.values():
-            if draft.shard == shard and draft.excerpt is not None:
-                draft.deadline_s = min(draft.deadline_s, deadline_s)
+        for (held, _), stored in self.shards.items():
+            if held == shard and stored.is_doomed:
+                for pin in stored.readers & stored.pins.keys():
+                    stored.pins[pin] = min(stored.pins[pin], deadline_s)
+        for replica in self.incoming.values():
+            if replica.shard == shard and replica.part is not None:
+                replica.deadline_s = min(replica.deadline_s, deadline_s)
 
-    def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> list[StoredReplica]:
+    def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> list[StoredReplica]:
         """Keep a pinned replica until a later round of its rank, or a drop; let it go if it was dropped meanwhile.
 
         A read takes the place of reads only. Return replicas that may go.
         """
         old = [k for k in self.staged if k[:3] == key[:3]]
         freed = [self.staged.pop(k) for k in old]
-        if shelved.is_doomed:
-            freed.append((shelved, pin))
+        if stored.is_doomed:
+            freed.append((stored, pin))
         else:
-            self.staged[key] = (shelved, pin)
+            self.staged[key] = (stored, pin)
         return [gone for each in freed if (gone := self.unpin(*each)) is not None]
 
-    def unpin(self, shelved: StoredReplica, pin: int) -> StoredReplica | None:
+    def unpin(self, stored: StoredReplica, pin: int) -> StoredReplica | None:
         """Release a pin; return the replica if it was doomed and nothing pins it any more."""
-        shelved.pins.pop(pin, None)
-        return self._reap(shelved)
+        stored.pins.pop(pin, None)
+        return self._reap(stored)
 
     def expire_pins(self, now: float) -> list[StoredReplica]:
         """Drop pins past their deadline: their readers failed. Return replicas that may go."""
         gone = []
-        for shelved in list(self.shards.values()):
-            expired = [p for p, deadline in shelved.pins.items() if deadline < now]
+        for stored in list(self.shards.values()):
+            expired = [p for p, deadline in stored.pins.items() if deadline < now]
             for pin in expired:
-                del shelved.pins[pin]
-            doomed = self._reap(shelved) if expired else None
+                del stored.pins[pin]
+            doomed = self._reap(stored) if expired else None
             if doomed is not None:
                 gone.append(doomed)
         return gone
 
-    def _reap(self, shelved: StoredReplica) -> StoredReplica | None:
-        if not shelved.is_doomed or shelved.pins:
+    def _reap(self, stored: StoredReplica) -> StoredReplica | None:
+        if not stored.is_doomed or stored.pins:
             return None
-        return self.shards.pop((shelved.shard, shelved.spec.digest), None)
+        return self.shards.pop((stored.shard, stored.spec.digest), None)
 
     def copies(self, host_id: str, job: str | None = None) -> list[Copy]:
         """Return the inventory: replicas that are not doomed, with their missing chunks (R21)."""
-        return [
-            Copy(s.shard, s.spec, host_id, s.missing)
-            for s in self.shards.values()
-            if not s.is_doomed and job in (None, s.shard.job)
-        ]
+        return [Copy(s.shard, s.spec, host_id, s.missing) for s in self.kept(job)]
+
+    def kept(self, job: str | None = None) -> list[StoredReplica]:
+        """Return the replicas that are not doomed."""
+        return [s for s in self.shards.values() if not s.is_doomed and job in (None, s.shard.job)]
 
     # -- shares (R10) -------------------------------------------------------------------------
 
@@ -326,48 +331,48 @@ class ReplicaIndex:
     def _unmet_count(self, job: str, share: PeerShare) -> int:
         """Return how many slots of a share are still empty.
 
-        What guests have beyond their part fills no rank's part, and a step of another world size fills none at all.
+        What peers have beyond their part fills no rank's part, and a step of another world size fills none at all.
         """
-        guests: set[int] = set()
+        peer_slots: set[int] = set()
         by_rank: dict[int, set[int]] = {rank: set() for rank in share.ranks}
         seen: set[int] = set()  # a slot that several replicas lie in fills one part
-        for shelved in self.shards.values():
-            if shelved.shard.job == job and not _is_foreign(shelved, share):
-                part = by_rank.get(shelved.shard.rank, guests)
-                part.update(slot for slot in shelved.slots if slot is not None and slot not in seen)
+        for stored in self.shards.values():
+            if stored.shard.job == job and not _is_foreign(stored, share):
+                part = by_rank.get(stored.shard.rank, peer_slots)
+                part.update(slot for slot in stored.slots if slot is not None and slot not in seen)
                 seen |= part
         unmet = sum(max(0, slots - len(by_rank[rank])) for rank, slots in share.ranks.items())
-        return unmet + max(0, share.guest_slots - len(guests))
+        return unmet + max(0, share.peer_slots - len(peer_slots))
 
     def _held_count(self, job: str) -> int:
         """Return the slots of a job's replicas; those that several of them share count once."""
-        held = (shelved.slots for shelved in self.shards.values() if shelved.shard.job == job)
+        held = (stored.slots for stored in self.shards.values() if stored.shard.job == job)
         return len({slot for slots in held for slot in slots if slot is not None})
 
     def used_by_rank(self, job: str, rank: int) -> int:
         """Return the slots that a local rank's stored and incoming shards count for."""
         return self._count(job, [rank])
 
-    def used_by_guests(self, job: str) -> int:
+    def used_by_peers(self, job: str) -> int:
         """Return the slots that other hosts' shards of the job count for."""
         share = self.shares.get(job)
         local = set(share.ranks) if share is not None else set()
         held = (s.shard for s in self.shards.values() if s.shard.job == job)
-        drafted = (d.shard for d in self.drafts.values() if d.shard.job == job)
+        drafted = (d.shard for d in self.incoming.values() if d.shard.job == job)
         return self._count(job, {s.rank for s in (*held, *drafted)} - local)
 
     def _count(self, job: str, ranks: Iterable[int]) -> int:
         wanted, share = set(ranks), self.shares.get(job)
         mine = (s for s in self.shards.values() if s.shard.job == job and s.shard.rank in wanted)
         stored = sum(len(s.slots) for s in mine if share is None or not _is_foreign(s, share))
-        drafts = (d for d in self.drafts.values() if d.shard.job == job and d.shard.rank in wanted)
-        return stored + sum(self._slots_for(draft) for draft in drafts)
+        incoming = (d for d in self.incoming.values() if d.shard.job == job and d.shard.rank in wanted)
+        return stored + sum(self._slots_for(replica) for replica in incoming)
 
-    def _slots_for(self, draft: IncomingReplica) -> int:
-        """Return the slots that a draft takes in the end; chunks shared with a stored replica take none."""
-        if draft.excerpt is None:
-            return len(draft.slots)
-        return sum(draft.slots[i] not in self.users for i in draft.excerpt)
+    def _slots_for(self, replica: IncomingReplica) -> int:
+        """Return the slots that an incoming replica takes in the end; chunks shared with a stored replica take none."""
+        if replica.part is None:
+            return len(replica.slots)
+        return sum(replica.slots[i] not in self.users for i in replica.part)
 
     def leasable(self, job: str, rank: int, leased_count: int) -> int:
         """Free slots a rank may still lease: its share less what its shards and leases use."""
@@ -376,27 +381,27 @@ class ReplicaIndex:
             return 0
         return max(0, share.ranks.get(rank, 0) - self.used_by_rank(job, rank) - leased_count)
 
-    def guest_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
-        """Say why an incoming copy does not fit the guest share, or None."""
+    def peer_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
+        """Say why an incoming copy does not fit the peer share, or None."""
         share = self.shares.get(shard.job)
-        expected = [len(draft.wanted) for key, draft in self.drafts.items() if key[1] != OWN_DRAFT]
-        if len(expected) >= GUEST_DRAFTS_MAX:
-            return f"{len(expected)} shards of other hosts are unfinished here, the limit is {GUEST_DRAFTS_MAX}"
+        expected = [len(replica.wanted) for key, replica in self.incoming.items() if key[1] != LOCAL_SENDER]
+        if len(expected) >= PEER_INCOMING_MAX:
+            return f"{len(expected)} shards of other hosts are unfinished here, the limit is {PEER_INCOMING_MAX}"
         if sum(expected) + chunks_count > self.table.claimed_count:
             return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
-            # Drafts of jobs without a share hold no slots yet for chunks that have not arrived.
-            awaited = sum(len(d.missing) for d in self.drafts.values() if d.shard.job not in self.shares)
+            # Incoming replicas of jobs without a share hold no slots yet for chunks that have not arrived.
+            awaited = sum(len(d.missing) for d in self.incoming.values() if d.shard.job not in self.shares)
             free = max(0, len(self.table.free) - self._promised() - awaited)
             if chunks_count <= free:
                 return None
             return f"no room is reserved for job {shard.job!r} here and {free} slots are free, {chunks_count} needed"
         if shard.rank in share.ranks:
             return None  # its own rank's shard comes back: that is the in-flight share
-        used = self.used_by_guests(shard.job)
-        if used + chunks_count <= share.guest_slots:
+        used = self.used_by_peers(shard.job)
+        if used + chunks_count <= share.peer_slots:
             return None
-        return f"guest share full: {used} of {share.guest_slots} slots used, {chunks_count} needed"
+        return f"peer share full: {used} of {share.peer_slots} slots used, {chunks_count} needed"
 
     def _promised(self) -> int:
         """Free slots that shares still have a claim on."""
@@ -406,5 +411,5 @@ class ReplicaIndex:
         return max(0, claimed - used - leased)
 
 
-def _is_foreign(shelved: StoredReplica, share: PeerShare) -> bool:
-    return share.world_size not in (0, shelved.spec.world_size)
+def _is_foreign(stored: StoredReplica, share: PeerShare) -> bool:
+    return share.world_size not in (0, stored.spec.world_size)

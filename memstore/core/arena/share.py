@@ -13,17 +13,17 @@ class PeerShare:
 
     attempt: int
     ranks: dict[int, int]  # local rank -> slots
-    guest_slots: int
+    peer_slots: int
     world_size: int = 0  # shards of another world size count for no rank's part; 0: all count
     versions: int = 1  # how many versions the slots are for
 
     @property
     def total(self) -> int:
         """All slots the job may use here."""
-        return sum(self.ranks.values()) + self.guest_slots
+        return sum(self.ranks.values()) + self.peer_slots
 
 
 def share_of(order: Reserve | Grow) -> PeerShare:
     """Return the room that an order names."""
     ranks = {row.rank: row.slots for row in order.ranks}
-    return PeerShare(order.attempt, ranks, order.guest_slots, order.world_size, order.versions)
+    return PeerShare(order.attempt, ranks, order.peer_slots, order.world_size, order.versions)

@@ -1,10 +1,10 @@
 """The slot table of one arena: the owner and the content of each slot. Pure (R6, R8, R13).
 
-    free --lease--> leased --hand-over--> receiving --digest--> sealed --last reference gone--> free
+    free --lease--> leased --submit--> receiving --digest--> sealed --last reference gone--> free
       '------------- offer, stage -----------^   '--abort--> free
     leased --owner proved dead--> free
 
-    free --its pages are given back--> hollow --they are claimed again--> free     (R9)
+    free --its pages are given back--> unbacked --they are claimed again--> free     (R9)
 
 A sealed slot is never written. References are counted here and never stored: on adoption they are
 counted again from the manifests (R6). `take_dirty` returns the slots whose header must be written.
@@ -45,7 +45,7 @@ class Slot:
     owner: Owner | None = None
     attempt: int = 0
     verified_s: float = 0.0
-    refs: int = 0  # shards and drafts that use it while sealed
+    refs: int = 0  # shards and incoming replicas that use it while sealed
 
 
 class SlotTable:
@@ -54,10 +54,11 @@ class SlotTable:
     def __init__(self, slots_count: int = 0) -> None:
         self.slots: list[Slot] = [Slot() for _ in range(slots_count)]
         self.free: list[int] = list(range(slots_count - 1, -1, -1))  # popped from the end: low numbers first
-        self.hollow: list[int] = []  # state FREE as well, and without pages: not leased before it is filled
+        self.unbacked: list[int] = []  # state FREE as well, and without pages: not leased before it is filled
         self.index: dict[bytes, int] = {}
         self.leases: dict[Owner, set[int]] = {}
-        self.handed: dict[Owner, set[int]] = {}  # handed over and not sealed yet: no shard and no draft counts them
+        # submitted and not sealed yet: no shard and no incoming replica counts them
+        self.submitted: dict[Owner, set[int]] = {}
         self.dirty: set[int] = set()
 
     def grow(self, slots_count: int) -> None:
@@ -74,28 +75,28 @@ class SlotTable:
         elif slot.state is SlotState.LEASED and slot.owner is not None:
             self.leases.setdefault(slot.owner, set()).add(number)
 
-    def rebuild_free(self, hollow: Collection[int] = ()) -> None:
+    def rebuild_free(self, unbacked: Collection[int] = ()) -> None:
         """Rebuild the free list after `restore` calls; some of the free slots have no pages."""
-        free, without = [n for n, slot in enumerate(self.slots) if slot.state is SlotState.FREE], set(hollow)
-        self.hollow = [n for n in free if n in without]
+        free, without = [n for n, slot in enumerate(self.slots) if slot.state is SlotState.FREE], set(unbacked)
+        self.unbacked = [n for n in free if n in without]
         self.free = [n for n in reversed(free) if n not in without]
 
     @property
     def claimed_count(self) -> int:
         """Slots that have pages."""
-        return len(self.slots) - len(self.hollow)
+        return len(self.slots) - len(self.unbacked)
 
     def empty(self, count: int, kept: Collection[int]) -> list[int]:
-        """Make up to `count` free slots hollow, those that were free for longest, and none of `kept`; return them."""
+        """Make up to `count` free slots unbacked, those that were free for longest, and none of `kept`; return them."""
         chosen = [n for n in self.free if n not in kept][:count]
         without = set(chosen)
         self.free = [n for n in self.free if n not in without]
-        self.hollow = sorted({*self.hollow, *chosen})
+        self.unbacked = sorted({*self.unbacked, *chosen})
         return sorted(chosen)
 
     def fill(self, numbers: Collection[int]) -> None:
-        """Note that hollow slots have their pages again."""
-        self.hollow = sorted(set(self.hollow).difference(numbers))
+        """Note that unbacked slots have their pages again."""
+        self.unbacked = sorted(set(self.unbacked).difference(numbers))
         self.free[:0] = sorted(numbers, reverse=True)
 
     def take_dirty(self) -> set[int]:
@@ -114,32 +115,32 @@ class SlotTable:
         self.leases.setdefault(owner, set()).update(numbers)
         return numbers
 
-    def hand_over(self, owner: Owner, numbers: Iterable[int]) -> bool:
+    def submit(self, owner: Owner, numbers: Iterable[int]) -> bool:
         """Take leased slots over from their owner; False, changing nothing, if one is not leased to it (R8)."""
         wanted = list(numbers)
         mine = self.leases.get(owner, set())
         if len(set(wanted)) != len(wanted) or not mine.issuperset(wanted):
             return False
         mine.difference_update(wanted)
-        self.handed.setdefault(owner, set()).update(wanted)
+        self.submitted.setdefault(owner, set()).update(wanted)
         for number in wanted:
             self._enter(number, SlotState.RECEIVING)
         return True
 
     def held_count(self, owners: Iterable[Owner]) -> int:
-        """Return how many slots processes have that no shard and no draft counts (R10)."""
-        return sum(len(held.get(owner, ())) for owner in owners for held in (self.leases, self.handed))
+        """Return how many slots processes have that no shard and no incoming replica counts (R10)."""
+        return sum(len(held.get(owner, ())) for owner in owners for held in (self.leases, self.submitted))
 
-    def transfer(self, owner: Owner, heir: Owner, numbers: Iterable[int]) -> bool:
+    def transfer(self, owner: Owner, receiver: Owner, numbers: Iterable[int]) -> bool:
         """Move leases to another process; False, changing nothing, if a slot is not leased to the first (R8)."""
         wanted = set(numbers)
         mine = self.leases.get(owner, set())
         if not mine.issuperset(wanted):
             return False
         mine.difference_update(wanted)
-        self.leases.setdefault(heir, set()).update(wanted)
+        self.leases.setdefault(receiver, set()).update(wanted)
         for number in wanted:
-            self.slots[number].owner = heir
+            self.slots[number].owner = receiver
             self.dirty.add(number)
         return True
 
@@ -233,10 +234,10 @@ class SlotTable:
         owner, self.slots[number].owner = self.slots[number].owner, None
         if owner is not None:
             self.leases.get(owner, set()).discard(number)
-            handed = self.handed.get(owner, set())
-            handed.discard(number)
-            if not handed:
-                self.handed.pop(owner, None)
+            submitted = self.submitted.get(owner, set())
+            submitted.discard(number)
+            if not submitted:
+                self.submitted.pop(owner, None)
 
     def _take(self, state: SlotState) -> int:
         number = self.free.pop()
@@ -249,8 +250,10 @@ class SlotTable:
 
     def validate(self) -> None:
         """Raise AssertionError naming the first broken invariant; for tests and the simulator."""
-        free = {*self.free, *self.hollow}
-        assert len(free) == len(self.free) + len(self.hollow), "a slot is twice in the free list, or free and hollow"
+        free = {*self.free, *self.unbacked}
+        assert len(free) == len(self.free) + len(self.unbacked), (
+            "a slot is twice in the free list, or free and unbacked"
+        )
         for number, slot in enumerate(self.slots):
             assert (slot.state is SlotState.FREE) == (number in free), f"slot {number} free list disagrees"
             assert slot.refs >= 0, f"slot {number} has {slot.refs} references"

@@ -26,19 +26,19 @@ class AttemptNumbers:
         """
         job = self.state.jobs.get(name)
         unapplied = [x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
-        known = job.newest_ordinal if job is not None else 0
-        ordinal = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
+        known = job.newest_number if job is not None else 0
+        attempt_number = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
         absent = self._absent(job) if job is not None and name not in self._opened else set()
         self._opened.add(name)
         if not absent:
-            return ordinal
+            return attempt_number
         hosts = ", ".join(sorted(absent)[:10])
         why = f"hosts {hosts} had its newest steps and have not come: they may know of launches"
-        self.out.log(f"job {name!r}: attempt {ordinal + LEFT_FREE} follows {known}: {why}", "warning")
-        return ordinal + LEFT_FREE
+        self.out.log(f"job {name!r}: attempt {attempt_number + LEFT_FREE} follows {known}: {why}", "warning")
+        return attempt_number + LEFT_FREE
 
     def _absent(self, job: Job) -> set[str]:
         named = {host for fact in job.commits.values() for hosts in fact.hosts for host in hosts}
         if job.newest is not None:
-            named |= {seat.host_id for seat in job.newest.seats.values()}
+            named |= {member.host_id for member in job.newest.members.values()}
         return named - self.state.hosts.states.keys()

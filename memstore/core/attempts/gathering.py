@@ -51,7 +51,7 @@ def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
     shard = attempt.shard_of[asked.rank] if attempt.shard_of else None
     return Entrant(
         call, attempt.launched(asked.rank), asked.nonce, asked.key, attempt.launcher, attempt.config,
-        attempt.seats[asked.rank].pid, shard, max(attempt.shard_of) + 1 if attempt.shard_of else None,
+        attempt.members[asked.rank].pid, shard, max(attempt.shard_of) + 1 if attempt.shard_of else None,
         limit_s=float(attempt.config["connect_timeout_s"]),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from memstore.core.cluster.collective import gather_timeout, job_removed, missin
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
-from memstore.core.cluster.job import Attempt, Call, Job, Seat
+from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
@@ -43,7 +43,7 @@ class Attempts:
         self.gatherings: dict[str, Gathering] = {}
         self.opening: dict[str, list[Entrant]] = {}  # job -> processes to answer when their attempt is open
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
-        self.ordinals = AttemptNumbers(state, out, journal)
+        self.unsigned = AttemptNumbers(state, out, journal)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
         state.holds.add("a rewind", self._held, is_in_use=False)
 
@@ -70,12 +70,12 @@ class Attempts:
         if refusal is not None:
             self.out.refuse(call, *refusal)
             return
-        if newest is not None and self._replaces_seat(newest, request):
+        if newest is not None and self._replaces_member(newest, request):
             contradiction = self._contradiction(name, newest, request)
             if contradiction:
                 self.out.refuse(call, "ConfigError", contradiction)
             else:
-                self._replace_seat(name, newest, entrant)
+                self._replace_member(name, newest, entrant)
             return
         self._gather(now, name, entrant, request.world_size)
 
@@ -90,11 +90,11 @@ class Attempts:
 
     def _is_member(self, name: str, attempt: Attempt, entrant: Entrant) -> bool:
         is_launch = entrant.key in (None, attempt.key)  # else its process begins another one
-        seat = attempt.seats.get(attempt.rank_of(entrant.rank)) if is_launch else None
-        is_leaving = seat is not None and seat.rank in self.closes.get(name, ())  # it said close: a new life
-        return seat is not None and seat.nonce == entrant.nonce and attempt.phase != "closed" and not is_leaving
+        member = attempt.members.get(attempt.rank_of(entrant.rank)) if is_launch else None
+        is_leaving = member is not None and member.rank in self.closes.get(name, ())  # it said close: a new life
+        return member is not None and member.nonce == entrant.nonce and attempt.phase != "closed" and not is_leaving
 
-    def _replaces_seat(self, attempt: Attempt, request: Join) -> bool:
+    def _replaces_member(self, attempt: Attempt, request: Join) -> bool:
         """Let a newer join replace a rank inside the attempt, until some rank has completed a get or put."""
         is_same_launch = request.key is not None and request.key == attempt.key
         is_untouched = not attempt.has_restored and not attempt.has_put and attempt.phase != "closed"
@@ -109,17 +109,17 @@ class Attempts:
             return ""
         return f"job {name!r}: rank {rank} named shard {before[0]} of {before[1]}; who takes its place names {said}"
 
-    def _replace_seat(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
+    def _replace_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
         """Record the attempt again with the new process in it: a successor must know it by its nonce."""
         unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         unapplied = [
-            x for x in unapplied if x.attempt == attempt.ordinal
+            x for x in unapplied if x.attempt == attempt.attempt_number
         ]  # its ranks may have been renumbered just now
         fact = unapplied[-1] if unapplied else attempt.written_again(name, self.state.wall_s)
-        seat, host = attempt.seats[attempt.rank_of(entrant.rank)], entrant.call.host_id
-        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(seat.nonce)
+        member, host = attempt.members[attempt.rank_of(entrant.rank)], entrant.call.host_id
+        nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(member.nonce)
         nonces[rank], hosts[rank] = entrant.nonce, host
-        seat.nonce, seat.host_id, seat.pid, seat.is_gone = nonces[rank], host, 0, False
+        member.nonce, member.host_id, member.pid, member.is_gone = nonces[rank], host, 0, False
         self.opening.setdefault(name, []).append(entrant)
         self.journal.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
 
@@ -130,16 +130,17 @@ class Attempts:
         if world_size > WORLD_SIZE_MAX:
             return "ConfigError", f"world_size={world_size} is over the limit of {WORLD_SIZE_MAX:,} ranks"
         if job is not None:
-            spent = [a.ordinal for a in job.attempts.values() if a.key is not None and a.key == request.key]
+            spent = [a.attempt_number for a in job.attempts.values() if a.key is not None and a.key == request.key]
             # A launch may open several attempts (a rank that died and came back, a rewind); only the last one counts.
-            if newest is not None and spent and (max(spent) != newest.ordinal or newest.phase == "closed"):
+            if newest is not None and spent and (max(spent) != newest.attempt_number or newest.phase == "closed"):
                 why = f"the launch key {request.key!r} belongs to attempt {max(spent)}, which is closed"
                 return "FencedError", f"job {name!r}: {why}: every launch needs a new key"
         if newest is not None and newest.phase != "closed" and not request.takeover:
-            busy = self._busy_seat(now, newest, request)
+            busy = self._busy_member(now, newest, request)
             if busy is not None:
                 return "JobBusyError", (
-                    f"job {name!r} is being trained: rank {busy.rank} of attempt {newest.ordinal} is alive on host "
+                    f"job {name!r} is being trained: rank {busy.rank} of attempt {newest.attempt_number} is "
+                    "alive on host "
                     f"{busy.host_id} (pid {busy.pid}, step {busy.step}). Stop that launch, use another job name, or "
                     "connect(..., takeover=True) to fence it"
                 )
@@ -151,14 +152,14 @@ class Attempts:
             )
         return None
 
-    def _busy_seat(self, now: float, attempt: Attempt, request: Join) -> Seat | None:
+    def _busy_member(self, now: float, attempt: Attempt, request: Join) -> AttemptMember | None:
         is_same_launch = request.key is not None and request.key == attempt.key
         if is_same_launch or request.launcher in attempt.launcher.split(" "):
             return None
-        for seat in attempt.seats.values():
-            is_active = now - seat.last_active_s <= ACTIVE_WINDOW_S
-            if not seat.is_gone and is_active and self.state.hosts.is_live(seat.host_id):
-                return seat
+        for member in attempt.members.values():
+            is_active = now - member.last_active_s <= ACTIVE_WINDOW_S
+            if not member.is_gone and is_active and self.state.hosts.is_live(member.host_id):
+                return member
         return None
 
     def _gather(self, now: float, name: str, entrant: Entrant, world_size: int) -> None:
@@ -172,7 +173,7 @@ class Attempts:
             self.out.refuse(replaced.call, "FencedError", f"job {name!r}: a newer process joined as rank {rank}")
         gathering.joins[rank] = entrant
         if len(gathering.joins) == world_size:
-            refusal = self.view.twins.refusal(
+            refusal = self.view.shared_shards.refusal(
                 name, [(gathering.joins[r].shard, gathering.joins[r].shards) for r in range(world_size)]
             )
             if refusal is not None:
@@ -229,11 +230,11 @@ class Attempts:
         before = job.newest.level_asked if job is not None and job.newest is not None else None
         level = self.view.asked_level(hosts, int(first.config["replicas"]), before)
         parent = job.parent_for_next() if job is not None and not first.is_fresh else None
-        ordinal = self.ordinals.next(name)
+        attempt_number = self.unsigned.next(name)
         self.opening.setdefault(name, []).extend(joins)
-        opened = self.view.with_copiers(
+        opened = self.view.with_writers(
             AttemptOpened(
-                job=name, attempt=ordinal, world_size=gathering.world_size, parent=parent, key=gathering.key,
+                job=name, attempt=attempt_number, world_size=gathering.world_size, parent=parent, key=gathering.key,
                 is_fresh=first.is_fresh, level_asked=level, config=dict(first.config),
                 nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
@@ -244,7 +245,7 @@ class Attempts:
         self.journal.record(opened)
         if gathering.rewind_to is not None:
             to = gathering.rewind_to
-            self.journal.record(RestoreDecided(name, ordinal, 0, to.attempt, to.step, self.state.wall_s))
+            self.journal.record(RestoreDecided(name, attempt_number, 0, to.attempt, to.step, self.state.wall_s))
 
     # -- facts applied ------------------------------------------------------------------------
 
@@ -252,24 +253,24 @@ class Attempts:
         """Apply the replicated (or replayed) fact: the attempt exists and older ones are fenced."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         joined = {entrant.nonce: entrant for entrant in self.opening.get(fact.job, ())}
-        seats = {
-            rank: _seat(rank, host, nonce, joined.get(nonce), now)
+        members = {
+            rank: _member(rank, host, nonce, joined.get(nonce), now)
             for rank, (host, nonce) in enumerate(zip(fact.hosts, fact.nonces, strict=True))
         }
         old = job.attempts.get(fact.attempt)
         if old is not None:  # recorded again because a rank was replaced: the ranks still there keep their places
-            kept = {seat.nonce: seat for seat in old.seats.values() if seat.pid}
-            old.seats = {rank: kept.get(seat.nonce, seat) for rank, seat in seats.items()}
-            old.order, old.shard_of, old.copiers = fact.order, fact.shard_of, fact.copiers
-            for rank, seat in old.seats.items():
-                seat.rank = rank
+            kept = {member.nonce: member for member in old.members.values() if member.pid}
+            old.members = {rank: kept.get(member.nonce, member) for rank, member in members.items()}
+            old.order, old.shard_of, old.writers = fact.order, fact.shard_of, fact.writers
+            for rank, member in old.members.items():
+                member.rank = rank
             job.placement = None
             if not is_replay:
                 self.fence_all(now, fact.job)
             return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), seats, order=fact.order, shard_of=fact.shard_of, copiers=fact.copiers,
+            dict(fact.config), members, order=fact.order, shard_of=fact.shard_of, writers=fact.writers,
             opened_s=fact.wall_s,
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
@@ -296,12 +297,12 @@ class Attempts:
         """Order hosts to refuse processes of older attempts; their own that came by a rewind are none."""
         members = attempt.nonces_by_host()
         for host in hosts:
-            self.out.send(host, Fence(job=name, attempt=attempt.ordinal, members=tuple(members.get(host, ()))))
+            self.out.send(host, Fence(job=name, attempt=attempt.attempt_number, members=tuple(members.get(host, ()))))
 
-    def fenced(self, now: float, host_id: str, job: str, ordinal: int) -> None:
+    def fenced(self, now: float, host_id: str, job: str, attempt_number: int) -> None:
         """Take a host's inventory: it refuses older processes now."""
         newest = self.state.jobs[job].newest if job in self.state.jobs else None
-        if job in self.fence_waits and newest is not None and ordinal >= newest.ordinal:
+        if job in self.fence_waits and newest is not None and attempt_number >= newest.attempt_number:
             waits, _ = self.fence_waits[job]
             waits.discard(host_id)
             if not waits:  # ticks look for hosts that died meanwhile
@@ -333,10 +334,10 @@ class Attempts:
             return
         rank = attempt.rank_of(entrant.rank)
         reply = Joined(
-            attempt=attempt.ordinal, world_size=attempt.world_size, rank=rank, order=tuple(attempt.order),
+            attempt=attempt.attempt_number, world_size=attempt.world_size, rank=rank, order=tuple(attempt.order),
             restored_step=attempt.parent_step if attempt.has_restored else None, resume_step=attempt.resume_step,
             put_every=attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
-            shared_shard=self.view.twins.joined(attempt, rank),
+            shared_shard=self.view.shared_shards.joined(attempt, rank),
         )  # fmt: skip
         self.out.answer(entrant.call, reply)
 
@@ -353,10 +354,10 @@ class Attempts:
         for entrant in (e for waiting in self.opening.values() for e in waiting if e.nonce == nonce):
             entrant.is_gone = True  # its place is set when the attempt's fact is replicated
         for job in self.state.jobs.values():
-            for seat in job.newest.seats.values() if job.newest is not None else ():
-                if seat.nonce == nonce:
-                    is_news, seat.is_gone = not seat.is_gone, True
-                    self.out.emit(RankDied(job, seat, is_news))
+            for member in job.newest.members.values() if job.newest is not None else ():
+                if member.nonce == nonce:
+                    is_news, member.is_gone = not member.is_gone, True
+                    self.out.emit(RankDied(job, member, is_news))
 
     def forget(self, name: str) -> None:
         """Drop what ranks of a removed job wait for."""
@@ -371,13 +372,13 @@ class Attempts:
         job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
         self.out.answer(call, Noted())
-        if job is None or attempt is None or attempt.ordinal != call.request.attempt:
+        if job is None or attempt is None or attempt.attempt_number != call.request.attempt:
             return
         ranks = self.closes.setdefault(job.name, set())
         ranks.add(rank)
-        attempt.seats[rank].is_gone = True
+        attempt.members[rank].is_gone = True
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
-            self.journal.record(AttemptClosed(job.name, attempt.ordinal))
+            self.journal.record(AttemptClosed(job.name, attempt.attempt_number))
 
     def apply_closed(self, fact: AttemptClosed) -> None:
         """Close an attempt: no rank of it goes on."""
@@ -406,11 +407,11 @@ class Attempts:
                 self.dismiss(name, *refusal)
 
 
-def _seat(rank: int, host: str, nonce: str, joined: Entrant | None, now: float) -> Seat:
-    """Return the seat of a process that joined; one that died before its attempt opened is gone."""
+def _member(rank: int, host: str, nonce: str, joined: Entrant | None, now: float) -> AttemptMember:
+    """Return the member for a process that joined; one that died before its attempt opened is gone."""
     if joined is None:
-        return Seat(rank, host, nonce, last_active_s=now)
-    return Seat(rank, host, nonce, joined.pid, joined.is_gone, last_active_s=now)
+        return AttemptMember(rank, host, nonce, last_active_s=now)
+    return AttemptMember(rank, host, nonce, joined.pid, joined.is_gone, last_active_s=now)
 
 
 def _unreadable(name: str, why: str) -> str:

@@ -52,8 +52,8 @@ class MeshOrders:
             self.attempts.answer_member(job.name, attempt, entrant)
             return
         asked = self.asked.get(job.name)
-        if asked is None or asked.attempt != attempt.ordinal:
-            asked = self.asked[job.name] = Asked(attempt.ordinal, request.together, now)
+        if asked is None or asked.attempt != attempt.attempt_number:
+            asked = self.asked[job.name] = Asked(attempt.attempt_number, request.together, now)
         if asked.together != request.together:
             self.out.refuse(
                 call, "ConfigError",
@@ -81,7 +81,7 @@ class MeshOrders:
         )
         self.attempts.opening.setdefault(job.name, []).extend(map(_entrant, asked.calls.values()))
         renumbered = attempt.written_again(job.name, self.state.wall_s, found.order)
-        self.journal.record(self.view.with_copiers(renumbered))
+        self.journal.record(self.view.with_writers(renumbered))
 
     def _order(self, job: Job, attempt: Attempt, asked: Asked, *, is_grace_over: bool) -> MeshOrder | None:
         try:
@@ -90,8 +90,8 @@ class MeshOrders:
                     live=self.state.hosts.live_ids(),
                     silent=() if is_grace_over else self.view.silent_hosts(job),
                 ),
-                job.spans(attempt.ordinal),
-                process_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+                job.spans(attempt.attempt_number),
+                process_hosts={rank: member.host_id for rank, member in attempt.members.items()},
                 together=asked.together,
             )
         except ValueError as exc:
@@ -113,7 +113,7 @@ class MeshOrders:
         for name, asked in list(self.asked.items()):
             job = self.state.jobs[name]
             attempt = job.newest
-            if attempt is None or attempt.ordinal != asked.attempt:
+            if attempt is None or attempt.attempt_number != asked.attempt:
                 self._dismiss(name, *newer_attempt(name))
             elif asked.complete_s is not None:
                 self._decide(now, job, attempt, asked)

@@ -100,7 +100,7 @@ class Rewinds:
         result = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
             (Span(step.attempt, step.step),), world_size=size,
-            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()}, only_step=step,
+            rank_hosts={rank: member.host_id for rank, member in attempt.members.items()}, only_step=step,
         )  # fmt: skip
         if result.verdict == NONE:
             return "RecoveryError", f"{name} is not whole any more, so nothing can go on from it: {result.why}"

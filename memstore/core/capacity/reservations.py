@@ -13,7 +13,7 @@ from msgspec import structs
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.facts import RoomClaimed
+from memstore.core.cluster.facts import SlotsReserved
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.kept_steps import kept_steps, versions_count
 from memstore.core.cluster.rank_calls import RankCalls
@@ -21,13 +21,12 @@ from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.journal.replication import Journal
-from memstore.core.targets.targets import ClusterView, GuestLookup
+from memstore.core.targets.targets import ClusterView, PeerHostLookup
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.orders import Grow, RankSlots, Reserve
 from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Reserved
 
-SLOTS_MAX = 1 << 40  # of one rank: the sum of all ranks and versions stays below the 2**62 of a message
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
 GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
 
@@ -75,12 +74,12 @@ class Reservations:
         state: ClusterState,
         out: Effects,
         journal: Journal,
-        told: SentOrders,
+        sent_orders: SentOrders,
         view: ClusterView,
         retention: Retention,
     ) -> None:
         self.state, self.out, self.journal = state, out, journal
-        self.told, self.view, self.retention = told, view, retention
+        self.sent_orders, self.view, self.retention = sent_orders, view, retention
         self.claims: dict[int, Claim] = {}  # by call
         self.calls_count = 0
         self.active: dict[str, Reservation] = {}
@@ -103,17 +102,11 @@ class Reservations:
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
             )  # fmt: skip
             return
-        rank, slots = call.request.rank, call.request.slots
-        if slots > SLOTS_MAX:
-            self.out.refuse(
-                call, "CapacityError",
-                f"rank {rank} of job {job.name!r} asks for {slots:,} slots, the limit is {SLOTS_MAX:,}: put less",
-            )  # fmt: skip
-            return
         active = self.active.get(job.name)
-        if active is None or active.attempt != attempt.ordinal:
+        if active is None or active.attempt != attempt.attempt_number:
             self._dismiss(active, *newer_attempt(job.name))
-            active = self.active[job.name] = Reservation(attempt.ordinal)
+            active = self.active[job.name] = Reservation(attempt.attempt_number)
+        rank, slots = call.request.rank, call.request.slots
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):
@@ -131,7 +124,7 @@ class Reservations:
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
         if not attempt.has_put:
-            self.retention.shed(job)
+            self.retention.free_unrestorable(job)
         active.waits = self.order(job, attempt)
         self._finish(job, active)
 
@@ -193,30 +186,30 @@ class Reservations:
             return set()
         keep = versions_count(job, attempt)
         local: dict[str, dict[int, int]] = {}
-        guests: dict[str, int] = {}
-        beside, lookup = self._pinned_slots(job), GuestLookup(self.view, job, attempt)
+        peer_slots: dict[str, int] = {}
+        beside, lookup = self._pinned_slots(job), PeerHostLookup(self.view, job, attempt)
         for rank, slots in self._outgrown_slots(job, attempt).items():
             beside[rank] = beside.get(rank, 0) + slots
         for rank in range(max(attempt.world_size, max(beside, default=-1) + 1)):
             slots = (self.need(job, attempt, rank) * keep if rank < attempt.world_size else 0) + beside.get(rank, 0)
-            if rank in attempt.seats:
-                local.setdefault(attempt.seats[rank].host_id, {})[rank] = slots
-            for target in lookup.guests(rank):
-                guests[target] = guests.get(target, 0) + slots
-        told = self.told
-        hosts = {h for h in {*local, *guests} if self.state.hosts.is_live(h) and (only is None or h in only)}
+            if rank in attempt.members:
+                local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
+            for target in lookup.peer_hosts(rank):
+                peer_slots[target] = peer_slots.get(target, 0) + slots
+        sent_orders = self.sent_orders
+        hosts = {h for h in {*local, *peer_slots} if self.state.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
             ranks = local.get(host, {})
             repair = sum(self.need(job, attempt, rank) for rank in ranks) if keep or beside else 0
             order = (Grow if is_growth else Reserve)(
-                job=job.name, attempt=attempt.ordinal,
+                job=job.name, attempt=attempt.attempt_number,
                 ranks=tuple(RankSlots(rank, slots) for rank, slots in sorted(ranks.items())),
-                guest_slots=guests.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
+                peer_slots=peer_slots.get(host, 0) + repair, world_size=attempt.world_size, versions=keep,
             )  # fmt: skip
-            if is_news_only and told.is_known(host, order):
+            if is_news_only and sent_orders.is_known(host, order):
                 hosts.discard(host)
                 continue
-            told.note(host, order)
+            sent_orders.note(host, order)
             self.out.send(host, structs.replace(order, call=call) if isinstance(order, Reserve) else order)
         return hosts
 
@@ -240,7 +233,7 @@ class Reservations:
         """
         total: dict[int, int] = {}
         for step in kept_steps(job, attempt) - job.pinned_steps():
-            if step.attempt == attempt.ordinal or job.commits[step].world_size != attempt.world_size:
+            if step.attempt == attempt.attempt_number or job.commits[step].world_size != attempt.world_size:
                 continue
             for rank, copies in job.copies.get(step, {}).items():
                 excess = max(copy.spec.chunks_count for copy in copies.values()) - self.need(job, attempt, rank)
@@ -260,7 +253,7 @@ class Reservations:
         """Take a host's answer: the room is claimed, or refused with numbers."""
         problem = report.problem
         if problem is not None:
-            self.told.refused(host_id, Reserve, report.job)
+            self.sent_orders.refused(host_id, Reserve, report.job)
         claim = self.claims.get(report.call) if report.call is not None else None
         if claim is not None:
             claim.waits.discard(host_id)
@@ -298,7 +291,7 @@ class Reservations:
             job = self.state.jobs.get(name)
             attempt = job.newest if job is not None else None
             is_live = self.state.hosts.is_live(host)
-            if job is None or attempt is None or attempt.ordinal != refused.attempt or not is_live:
+            if job is None or attempt is None or attempt.attempt_number != refused.attempt or not is_live:
                 del self.unroomed[name, host]
             elif refused.due_s <= now:
                 self.unroomed[name, host] = replace(refused, due_s=now + RETRY_S)
@@ -312,7 +305,7 @@ class Reservations:
         attempt = job.attempts[active.attempt]
         if not active.refusals:
             active.is_claimed = True
-            self.journal.record(RoomClaimed(job.name, attempt.ordinal, tuple(active.ordered)))
+            self.journal.record(SlotsReserved(job.name, attempt.attempt_number, tuple(active.ordered)))
             return
         del self.active[job.name]
         host, why = sorted(active.refusals.items())[0]
@@ -325,7 +318,7 @@ class Reservations:
         error = "CapacityError" if is_alike else "GrowthRefused"
         self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
 
-    def apply_claimed(self, fact: RoomClaimed, *, is_replay: bool) -> None:
+    def apply_claimed(self, fact: SlotsReserved, *, is_replay: bool) -> None:
         """Answer all ranks: the fact is replicated, so no successor makes them wait for ranks that put already."""
         job = self.state.jobs.get(fact.job)
         attempt = job.attempts.get(fact.attempt) if job is not None else None

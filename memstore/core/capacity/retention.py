@@ -25,25 +25,26 @@ class Retention:
         attempt = job.newest
         if attempt is None:
             return
-        has_commit = any(s.attempt == attempt.ordinal for s in job.commits)
+        has_commit = any(s.attempt == attempt.attempt_number for s in job.commits)
         kept, busy = kept_steps(job, attempt), self.state.holds.steps(job)
         for step in list(job.copies):
             if step in kept or step in busy:
                 continue
-            is_open = step.attempt == attempt.ordinal and attempt.steps.get(step.step) in ("open", "committing")
-            if is_open or not has_commit or not kept or (step.attempt == attempt.ordinal and step > max(kept)):
+            is_open = step.attempt == attempt.attempt_number and attempt.steps.get(step.step) in ("open", "committing")
+            if is_open or not has_commit or not kept or (step.attempt == attempt.attempt_number and step > max(kept)):
                 continue
             self._drop_step(job, step)
         # A commit is forgotten only beside a newer one: the last one is history even when its bytes are lost (R23).
         for step in [s for s in job.commits if kept and s < max(kept) and s not in {*job.copies, *kept, *busy}]:
             del job.commits[step]
-        newest = job.newest_commit(attempt.ordinal)
+        newest = job.newest_commit(attempt.attempt_number)
         for number in [n for n in attempt.steps if n < newest - STEPS_REMEMBERED]:
             del attempt.steps[number]
-        attempt.holes = [h for h in attempt.holes if h[1] > newest]  # older ones are below the newest commit anyway
+        # older ones are below the newest commit anyway
+        attempt.abandoned_ranges = [h for h in attempt.abandoned_ranges if h[1] > newest]
         compact(self.state, self.journal)
 
-    def shed(self, job: Job) -> None:
+    def free_unrestorable(self, job: Job) -> None:
         """Drop, at an attempt's first put, older steps that no lineage can restore any more (R10, R22).
 
         An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
@@ -54,11 +55,13 @@ class Retention:
         if attempt is None:
             return
         attempt.has_freed_unrestorable = True
-        spans, busy = job.spans(attempt.ordinal), self.state.holds.steps(job)
+        spans, busy = job.spans(attempt.attempt_number), self.state.holds.steps(job)
         kept = kept_steps(job, attempt)
         # Kept steps and further ones share all versions but the one that the put needs.
         spare = versions_count(job, attempt) - 1 - len(kept & job.copies.keys())
-        for step in sorted((s for s in job.copies if s.attempt < attempt.ordinal and s not in busy), reverse=True):
+        for step in sorted(
+            (s for s in job.copies if s.attempt < attempt.attempt_number and s not in busy), reverse=True
+        ):
             commit = job.commits.get(step)
             is_whole = commit is not None and len(job.copies[step]) == commit.world_size
             is_beyond = not in_lineage(spans, step)

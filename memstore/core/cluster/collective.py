@@ -33,7 +33,7 @@ def attempt_of(state: ClusterState, out: Effects, call: Call[RankRequest[Any]]) 
     """Return the job and the attempt of the rank that calls; None, and the call is refused, if its attempt is over."""
     job = state.jobs.get(call.request.job)
     attempt = job.newest if job is not None else None
-    if job is None or attempt is None or attempt.ordinal != call.request.attempt:
+    if job is None or attempt is None or attempt.attempt_number != call.request.attempt:
         out.refuse(call, *newer_attempt(call.request.job))
         return None
     return job, attempt

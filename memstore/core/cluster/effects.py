@@ -11,7 +11,7 @@ from typing import Any
 
 from memstore.core.cluster.events import Happened
 from memstore.core.cluster.job import Call
-from memstore.core.wire.messages import Action, Answer, Note, Tell
+from memstore.core.wire.messages import Action, Answer, LogLine, SendOrder
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 
@@ -34,7 +34,7 @@ class Effects:
 
     def send(self, host: str, order: Order) -> None:
         """Send an order to a holder."""
-        self.actions.append(Tell(host, order))
+        self.actions.append(SendOrder(host, order))
 
     def answer(self, call: Call[Any], reply: Reply) -> None:
         """Answer a call; facts that were recorded for it are sent first."""
@@ -47,7 +47,7 @@ class Effects:
 
     def log(self, text: str, level: str = "info") -> None:
         """Write a line to the controller's log."""
-        self.actions.append(Note(text, level))
+        self.actions.append(LogLine(text, level))
 
     def emit(self, happened: Happened) -> None:
         """Have every part react that has a reaction; returns when all have."""

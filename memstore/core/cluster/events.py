@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memstore.core.cluster.facts import JobRemoved
-from memstore.core.cluster.job import Attempt, Job, Seat
+from memstore.core.cluster.job import Attempt, AttemptMember, Job
 from memstore.core.cluster.reading import Round
 from memstore.core.wire.replies import RestoreReport
 from recovery.inventory import StepId
@@ -55,7 +55,7 @@ class RankDied:
     """The process of a rank of the newest attempt has ended."""
 
     job: Job
-    seat: Seat
+    member: AttemptMember
     is_news: bool  # False: it had closed its store, or is known to be dead
 
 

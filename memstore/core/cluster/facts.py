@@ -47,7 +47,7 @@ class AttemptOpened(FactBase, frozen=True):
     wall_s: float
     order: tuple[int, ...] = ()  # by rank: the launcher's number; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
-    copiers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
+    writers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
 
 
 class RestoreDecided(FactBase, frozen=True):
@@ -86,7 +86,7 @@ class StepRetired(FactBase, frozen=True):
     is_torn: bool = False  # its bytes mix two moments, though they match their digests: retired for good
 
 
-class StepAbandoned(FactBase, frozen=True):
+class StepSkipped(FactBase, frozen=True):
     """A step that some rank skipped: it will never be committed (R12)."""
 
     job: str
@@ -95,7 +95,7 @@ class StepAbandoned(FactBase, frozen=True):
     resume: int = 0  # all ranks put again from here: steps between are abandoned with it
 
 
-class RoomClaimed(FactBase, frozen=True):
+class SlotsReserved(FactBase, frozen=True):
     """Every host has room for the attempt: its ranks may put (R10)."""
 
     job: str
@@ -103,7 +103,7 @@ class RoomClaimed(FactBase, frozen=True):
     needs: tuple[int, ...]  # slots of one version, by rank
 
 
-class CadenceSet(FactBase, frozen=True):
+class PutIntervalSet(FactBase, frozen=True):
     """All ranks of an attempt go by this distance between puts from some steps after `step` on (R33)."""
 
     job: str
@@ -155,7 +155,7 @@ class JobForked(FactBase, frozen=True):
     from_attempt: int
     digests: tuple[str, ...]  # by rank: of its own manifests
     hosts: tuple[tuple[str, ...], ...]  # by rank: who has the chunks
-    seats: tuple[str, ...]  # by rank: the host that counts as its own
+    rank_hosts: tuple[str, ...]  # by rank: the host that counts as its own
     needs: tuple[int, ...]  # slots, by rank
     level: str
     level_asked: str  # coarsest spread level that the origin ever had (R18)
@@ -178,13 +178,13 @@ Fact = (
     HostsJoined
     | HostDraining
     | AttemptOpened
-    | RoomClaimed
-    | CadenceSet
+    | SlotsReserved
+    | PutIntervalSet
     | RestoreDecided
     | RestoreReleased
     | StepCommitted
     | StepRetired
-    | StepAbandoned
+    | StepSkipped
     | AttemptClosed
     | StepPinned
     | StepUnpinned

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable
 from memstore.core.cluster.job import Job
 from recovery.inventory import StepId
 
-Source = Callable[[Job], Iterable[StepId]]
+HoldSource = Callable[[Job], Iterable[StepId]]
 
 
 class Holds:
     """The sources of all holds, by purpose."""
 
     def __init__(self) -> None:
-        self._in_use: dict[str, Source] = {}
-        self._planned: dict[str, Source] = {}
+        self._in_use: dict[str, HoldSource] = {}
+        self._planned: dict[str, HoldSource] = {}
 
-    def add(self, what: str, source: Source, *, is_in_use: bool) -> None:
+    def add(self, what: str, source: HoldSource, *, is_in_use: bool) -> None:
         """Register a source.
 
         Args:

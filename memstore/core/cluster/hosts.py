@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memstore.core.wire.messages import Heard, HostInfo
+from memstore.core.wire.messages import HostBeat, HostInfo
 from memstore.core.wire.status_rows import HostStats
 from placement.topology import Host, Topology, domains_of_hosts
 
@@ -31,11 +31,11 @@ class HostState:
     """One host as the controller sees it."""
 
     info: HostInfo
-    last_heard_s: float  # when its last beat arrived
+    last_beat_s: float  # when its last beat arrived
     was_with_us_s: float  # the latest time, on our clock, at which it certainly obeyed this controller (R17)
     began_s: float = 0.0  # when its holder started
     idle_s: float = 0.0  # for how long none had run there before, unless it was used since (R5)
-    heard_at_s: float = 0.0  # when that beat arrived, on the clock of `HostTable.listened_s`
+    beat_at_s: float = 0.0  # when that beat arrived, on the clock of `HostTable.listened_s`
     status: Status = "live"
     why: str = ""
     since_s: float = 0.0  # when `status` was last entered
@@ -90,17 +90,17 @@ class HostTable:
                 info, now, asked_s, now - up_s, idle_s, self._listened_at(now), since_s=now
             )
             return [Change(info.host_id, "live", "joined")]
-        state.info, state.last_heard_s, state.began_s, state.is_gone = info, now, now - up_s, False
+        state.info, state.last_beat_s, state.began_s, state.is_gone = info, now, now - up_s, False
         state.was_with_us_s, state.idle_s = max(state.was_with_us_s, asked_s), idle_s
-        state.heard_at_s = self._listened_at(now)
+        state.beat_at_s = self._listened_at(now)
         return self._enter(now, state, "live", "joined again", is_new=True)
 
-    def heard(self, now: float, beat: Heard) -> list[Change]:
+    def heartbeat(self, now: float, beat: HostBeat) -> list[Change]:
         """Take a heartbeat: it clears suspicion, but a dead host needs a new session to be live again."""
         state = self.states.get(beat.host_id)
         if state is None or state.status == "dead":
             return []
-        state.last_heard_s, state.heard_at_s, state.stats = now, self._listened_at(now), beat.stats
+        state.last_beat_s, state.beat_at_s, state.stats = now, self._listened_at(now), beat.stats
         if state.was_with_us_s < beat.clock_s <= now:
             state.was_with_us_s = beat.clock_s
         return self._enter(now, state, "live", "heartbeat again") if state.status == "suspect" else []
@@ -128,7 +128,7 @@ class HostTable:
         self.listened_s, self._ticked_s = self._listened_at(now), now
         changes: list[Change] = []
         for state in self.states.values():
-            silent_s = self.listened_s - state.heard_at_s
+            silent_s = self.listened_s - state.beat_at_s
             if state.status == "live" and silent_s > self.suspect_after_s:
                 changes += self._enter(now, state, "suspect", f"no heartbeat for {silent_s:.1f} s")
             elif state.status == "suspect" and silent_s > self.dead_after_s:

@@ -24,7 +24,7 @@ from recovery.lineage import AttemptFact, Span, in_lineage, lineage
 
 
 @dataclass(slots=True)
-class Seat:
+class AttemptMember:
     """A rank's place in an attempt."""
 
     rank: int
@@ -44,9 +44,9 @@ class Seat:
 
 @dataclass(slots=True)
 class Attempt:
-    """One launch of the job's worker group; `ordinal` fences the older ones (R20, R21)."""
+    """One launch of the job's worker group; `attempt_number` fences the older ones (R20, R21)."""
 
-    ordinal: int
+    attempt_number: int
     world_size: int
     key: str | None
     launcher: str
@@ -54,37 +54,35 @@ class Attempt:
     parent: int | None
     level_asked: str
     config: Mapping[str, Any]
-    seats: dict[int, Seat]
+    members: dict[int, AttemptMember]
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank may have the decided step
     has_put: bool = False
-    has_freed_unrestorable: bool = (
-        False  # its first put came: older steps that no rank can restore any more are freed (R10)
-    )
+    has_freed_unrestorable: bool = False  # at its first put: older steps that no rank can restore are freed (R10)
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
     damaged_s: dict[int, float] = field(default_factory=dict)  # open step -> since when no copy has some chunk
     needs: dict[int, int] = field(default_factory=dict)  # rank -> slots of one version (R10)
-    cadence: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
+    put_intervals: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
     pace: Pace = field(default_factory=Pace)
-    holes: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
+    abandoned_ranges: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
     skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
-    copiers: tuple[int, ...] = ()
+    writers: tuple[int, ...] = ()
     opened_s: float | None = None  # wall clock
-    told_step: int = -1  # newest that a host said is trained, put or not
+    reported_step: int = -1  # newest that a host said is trained, put or not
 
     @property
     def trained_step(self) -> int:
         """Return the newest step that is known to be trained; ranks may have come further."""
-        return max((self.told_step, *(seat.step for seat in self.seats.values())))
+        return max((self.reported_step, *(member.step for member in self.members.values())))
 
     @property
     def replicas(self) -> int:
@@ -94,8 +92,8 @@ class Attempt:
     def nonces_by_host(self) -> dict[str, list[str]]:
         """Return the nonces of the attempt's processes, by host."""
         found: dict[str, list[str]] = {}
-        for seat in self.seats.values():
-            found.setdefault(seat.host_id, []).append(seat.nonce)
+        for member in self.members.values():
+            found.setdefault(member.host_id, []).append(member.nonce)
         return found
 
     def rank_of(self, launched: int) -> int:
@@ -107,14 +105,26 @@ class Attempt:
         return self.order[rank] if self.order else rank
 
     def written_again(self, job: str, wall_s: float, order: tuple[int, ...] | None = None) -> AttemptOpened:
-        """Return the fact of this attempt with its present seats, renumbered by `order` if one is given."""
+        """Return the fact of this attempt with its present members, renumbered by `order` if one is given."""
         launched = order or self.order
-        seats = [self.seats[self.rank_of(process)] for process in launched or range(self.world_size)]
+        members = [self.members[self.rank_of(process)] for process in launched or range(self.world_size)]
         return AttemptOpened(
-            job, self.ordinal, self.world_size, self.parent, self.key, self.is_fresh, self.level_asked, self.config,
-            tuple(seat.nonce for seat in seats), tuple(seat.host_id for seat in seats), self.launcher,
-            wall_s if self.opened_s is None else self.opened_s, launched, self.shard_of, self.copiers,
-        )  # fmt: skip
+            job,
+            self.attempt_number,
+            self.world_size,
+            self.parent,
+            self.key,
+            self.is_fresh,
+            self.level_asked,
+            self.config,
+            tuple(member.nonce for member in members),
+            tuple(member.host_id for member in members),
+            self.launcher,
+            wall_s if self.opened_s is None else self.opened_s,
+            launched,
+            self.shard_of,
+            self.writers,
+        )
 
 
 Q_co = TypeVar("Q_co", bound=Request[Any], covariant=True)
@@ -158,13 +168,15 @@ class Job:
     pin_asked: StepPinned | None = None  # its room is being claimed, or its fact is on its way
     origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
-    home: Placement | None = None  # the last one that copies were moved for: the next moves as little from it as can be
-    stand_ins_for: dict[str, str] = field(default_factory=dict)  # draining host -> the host whose targets its ranks use
+    # the last one that copies were moved for: the next moves as little from it as can be
+    last_copied_placement: Placement | None = None
+    # draining host -> the host whose targets its ranks use
+    substitute_for: dict[str, str] = field(default_factory=dict)
     refusals: dict[tuple[ShardId, str], str] = field(default_factory=dict)  # (shard, host) -> why a push failed
     changes: dict[StepId, int] = field(default_factory=dict)  # `changes_count` when the copies of a step last changed
     changes_count: int = 0  # of copies, over all steps
     settled: dict[StepId, int] = field(default_factory=dict)  # `changes` of a step that needed no repair then
-    hurt: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
+    damaged: set[StepId] = field(default_factory=set)  # steps of which some copy came with chunks missing
     short: dict[StepId, int] = field(default_factory=dict)  # the first rank found without enough copies to commit
 
     @property
@@ -175,13 +187,13 @@ class Job:
     @property
     def newest_committed(self) -> StepId | None:
         """The newest committed step of the lineage, or None."""
-        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        spans = self.spans(self.newest.attempt_number) if self.newest is not None else ()
         return max((step for step in self.commits if in_lineage(spans, step)), default=None)
 
     @property
     def newest_durable(self) -> StepId | None:
         """The newest step of the lineage that has a marker, or None."""
-        spans = self.spans(self.newest.ordinal) if self.newest is not None else ()
+        spans = self.spans(self.newest.attempt_number) if self.newest is not None else ()
         return max((step for step in self.markers if in_lineage(spans, step)), default=None)
 
     @property
@@ -199,7 +211,7 @@ class Job:
         if attempt is None or not self.copies:
             return set()
         ranks = self.copies[max(self.copies)]
-        return {h for rank, seat in attempt.seats.items() if seat.host_id == host_id for h in ranks.get(rank, ())}
+        return {h for rank, member in attempt.members.items() if member.host_id == host_id for h in ranks.get(rank, ())}
 
     def pinned_steps(self) -> set[StepId]:
         """Return the steps that a pin keeps."""
@@ -211,19 +223,19 @@ class Job:
         return {StepId(pin.attempt, pin.step): pin for pin in pins}
 
     @property
-    def newest_ordinal(self) -> int:
+    def newest_number(self) -> int:
         """Return the highest attempt that a fact, a copy or a marker names; 0 if there is none."""
         return max((*self.attempts, *self.past, *(s.attempt for s in (*self.copies, *self.markers))), default=0)
 
-    def opened_moments(self, ordinal: int) -> list[tuple[int, float]]:
+    def opened_moments(self, attempt_number: int) -> list[tuple[int, float]]:
         """Return when each attempt up to this one was opened, if known: it tells runs of one name apart (R31)."""
-        own = {a.ordinal: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
-        return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= ordinal]
+        own = {a.attempt_number: a.opened_s for a in self.attempts.values() if a.opened_s is not None}
+        return [(n, opened_s) for n, opened_s in sorted({**self.past_opened_s, **own}.items()) if n <= attempt_number]
 
     def is_abandoned(self, step: StepId) -> bool:
         """Return whether some rank skipped the step, or a skip made all ranks pass over it (R12)."""
         attempt = self.attempts.get(step.attempt)
-        return attempt is not None and any(first <= step.step < end for first, end in attempt.holes)
+        return attempt is not None and any(first <= step.step < end for first, end in attempt.abandoned_ranges)
 
     def retire(self, fact: StepRetired) -> None:
         """Take back the offer of a step, or offer it again; a step that is known to be torn stays torn (R25)."""
@@ -239,18 +251,21 @@ class Job:
             self.retired.pop(step, None)
             self.restores = [r for r in self.restores if r.step != step]  # or the crash loop would retire it at once
 
-    def newest_commit(self, ordinal: int) -> int:
+    def newest_commit(self, attempt_number: int) -> int:
         """Return the newest step that this attempt committed, or -1."""
-        return max((s.step for s in self.commits if s.attempt == ordinal), default=-1)
+        return max((s.step for s in self.commits if s.attempt == attempt_number), default=-1)
 
-    def spans(self, ordinal: int) -> tuple[Span, ...]:
-        """Return the lineage seen from attempt `ordinal`, newest first (R22)."""
-        own = {a.ordinal: AttemptFact(a.ordinal, a.parent, a.parent_step, a.world_size) for a in self.attempts.values()}
-        return lineage({**self.past, **own}, ordinal)
+    def spans(self, attempt_number: int) -> tuple[Span, ...]:
+        """Return the lineage seen from attempt `attempt_number`, newest first (R22)."""
+        own = {
+            a.attempt_number: AttemptFact(a.attempt_number, a.parent, a.parent_step, a.world_size)
+            for a in self.attempts.values()
+        }
+        return lineage({**self.past, **own}, attempt_number)
 
-    def spans_to_read(self, ordinal: int, only: StepId | None) -> tuple[Span, ...]:
+    def spans_to_read(self, attempt_number: int, only: StepId | None) -> tuple[Span, ...]:
         """Return the lineage, and the one step that a reader names, of any lineage: reading adopts nothing (R22)."""
-        spans = self.spans(ordinal)
+        spans = self.spans(attempt_number)
         return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
 
     def parent_for_next(self) -> int | None:
@@ -258,12 +273,12 @@ class Job:
 
         One that only durable storage remembers is newer where the hosts that knew it are gone and an older one is back.
         """
-        for ordinal in sorted({*self.attempts, *self.past}, reverse=True):
-            attempt = self.attempts.get(ordinal)
-            has_commit = any(step.attempt == ordinal for step in (*self.commits, *self.markers))
+        for attempt_number in sorted({*self.attempts, *self.past}, reverse=True):
+            attempt = self.attempts.get(attempt_number)
+            has_commit = any(step.attempt == attempt_number for step in (*self.commits, *self.markers))
             if has_commit or (attempt is not None and not attempt.is_fresh):
-                return ordinal
-        return self.newest_ordinal if self.newest is None and self.newest_ordinal else None
+                return attempt_number
+        return self.newest_number if self.newest is None and self.newest_number else None
 
     def add_copy(self, copy: Copy) -> None:
         """Record a verified copy, replacing the last report of that shard on that host."""
@@ -272,7 +287,7 @@ class Job:
         self.on_host.setdefault(copy.host, {}).setdefault(step, set()).add(copy.shard.rank)
         self._changed(step)
         if copy.missing:
-            self.hurt.add(step)
+            self.damaged.add(step)
 
     def _changed(self, step: StepId) -> None:
         self.changes_count += 1
@@ -320,18 +335,11 @@ class Job:
     ) -> Inventory:
         """Freeze what answering hosts hold, plus facts and markers, for the planner (R21, R24)."""
         answering = set(live)
-        copies = tuple(
-            c
-            for ranks in self.copies.values()
-            for hosts in ranks.values()
-            for c in hosts.values()
-            if c.host in answering
-        )
-        commits = tuple(commit_fact(fact) for fact in self.commits.values())
+        by_shard = (hosts for ranks in self.copies.values() for hosts in ranks.values())
         return Inventory(
             job=self.name,
-            copies=copies,
-            commits=commits,
+            copies=tuple(copy for hosts in by_shard for copy in hosts.values() if copy.host in answering),
+            commits=tuple(commit_fact(fact) for fact in self.commits.values()),
             markers=tuple(self.markers.values()),
             retired=dict(self.retired),
             gone=gone,

@@ -23,7 +23,7 @@ def newest_steps(committed: Iterable[StepId], *, keep: int) -> frozenset[StepId]
 
 def kept_steps(job: Job, attempt: Attempt) -> frozenset[StepId]:
     """Return the committed steps of the lineage that retention keeps."""
-    spans = job.spans(attempt.ordinal)
+    spans = job.spans(attempt.attempt_number)
     committed = [s for s in job.commits if in_lineage(spans, s) and s not in job.retired]
     return newest_steps(committed, keep=int(attempt.config["keep_steps"]))
 

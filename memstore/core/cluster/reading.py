@@ -38,7 +38,8 @@ class Round:
     withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
     ran_out_on: str = ""  # the awaited host, if all ranks had asked when the first of them withdrew
     is_agreement: bool = False  # all ranks ask for the step and for no bytes: it may have another world size (R27)
-    homes: dict[int, str] = field(default_factory=dict)  # rank of the step -> the host that brings its shard together
+    # rank of the step -> the host that brings its shard together
+    staging_hosts: dict[int, str] = field(default_factory=dict)
     unread: str = ""  # why durable storage could not be listed: then nothing is certain to be missing
 
     def enter(self, now: float, phase: Phase) -> None:

@@ -30,9 +30,7 @@ class Rules:
     lease_s: float = 3.0
     outlast_s: float = 3.0  # shortest wait of a new controller: what its predecessor's lease may still be (R17)
     settle_s: float = 10.0  # longest wait for the expected hosts before a new controller serves
-    abandoned_arena_ttl_s: float = (
-        86_400.0  # a job whose hosts had no holder for this long, and that no rank asks for, is dropped
-    )
+    abandoned_arena_ttl_s: float = 86_400.0  # a job whose hosts had no holder for so long is dropped, unless asked for
 
 
 class ClusterState:

@@ -28,7 +28,7 @@ def named_step(
         The step and None, or None and what to refuse with.
     """
     if number is None:
-        spans = job.spans(job.newest.ordinal) if job.newest is not None else ()
+        spans = job.spans(job.newest.attempt_number) if job.newest is not None else ()
         known = (s for s in among if in_lineage(spans, s) and s not in job.retired and of_attempt in (None, s.attempt))
         newest = max(known, default=None)
         return newest, None if newest else ("RecoveryError", f"job {job.name!r} has no committed step in its lineage")
@@ -39,7 +39,7 @@ def named_step(
         have = listed(sorted({s.step for s in among}, reverse=True)) or "none"
         what = "it was put and is not committed" if is_put else f"its committed steps are {have}"
         return None, ("RecoveryError", f"job {job.name!r} has no committed step {number}{of}: {what}")
-    mine = [s for s in found if job.newest is not None and in_lineage(job.spans(job.newest.ordinal), s)]
+    mine = [s for s in found if job.newest is not None and in_lineage(job.spans(job.newest.attempt_number), s)]
     if not mine and len(found) > 1:
         return None, (
             "RecoveryError",
@@ -78,9 +78,10 @@ def same_number(attempt: Attempt, step: StepId) -> str:
 
     That launch's hosts came after the number was given away. The next launch gets a higher one, and goes on from there.
     """
-    if step.attempt < attempt.ordinal:
+    if step.attempt < attempt.attempt_number:
         return ""
     return (
-        f"step {step.step} was put by another launch that had the number {attempt.ordinal} too: its hosts came after "
+        f"step {step.step} was put by another launch that had the number {attempt.attempt_number} too: its "
+        "hosts came after "
         "this launch had begun. Launch the job again: it gets another number, and goes on from that step"
     )

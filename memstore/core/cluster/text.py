@@ -42,8 +42,9 @@ def dropped_text(job: str, step: int) -> str:
 
 def who_is_missing(missing: list[int], world_size: int, done: str) -> str:
     """Return "2 of 3 ranks have connected, missing: rank 1", for `done`="connected"."""
-    return f"{world_size - len(missing)} of {world_size} ranks have {done}, missing: {_ranks(missing)}"
+    return f"{world_size - len(missing)} of {world_size} ranks have {done}, missing: {ranks_text(missing)}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"

@@ -36,7 +36,7 @@ class CommitRule:
         step: StepId,
         level: str,
     ) -> None:
-        """Prepare to look at a step; `attempt` is the newest: its seats decide where the copies go (R22)."""
+        """Prepare to look at a step; `attempt` is the newest: its members decide where the copies go (R22)."""
         self.view, self.job, self.attempt, self.step = view, job, attempt, step
         self.copies = job.copies.get(step, {})
         self.commit = job.commits.get(step)  # if it is committed already: its digests are the truth (R14)

@@ -12,7 +12,7 @@ from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import CommitApplied
-from memstore.core.cluster.facts import StepAbandoned, StepCommitted
+from memstore.core.cluster.facts import StepCommitted, StepSkipped
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
@@ -32,7 +32,7 @@ RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
 
 
-class Steps:
+class StepCommits:
     """Decides when steps of the current attempts are committed, abandoned or superseded."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Steps:
         freed when the newest attempt made its first put.
         """
         newest = job.newest
-        if newest is not None and newest.has_freed_unrestorable and step.attempt < newest.ordinal:
+        if newest is not None and newest.has_freed_unrestorable and step.attempt < newest.attempt_number:
             return True  # the copy, of a late host or a push under way, arrived after older attempts' steps were freed
         attempt = job.attempts.get(step.attempt)
         if attempt is None:
@@ -104,12 +104,12 @@ class Steps:
         job.refusals.pop((shard, copy.host), None)
         if attempt is job.newest:
             attempt.has_put = True
-            seat = attempt.seats.get(shard.rank)
-            if seat is not None:
-                seat.last_active_s, seat.step = now, max(seat.step, shard.step)
-                if copy.host == seat.host_id:
+            member = attempt.members.get(shard.rank)
+            if member is not None:
+                member.last_active_s, member.step = now, max(member.step, shard.step)
+                if copy.host == member.host_id:
                     attempt.pace.reached(shard.step, now)
-                    seat.sealed_step = max(seat.sealed_step, shard.step)
+                    member.sealed_step = max(member.sealed_step, shard.step)
                     self._give_up_passed(job, attempt, shard)
             if shard.step not in attempt.steps:
                 attempt.steps.begin(shard.step)
@@ -126,7 +126,7 @@ class Steps:
         never put), and they would hold the other ranks' room for ever.
         """
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
-            step = StepId(attempt.ordinal, number)
+            step = StepId(attempt.attempt_number, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
                 self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
 
@@ -136,9 +136,9 @@ class Steps:
         This is the check of `_give_up_passed` for a step that opens late, when that rank has passed it already.
         Otherwise ranks that each hold an open step which another rank passed over would wait for one another's puts.
         """
-        step = StepId(attempt.ordinal, number)
+        step = StepId(attempt.attempt_number, number)
         held = job.copies.get(step, {})
-        passed = next((s for s in attempt.seats.values() if s.sealed_step > number and s.rank not in held), None)
+        passed = next((s for s in attempt.members.values() if s.sealed_step > number and s.rank not in held), None)
         if passed is not None and not job.is_abandoned(step):
             why = f"rank {passed.rank} put step {passed.sealed_step} without having put it"
             self._give_up(job, attempt, number, why)
@@ -148,7 +148,7 @@ class Steps:
 
         Only after `dead_after_s`: a report of another copy may be under way, a host that has one may come back.
         """
-        ranks = job.copies.get(StepId(attempt.ordinal, number), {}).values()
+        ranks = job.copies.get(StepId(attempt.attempt_number, number), {}).values()
         if not any(frozenset.intersection(*(c.missing for c in copies.values())) for copies in ranks if copies):
             attempt.damaged_s.pop(number, None)
         elif now - attempt.damaged_s.setdefault(number, now) >= self.state.rules.dead_after_s:
@@ -158,8 +158,8 @@ class Steps:
         attempt.skip_reasons[number] = attempt.skip_why = f"step {number} was given up: {why}"
         attempt.is_skip_for_room = False
         attempt.steps[number] = "abandoned"
-        attempt.holes.append((number, number + 1))
-        self.journal.record(StepAbandoned(job.name, attempt.ordinal, number, number + 1))
+        attempt.abandoned_ranges.append((number, number + 1))
+        self.journal.record(StepSkipped(job.name, attempt.attempt_number, number, number + 1))
 
     def inventory(self, host: str, name: str, copies: list[Copy]) -> None:
         """Take a host's answer to a fence: everything it has of a job (R21)."""
@@ -178,35 +178,35 @@ class Steps:
         if attempt is None:
             return
         for step, ranks in (job.copies if host is None else job.on_host.get(host, {})).items():
-            if step.attempt != attempt.ordinal:
+            if step.attempt != attempt.attempt_number:
                 continue
             attempt.has_put = True
             attempt.steps.begin(step.step)
             for rank in ranks:
-                seat = attempt.seats.get(rank)
-                if seat is not None:
-                    seat.step = max(seat.step, step.step)
-                    if seat.host_id in job.copies[step][rank]:
-                        seat.sealed_step = max(seat.sealed_step, step.step)
+                member = attempt.members.get(rank)
+                if member is not None:
+                    member.step = max(member.step, step.step)
+                    if member.host_id in job.copies[step][rank]:
+                        member.sealed_step = max(member.sealed_step, step.step)
 
-    def trained(self, told: Mapping[str, tuple[int, int]]) -> None:
+    def trained(self, reported: Mapping[str, tuple[int, int]]) -> None:
         """Take a host's report of the step that its ranks of a job train, put or not."""
-        for name, (ordinal, step) in told.items():
+        for name, (attempt_number, step) in reported.items():
             job = self.state.jobs.get(name)
-            attempt = job.attempts.get(ordinal) if job is not None else None
+            attempt = job.attempts.get(attempt_number) if job is not None else None
             if attempt is not None:
-                attempt.told_step = max(attempt.told_step, step)
+                attempt.reported_step = max(attempt.reported_step, step)
 
-    def greet(self, job: Job, host: str) -> None:
+    def send_initial_state(self, job: Job, host: str) -> None:
         """Send a host's ranks the newest commit and skip again: a dead controller or holder may not have sent them."""
         attempt = job.newest
         if attempt is None:
             return
-        fact = job.commits.get(StepId(attempt.ordinal, job.newest_commit(attempt.ordinal)))
+        fact = job.commits.get(StepId(attempt.attempt_number, job.newest_commit(attempt.attempt_number)))
         if fact is not None:
             self.out.send(host, self._committed_order(job, attempt, fact))
-        if attempt.holes:
-            step = StepId(attempt.ordinal, attempt.holes[-1][0])
+        if attempt.abandoned_ranges:
+            step = StepId(attempt.attempt_number, attempt.abandoned_ranges[-1][0])
             self.out.send(host, self._abandon_order(job, step, "skipped", SKIPPED))
 
     def evaluate_all(self, job: Job) -> None:
@@ -214,7 +214,7 @@ class Steps:
         attempt = job.newest
         if attempt is not None:
             for number in sorted(attempt.steps.open):
-                self.evaluate(job, StepId(attempt.ordinal, number))
+                self.evaluate(job, StepId(attempt.attempt_number, number))
         for step, commit in list(job.commits.items()):
             if commit.is_degraded:
                 self.evaluate(job, step)
@@ -299,19 +299,21 @@ class Steps:
             self._raise_level(attempt, self._committed_order(job, attempt, fact))
             for number in [n for n in attempt.steps.open if n < fact.step]:
                 attempt.steps[number] = "superseded"
-                self._forget(job, StepId(attempt.ordinal, number), "superseded", f"step {fact.step} was committed")
+                self._forget(
+                    job, StepId(attempt.attempt_number, number), "superseded", f"step {fact.step} was committed"
+                )
         self.retention.retain(job)
         self.out.emit(CommitApplied(job))
 
-    def apply_abandoned(self, fact: StepAbandoned, *, is_replay: bool) -> None:
+    def apply_abandoned(self, fact: StepSkipped, *, is_replay: bool) -> None:
         """Void the step, and all steps up to the one where all put again."""
         job = self.state.jobs.setdefault(fact.job, Job(fact.job))
         attempt = job.attempts.get(fact.attempt)
         if attempt is None:
             return
         end = max(fact.resume, fact.step + 1)
-        if (fact.step, end) not in attempt.holes:
-            attempt.holes.append((fact.step, end))
+        if (fact.step, end) not in attempt.abandoned_ranges:
+            attempt.abandoned_ranges.append((fact.step, end))
         attempt.resume_step = max(attempt.resume_step, end)
         why = attempt.skip_reasons.pop(fact.step, SKIPPED)
         numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
@@ -325,19 +327,19 @@ class Steps:
     @staticmethod
     def _committed_order(job: Job, attempt: Attempt, fact: StepCommitted) -> RaiseLevel:
         return RaiseLevel(
-            job=job.name, attempt=attempt.ordinal, step=fact.step, level="committed", reason=fact.reason,
+            job=job.name, attempt=attempt.attempt_number, step=fact.step, level="committed", reason=fact.reason,
             degraded=fact.is_degraded,
         )  # fmt: skip
 
     def _raise_level(self, attempt: Attempt, order: RaiseLevel) -> None:
-        for host in sorted({seat.host_id for seat in attempt.seats.values()}):
+        for host in sorted({member.host_id for member in attempt.members.values()}):
             self.out.send(host, order)
 
-    def tell_durable(self, job: Job, step: StepId) -> None:
+    def send_durable(self, job: Job, step: StepId) -> None:
         """Raise the tickets of a step on durable storage to that level."""
         attempt = job.attempts.get(step.attempt)
         if attempt is not None and attempt is job.newest:
-            order = RaiseLevel(job=job.name, attempt=attempt.ordinal, step=step.step, level="durable")
+            order = RaiseLevel(job=job.name, attempt=attempt.attempt_number, step=step.step, level="durable")
             self._raise_level(attempt, order)
 
     def _abandon_order(
@@ -363,7 +365,7 @@ class Steps:
         if found is None:
             return
         job, attempt = found
-        step = StepId(attempt.ordinal, request.step)
+        step = StepId(attempt.attempt_number, request.step)
         if attempt.steps.newest_decided > step.step:
             if step.step not in attempt.steps:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
@@ -371,20 +373,20 @@ class Steps:
             attempt.pace.reached(step.step, call.since_s)
             for number in sorted(n for n in attempt.steps.open if n < step.step):
                 self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
-            newest_seen = max([step.step, *attempt.steps, *(seat.step for seat in attempt.seats.values())])
+            newest_seen = max([step.step, *attempt.steps, *(member.step for member in attempt.members.values())])
             # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
             gap = 1 if request.is_failed else min(attempt.resume_gap, _gap_limit(attempt))
             attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
             if not request.is_failed:
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
-            attempt.holes.append((step.step, attempt.resume_step))
+            attempt.abandoned_ranges.append((step.step, attempt.resume_step))
             for number in [n for n in attempt.steps.open if n >= step.step]:
                 attempt.steps[number] = "abandoned"
             why = request.why[:WHY_CHARS_MAX]
             attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"
             attempt.is_skip_for_room = not request.is_failed
-            self.journal.record(StepAbandoned(job.name, attempt.ordinal, step.step, attempt.resume_step))
+            self.journal.record(StepSkipped(job.name, attempt.attempt_number, step.step, attempt.resume_step))
         self.retention.retain(job)  # an order to drop may have died with a controller: its room is still taken
         self.out.answer(call, Skipped(resume=attempt.resume_step))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from memstore.core.cluster.hosts import Change
 from memstore.core.cluster.job import Call
-from memstore.core.controller.membership import PlacementUpdates
+from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.takeover import Takeover
@@ -27,14 +27,14 @@ from memstore.core.wire.calls import (
 )
 from memstore.core.wire.codec import Request
 from memstore.core.wire.messages import (
+    CallReceived,
     DrainsSeen,
     Event,
     FactAck,
-    Heard,
+    HostBeat,
     HostLost,
     HostUp,
     LeaseRenewed,
-    RankCall,
     Report,
     Tick,
 )
@@ -43,16 +43,16 @@ from memstore.core.wire.messages import (
 class Inputs:
     """Gives each event to the part that it is for."""
 
-    def __init__(self, parts: Parts, placing: PlacementUpdates, queries: Queries, takeover: Takeover) -> None:
+    def __init__(self, parts: Parts, membership: Membership, queries: Queries, takeover: Takeover) -> None:
         self.state, self.out, self.parts = parts.state, parts.out, parts
-        self.placing, self.queries, self.takeover = placing, queries, takeover
+        self.membership, self.queries, self.takeover = membership, queries, takeover
         state, p = parts.state, parts
         self._events: Mapping[type[Event], Callable[[Any], object]] = {
             Tick: self._tick,
-            Heard: lambda event: self._heard((event,)),
+            HostBeat: lambda event: self._heartbeats((event,)),
             HostUp: self._host_up,
             HostLost: self._host_lost,
-            RankCall: self._call,
+            CallReceived: self._call,
             Report: self._report,
             FactAck: lambda event: p.journal.log.ack(event.host_id, event.seq),
             DrainsSeen: lambda event: p.drains.seen(event.until_s),
@@ -65,7 +65,7 @@ class Inputs:
             Withdraw: p.rounds.withdraw,
             Rewind: p.rewinds.ask,
             ReserveRoom: p.room.reserve,
-            AskPutInterval: p.cadence.ask,
+            AskPutInterval: p.put_interval_rounds.ask,
             SkipStep: self._skip,
             CloseStore: p.attempts.close,
         }
@@ -98,32 +98,32 @@ class Inputs:
 
     def _tick(self, event: Tick) -> None:
         p, now = self.parts, self.state.now
-        self._heard(event.heard)
-        self.placing.tick(self.state.hosts.tick(now))
+        self._heartbeats(event.heartbeats)
+        self.membership.tick(self.state.hosts.tick(now))
         self.takeover.tick()
         p.journal.lease.tick()
         p.journal.record_waiting()
         p.drains.tick()
         p.departures.tick()
-        for part in (p.attempts, p.mesh_orders, p.room, p.rounds, p.repair, p.forks, p.expiry):
+        for part in (p.attempts, p.mesh_orders, p.room, p.rounds, p.repair, p.forks, p.job_removal):
             part.tick(now)
         p.durable_checks.tick(now)
         p.durable_looks.tick(now)
         p.persists.tick(now)
         p.orphans.tick()
         self.queries.tick()
-        p.observer.tick()
+        p.recorder.tick()
         for job in self.state.jobs.values():
             p.steps.evaluate_all(job)  # for what changed without a seal
             p.durable.consider(now, job)
 
-    def _heard(self, beats: Iterable[Heard]) -> None:
+    def _heartbeats(self, beats: Iterable[HostBeat]) -> None:
         changes: list[Change] = []
         for beat in beats:
-            changes += self.state.hosts.heard(self.state.now, beat)
-            self.parts.observer.heard(beat.host_id, beat.stats)
+            changes += self.state.hosts.heartbeat(self.state.now, beat)
+            self.parts.recorder.heartbeat(beat.host_id, beat.stats)
             self.parts.steps.trained(beat.trained)
-        self.placing.changed(changes)
+        self.membership.changed(changes)
 
     def _host_up(self, event: HostUp) -> None:
         self.takeover.host_up(event)
@@ -132,11 +132,11 @@ class Inputs:
     def _host_lost(self, event: HostLost) -> None:
         is_certain = self.parts.journal.lease.may_record()
         hosts = self.state.hosts
-        self.placing.changed(hosts.lost(self.state.now, event.host_id, event.why, is_certain=is_certain))
+        self.membership.changed(hosts.lost(self.state.now, event.host_id, event.why, is_certain=is_certain))
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _call(self, event: RankCall) -> None:
+    def _call(self, event: CallReceived) -> None:
         request = event.request
         call = Call(event.host_id, event.call_id, request, self.state.now)
         name, answer = getattr(request, "job", None) or "", self._calls.get(type(request))
@@ -149,7 +149,7 @@ class Inputs:
             self.out.refuse(call, "FencedError", f"the store does not know job {name!r} any more: connect again")
 
     def _skip(self, call: Call[SkipStep]) -> None:
-        self.parts.observer.skipped(call.host_id, call.request)
+        self.parts.recorder.skipped(call.host_id, call.request)
         self.parts.steps.skip(call)
 
     # -- reports ------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Inputs:
 
     def _sealed(self, host: str, report: reports.Sealed) -> None:
         p, copy = self.parts, report.copy.on(host)
-        p.observer.sealed(copy, host, report.put)
+        p.recorder.sealed(copy, host, report.put)
         p.repair.pushed(copy.shard, host)
         p.steps.sealed(self.state.now, copy)
 

@@ -17,7 +17,7 @@ from memstore.core.cluster.hosts import HostTable
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState, Rules
 from memstore.core.controller.inputs import Inputs
-from memstore.core.controller.membership import PlacementUpdates
+from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 from memstore.core.controller.reactions import facts, reactions
@@ -36,10 +36,10 @@ class ControllerMachine:
         self.out = Effects()
         self.parts = Parts(self.state, self.out, term)
         queries = Queries(self.parts)
-        placing = PlacementUpdates(self.parts, queries)
-        self.takeover = Takeover(self.parts, placing, lambda fact: self.apply(fact, is_replay=True))
-        self._inputs = Inputs(self.parts, placing, queries, self.takeover)
-        self._facts, self._reactions = facts(self.parts), reactions(self.parts, placing)
+        membership = Membership(self.parts, queries)
+        self.takeover = Takeover(self.parts, membership, lambda fact: self.apply(fact, is_replay=True))
+        self._inputs = Inputs(self.parts, membership, queries, self.takeover)
+        self._facts, self._reactions = facts(self.parts), reactions(self.parts, membership)
         self.out.react = self._react
 
     # -- what shells look at ------------------------------------------------------------------
@@ -78,11 +78,11 @@ class ControllerMachine:
         if self.is_settled:
             self._inputs.handle(event)
         else:
-            for waiting in self.takeover.settle(event):
+            for waiting in self.takeover.collect_inventories(event):
                 self._inputs.handle(waiting)
             for job in self.state.jobs.values():
                 self.parts.steps.evaluate_all(job)
-        self._apply_spread()
+        self._apply_replicated()
         self.parts.journal.send_facts()
         return self.out.actions
 
@@ -92,9 +92,9 @@ class ControllerMachine:
 
     # -- facts --------------------------------------------------------------------------------
 
-    def _apply_spread(self) -> None:
+    def _apply_replicated(self) -> None:
         while True:
-            ready = self.parts.journal.log.spread(self._is_enough) if self.is_settled else []
+            ready = self.parts.journal.log.replicated(self._is_enough) if self.is_settled else []
             if not ready:
                 return
             for fact in ready:
@@ -111,10 +111,10 @@ class ControllerMachine:
 
     def apply(self, fact: f.Fact, *, is_replay: bool) -> None:
         """Make a fact true: it has reached enough journals, or it is of the past."""
-        if self.parts.expiry.is_void(fact):
+        if self.parts.job_removal.is_void(fact):
             return
         if not is_replay:
-            self.parts.observer.fact(fact)
+            self.parts.recorder.fact(fact)
         self.parts.repair.fact(getattr(fact, "job", ""))
         for part in self._facts[type(fact)]:
             part(fact, is_replay)

@@ -18,7 +18,7 @@ from memstore.core.controller.parts import Parts
 from memstore.core.controller.queries import Queries
 
 
-class PlacementUpdates:
+class Membership:
     """What follows from changes of hosts."""
 
     def __init__(self, parts: Parts, questions: Queries) -> None:
@@ -31,7 +31,7 @@ class PlacementUpdates:
         for change in changes:
             level = "info" if change.status == "live" else "warning"
             self.out.log(f"host {change.host_id} is {change.status}: {change.why}", level)
-            parts.observer.host_changed(change)
+            parts.recorder.host_changed(change)
             if change.status == "dead":
                 self._died(change.host_id)
         moved = [change.host_id for change in changes if change.is_move]
@@ -56,7 +56,7 @@ class PlacementUpdates:
     def _died(self, host: str) -> None:
         state, parts = self.state, self.parts
         parts.journal.log.forget(host)
-        parts.told.forget_host(host)
+        parts.sent_orders.forget_host(host)
         parts.repair.host_died(host)
         for job in state.jobs.values():
             parts.durable.host_died(job, host)
@@ -70,9 +70,9 @@ class PlacementUpdates:
         self.state.is_placement_stale, self._has_placed = False, True
         self.parts.view.send_news()  # before any host is ordered to send something there
         for job in self.parts.room.in_turn():
-            self.place_anew(job)
+            self.recompute_placement(job)
 
-    def place_anew(self, job: Job) -> None:
+    def recompute_placement(self, job: Job) -> None:
         """Place a job's copies with the fewest moves, claim room, send new targets, then see which steps commit."""
         parts, attempt = self.parts, job.newest
         job.placement = None
@@ -84,10 +84,10 @@ class PlacementUpdates:
         parts.repair.consider(self.state.now, job)
         parts.steps.evaluate_all(job)
 
-    def place_all_anew(self) -> None:
+    def recompute_all_placements(self) -> None:
         """Place every job's copies again, since other hosts may hold them now."""
         for job in list(self.state.jobs.values()):
-            self.place_anew(job)
+            self.recompute_placement(job)
 
     def _answers_again(self, job: Job) -> None:
         """Go on with work that waited for a suspected host: its placement has not changed (R18, R28)."""

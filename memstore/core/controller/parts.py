@@ -6,7 +6,7 @@ This is the one place where parts meet. `reactions.py` has each part's reaction 
 from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.attempts.put_interval_rounds import CadenceRounds
+from memstore.core.attempts.put_interval_rounds import PutIntervalRounds
 from memstore.core.attempts.rank_order import MeshOrders
 from memstore.core.attempts.rewind import Rewinds
 from memstore.core.capacity.drop_orders import Drops
@@ -15,7 +15,7 @@ from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commits import Steps
+from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.departures import Departures
 from memstore.core.durable.keys import DurableKeys
@@ -50,18 +50,18 @@ class Parts:
     def __init__(self, state: ClusterState, out: Effects, term: int) -> None:
         self.state, self.out, self.term = state, out, term
         # cluster, journal
-        self.told = SentOrders()
+        self.sent_orders = SentOrders()
         self.journal = Journal(state, out, term)
         self.waiters = Waiters(out)
         # targets
         self.drains = Drains(state, out, self.journal)
-        self.view = ClusterView(state, out, self.told, self.drains)
+        self.view = ClusterView(state, out, self.sent_orders, self.drains)
         # capacity
         self.drops = Drops(state, out, term)
         self.retention = Retention(state, self.journal, self.drops)
-        self.room = Reservations(state, out, self.journal, self.told, self.view, self.retention)
+        self.room = Reservations(state, out, self.journal, self.sent_orders, self.view, self.retention)
         # commit, repair
-        self.steps = Steps(state, out, self.journal, self.view, self.drops, self.room, self.retention)
+        self.steps = StepCommits(state, out, self.journal, self.view, self.drops, self.room, self.retention)
         self.repair = Repair(state, out, self.view, self.drops, self.room, self.steps)
         # durable
         self.durable_states = DurableStates(state)
@@ -79,7 +79,7 @@ class Parts:
         self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
         self.mesh_orders = MeshOrders(state, out, self.journal, self.view, self.attempts)
-        self.cadence = CadenceRounds(state, out, self.journal, self.waiters)
+        self.put_interval_rounds = PutIntervalRounds(state, out, self.journal, self.waiters)
         # restore
         self.reads = SingleReads(state, out, term)
         self.staging = Staging(state, out, self.journal, self.room, self.repair)
@@ -87,14 +87,16 @@ class Parts:
         # history
         self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)
         self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)
-        self.expiry = JobRemoval(state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks)
-        self.orphans = Orphans(state, out, self.journal, self.expiry)
+        self.job_removal = JobRemoval(
+            state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks
+        )
+        self.orphans = Orphans(state, out, self.journal, self.job_removal)
         self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report
-        self.observer = EventRecorder(state, out, self.repair.pushes, self.departures, term)
+        self.recorder = EventRecorder(state, out, self.repair.pushes, self.departures, term)
         self.roll_calls = RollCalls(state, self.view, self.room, self.attempts, self.mesh_orders)
         self.status = StatusReport(
             state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states, self.durable_keys,
-            self.departures, self.attempts, self.observer.watch,
+            self.departures, self.attempts, self.recorder.watch,
         )  # fmt: skip
         self.dry_runs = DryRuns(state, out, self.durable_states, self.durable_looks, self.status)

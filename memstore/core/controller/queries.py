@@ -19,14 +19,14 @@ from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import VerifyCopies
-from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, Steps, VerifyResult
+from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, StepList, VerifyResult
 from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
 
 
 @dataclass(slots=True)
-class Ask:
+class HostQuery:
     """A question put to every live host."""
 
     call: Call[VerifyStore]
@@ -41,7 +41,7 @@ class Queries:
 
     def __init__(self, parts: Parts) -> None:
         self.state, self.out, self.parts = parts.state, parts.out, parts
-        self.asks: dict[int, Ask] = {}
+        self.asks: dict[int, HostQuery] = {}
         # Made since the last tick, by job and verb: all ranks that wait ask at the same moment.
         self.roll_calls: dict[tuple[str, str], RollCalled] = {}
         self._count = first_number(parts.term)
@@ -57,9 +57,9 @@ class Queries:
             calls.AskPlan: parts.dry_runs.ask,
             calls.ReadStep: parts.reads.ask,
             calls.ReadRanges: parts.reads.ask,
-            calls.RemoveJob: parts.expiry.ask,
+            calls.RemoveJob: parts.job_removal.ask,
             calls.RetireStep: parts.retirement.ask,
-            calls.TellDiffering: parts.view.twins.told,
+            calls.ReportDiffering: parts.view.shared_shards.reported,
             calls.PinStep: self._of_job(parts.pins.pin),
             calls.UnpinStep: self._of_job(parts.pins.unpin),
             calls.ForkJob: self._of_job(parts.forks.ask),
@@ -101,13 +101,13 @@ class Queries:
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)
         if job is not None:
-            newest = job.newest.ordinal if job.newest is not None else None
+            newest = job.newest.attempt_number if job.newest is not None else None
             rows = timeline(self.state, self.parts.durable_states, job)
-            self.out.answer(call, convert({**rows, "k": "steps", "attempt": newest}, Steps))
+            self.out.answer(call, convert({**rows, "k": "steps", "attempt": newest}, StepList))
 
     def _events(self, call: Call[calls.AskEvents]) -> None:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
-        page = self.parts.observer.chronicle.page(call.request.since, call.request.job)
+        page = self.parts.recorder.recent_events.page(call.request.since, call.request.job)
         self.out.answer(call, {**page, "wall_s": self.state.wall_s})
 
     def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
@@ -122,7 +122,7 @@ class Queries:
         """Have live hosts digest all again; retired steps that are not torn may be offered again (R25, R30)."""
         self._count += 1
         live = self.state.hosts.live_ids()
-        self.asks[self._count] = Ask(call, set(live))
+        self.asks[self._count] = HostQuery(call, set(live))
         for job in self.state.jobs.values():
             if call.request.job in (None, job.name):
                 for step in sorted(job.retired.keys() - job.torn):

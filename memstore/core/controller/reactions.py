@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.core.cluster import events as e
 from memstore.core.cluster import facts as f
-from memstore.core.controller.membership import PlacementUpdates
+from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
 
 Fact = Callable[[Any, bool], object]  # takes the fact, and whether it is of the past
@@ -28,21 +28,21 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
             lambda fact, past: p.orphans.begun(fact.job),
             lambda fact, past: None if past else p.durable_keys.ask(state.jobs[fact.job]),
         ),
-        f.RoomClaimed: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
-        f.CadenceSet: (lambda fact, past: p.cadence.apply(fact),),
+        f.SlotsReserved: (lambda fact, past: p.room.apply_claimed(fact, is_replay=past),),
+        f.PutIntervalSet: (lambda fact, past: p.put_interval_rounds.apply(fact),),
         f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
         f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
         f.StepCommitted: (
             lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),
             lambda fact, past: p.orphans.begun(fact.job),
         ),
-        f.StepAbandoned: (lambda fact, past: p.steps.apply_abandoned(fact, is_replay=past),),
+        f.StepSkipped: (lambda fact, past: p.steps.apply_abandoned(fact, is_replay=past),),
         f.StepRetired: (lambda fact, past: p.retirement.apply(fact),),
         f.AttemptClosed: (lambda fact, past: p.attempts.apply_closed(fact),),
         f.StepPinned: (lambda fact, past: p.pins.apply_pinned(fact, is_replay=past),),
         f.StepUnpinned: (lambda fact, past: p.pins.apply_unpinned(fact, is_replay=past),),
         f.JobForked: (lambda fact, past: p.forks.apply_forked(fact, is_replay=past),),
-        f.JobRemoved: (lambda fact, past: p.expiry.apply(fact, is_replay=past),),
+        f.JobRemoved: (lambda fact, past: p.job_removal.apply(fact, is_replay=past),),
         f.HostsJoined: (lambda fact, past: state.hosts.joined.update(fact.labels),),
         f.HostDraining: (
             lambda fact, past: p.drains.apply(fact, is_replay=past),
@@ -51,17 +51,30 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
     }
 
 
-def reactions(p: Parts, placing: PlacementUpdates) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
+def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tuple[Reaction, ...]]:
     """Return which parts react to what happened."""
-    state, record = p.state, p.observer
+    state, record = p.state, p.recorder
     forgetting = (
-        p.attempts, p.mesh_orders, p.room, p.cadence, p.rounds, p.waiters, p.forks, p.expiry, p.durable_checks,
-        p.persists, p.durable, p.departures, p.view.twins, p.last_copies, p.told,
-    )  # fmt: skip
+        p.attempts,
+        p.mesh_orders,
+        p.room,
+        p.put_interval_rounds,
+        p.rounds,
+        p.waiters,
+        p.forks,
+        p.job_removal,
+        p.durable_checks,
+        p.persists,
+        p.durable,
+        p.departures,
+        p.view.shared_shards,
+        p.last_copies,
+        p.sent_orders,
+    )
     return {
         e.CommitApplied: (lambda event: p.durable.consider(state.now, event.job),),
         e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
-        e.DrainChanged: (lambda event: placing.place_all_anew(),),
+        e.DrainChanged: (lambda event: membership.recompute_all_placements(),),
         e.AttemptBegun: (
             lambda event: p.rounds.abort(
                 event.job, "FencedError", f"attempt {event.attempt} of job {event.job!r} was opened"
@@ -70,11 +83,11 @@ def reactions(p: Parts, placing: PlacementUpdates) -> Mapping[type[e.Happened], 
         e.AttemptUnfenced: (lambda event: p.rounds.attempt_open(state.now, event.job),),
         e.RankDied: (
             record.rank_died,
-            lambda event: p.rounds.rank_gone(event.job, event.seat.rank),
-            lambda event: p.mesh_orders.rank_gone(event.job, event.seat.rank),
+            lambda event: p.rounds.rank_gone(event.job, event.member.rank),
+            lambda event: p.mesh_orders.rank_gone(event.job, event.member.rank),
         ),
-        e.ReplicasDiffer: (record.twins_differ,),
-        e.ReplicasAgree: (record.twins_agree,),
+        e.ReplicasDiffer: (record.replicas_differ,),
+        e.ReplicasAgree: (record.replicas_agree,),
         e.RoundReleased: (record.restored,),
         e.RoundFailed: (record.restore_failed,),
         e.DurableWriteEnded: (record.durable,),

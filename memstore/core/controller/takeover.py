@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from memstore.core.cluster import facts as f
-from memstore.core.cluster.job import Job, Seat
-from memstore.core.controller.membership import PlacementUpdates
+from memstore.core.cluster.job import AttemptMember, Job
+from memstore.core.controller.membership import Membership
 from memstore.core.controller.parts import Parts
 from memstore.core.journal.records import Entry
-from memstore.core.wire.messages import Event, Heard, HostLost, HostUp, LeaseRenewed, Tick
+from memstore.core.wire.messages import Event, HostBeat, HostLost, HostUp, LeaseRenewed, Tick
 from memstore.core.wire.orders import DropJob, TakeIncarnation
 from recovery.inventory import Copy, StepId
 
@@ -24,19 +24,25 @@ from recovery.inventory import Copy, StepId
 class Takeover:
     """The take-over from a predecessor: settling, and late hosts; `replay` makes a fact of the past true."""
 
-    def __init__(self, parts: Parts, placing: PlacementUpdates, replay: Callable[[f.Fact], None]) -> None:
-        self.state, self.out, self.parts, self.placing, self.replay = parts.state, parts.out, parts, placing, replay
+    def __init__(self, parts: Parts, membership: Membership, replay: Callable[[f.Fact], None]) -> None:
+        self.state, self.out, self.parts, self.membership, self.replay = (
+            parts.state,
+            parts.out,
+            parts,
+            membership,
+            replay,
+        )
         self.is_settled = False
         self.alone_since_s = math.inf if parts.term > 1 else parts.state.now  # no predecessor has a host any more
         self.journals: dict[str, list[Entry]] = {}
         self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
-        self.missed: dict[str, Seat] = {}  # nonce -> the seat of a process that its host did not know when it came
+        self.missed: dict[str, AttemptMember] = {}  # nonce -> a process that its host did not know when the host came
         self.dropped: dict[str, Mapping[str, str]] = {}  # host -> its removal records of jobs
         self.early: list[Event] = []  # calls that came while settling
 
-    def settle(self, event: Event) -> list[Event]:
+    def collect_inventories(self, event: Event) -> list[Event]:
         """Gather journals and inventories before serving; once there are enough, return the events that waited."""
         state, parts, hosts = self.state, self.parts, self.state.hosts
         if isinstance(event, HostUp):
@@ -50,11 +56,11 @@ class Takeover:
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
-        elif isinstance(event, Heard):
-            hosts.heard(state.now, event)
+        elif isinstance(event, HostBeat):
+            hosts.heartbeat(state.now, event)
         elif isinstance(event, Tick):
-            for beat in event.heard:
-                hosts.heard(state.now, beat)
+            for beat in event.heartbeats:
+                hosts.heartbeat(state.now, beat)
         elif isinstance(event, HostLost):
             hosts.lost(state.now, event.host_id, event.why, is_certain=parts.journal.lease.may_record())
             self.copies.pop(event.host_id, None)  # its journal was read: facts stay facts
@@ -70,7 +76,7 @@ class Takeover:
             return []
         self.is_settled = True
         self._rebuild()
-        parts.observer.settled()
+        parts.recorder.settled()
         early, self.early = self.early, []
         return early
 
@@ -91,12 +97,12 @@ class Takeover:
             parts.steps.adopt(job)
         self._look_for_ranks(self.ranks)
         for host, stories in self.dropped.items():
-            parts.orphans.told(host, stories)
+            parts.orphans.reported(host, stories)
         self.journals, self.copies, self.dropped = {}, {}, {}
         self.newcomers.update(hosts)
         self._record_newcomers()
         parts.view.settled(hosts)
-        self.greet(hosts)
+        self.send_initial_state(hosts)
         for job in state.jobs.values():
             if job.newest is not None and job.newest.phase != "closed":
                 # The predecessor may have died between the fact and the fence: fencing is a round again (R21).
@@ -107,18 +113,18 @@ class Takeover:
 
         Such a rank is not gone. But it keeps no other process out, and counts as alive only once it is reported.
         """
-        self.missed = {nonce: seat for nonce, seat in self.missed.items() if seat.host_id not in ranks}
+        self.missed = {nonce: member for nonce, member in self.missed.items() if member.host_id not in ranks}
         for job in self.state.jobs.values():
-            for seat in job.newest.seats.values() if job.newest is not None else ():
-                if seat.host_id in ranks and seat.nonce not in ranks[seat.host_id] and not seat.is_gone:
-                    seat.last_active_s = -math.inf
-                    self.missed[seat.nonce] = seat
+            for member in job.newest.members.values() if job.newest is not None else ():
+                if member.host_id in ranks and member.nonce not in ranks[member.host_id] and not member.is_gone:
+                    member.last_active_s = -math.inf
+                    self.missed[member.nonce] = member
 
     def rank_here(self, nonce: str) -> None:
         """Note that a process has connected to its host: it may be the one of a rank that was missed."""
-        seat = self.missed.pop(nonce, None)
-        if seat is not None:
-            seat.last_active_s = max(seat.last_active_s, self.state.now)
+        member = self.missed.pop(nonce, None)
+        if member is not None:
+            member.last_active_s = max(member.last_active_s, self.state.now)
 
     def tick(self) -> None:
         """Record the hosts that joined since the last tick, and send all hosts the news."""
@@ -132,11 +138,11 @@ class Takeover:
         if labels:
             self.parts.journal.record(f.HostsJoined(labels))
 
-    def greet(self, hosts: Sequence[str]) -> None:
+    def send_initial_state(self, hosts: Sequence[str]) -> None:
         """Send hosts their state before they serve: peers, fences, targets, commits."""
-        self.parts.view.greet(hosts)
+        self.parts.view.send_initial_state(hosts)
         for host in hosts:
-            self.parts.orphans.greet(host)
+            self.parts.orphans.send_initial_state(host)
         for name, attempt in self.state.removed.items():  # some were out of reach then: they free its room now
             for host in hosts:
                 self.out.send(host, DropJob(job=name, attempt=attempt, shards=()))
@@ -148,7 +154,7 @@ class Takeover:
                     if job.newest.needs or job.copies:
                         self.parts.room.order(job, job.newest, only=set(hosts))  # shares are not journalled
                 for host in hosts:
-                    self.parts.steps.greet(job, host)
+                    self.parts.steps.send_initial_state(job, host)
 
     def host_up(self, event: HostUp) -> None:
         """Take in a holder whose session began while serving: new, late or back again."""
@@ -158,11 +164,11 @@ class Takeover:
         known = state.hosts.states.get(host)
         if known is not None and known.info.incarnation < event.info.incarnation:
             # Its successor may connect before its end is reported: its work has ended all the same.
-            self.placing.changed(state.hosts.lost(state.now, host, "another holder has taken its place"))
+            self.membership.changed(state.hosts.lost(state.now, host, "another holder has taken its place"))
         parts.journal.send_facts()  # of that end: to those that are live; it has them with what its journal lacks
         changes = state.hosts.up(state.now, event.info, event.asked_s, event.up_s, event.idle_s)
         parts.journal.log.forget(host)
-        parts.told.forget_host(host)
+        parts.sent_orders.forget_host(host)
         journal = parts.journal.log.read(event.journal)
         is_news = self._merge(journal)
         for job in state.jobs.values():
@@ -170,14 +176,14 @@ class Takeover:
         parts.drops.forget_host(host)
         if event.ranks is not None:
             self._look_for_ranks({host: event.ranks})
-        parts.orphans.told(host, event.dropped)
+        parts.orphans.reported(host, event.dropped)
         self.newcomers.add(host)
         if not is_news:  # else all have the whole of it already
             parts.journal.send(host, have=journal)
-        self.greet([host])
+        self.send_initial_state([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             parts.steps.sealed(state.now, copy)
-        self.placing.changed(changes)
+        self.membership.changed(changes)
 
     def _is_outdated(self, event: HostUp) -> bool:
         """Refuse a holder with a lower incarnation than one before it: it lost its folder, and takes the next (R3)."""
@@ -204,7 +210,7 @@ class Takeover:
             parts.journal.send(*state.hosts.live_ids())
         for name, job in state.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
-                self.out.log(f"job {name!r}: a late host knows of attempt {job.newest.ordinal}", "warning")
+                self.out.log(f"job {name!r}: a late host knows of attempt {job.newest.attempt_number}", "warning")
                 if job.newest.phase == "closed":
                     parts.attempts.send_fences(state.hosts.live_ids(), name, job.newest)
                 else:
@@ -220,7 +226,7 @@ class Takeover:
             return False  # of a pin that only that host knew nothing is left; any other one's end is known
         if isinstance(fact, f.HostDraining):
             return False  # notices are given to a controller; a late host's may be long past
-        if isinstance(fact, f.JobRemoved) or self.parts.expiry.is_void(fact):
+        if isinstance(fact, f.JobRemoved) or self.parts.job_removal.is_void(fact):
             return False
         if isinstance(fact, f.JobForked):
             return fact.job not in self.state.jobs
@@ -233,10 +239,10 @@ class Takeover:
             return not job.is_abandoned(StepId(fact.attempt, fact.step))
         if isinstance(fact, f.StepPinned):
             return fact.name not in job.pins and self._is_pin_there(job, fact)
-        if isinstance(fact, f.StepAbandoned):
+        if isinstance(fact, f.StepSkipped):
             return StepId(fact.attempt, fact.step) not in job.commits
         # The other facts record the course of an attempt. Only the newest attempt's is decided here.
-        return job.newest is None or fact.attempt != job.newest.ordinal
+        return job.newest is None or fact.attempt != job.newest.attempt_number
 
     def _is_pin_there(self, job: Job, fact: f.StepPinned) -> bool:
         """Return whether the step is committed and the late host has no end of the pin.
@@ -252,7 +258,9 @@ class Takeover:
             return step in job.commits
         committed = (x for x in facts[:at] if isinstance(x, f.StepCommitted | f.JobForked))
         is_committed = any((x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step) for x in committed)
-        return is_committed and (newest is None or step > StepId(newest.ordinal, job.newest_commit(newest.ordinal)))
+        return is_committed and (
+            newest is None or step > StepId(newest.attempt_number, job.newest_commit(newest.attempt_number))
+        )
 
     def _is_last_word(self, fact: f.StepRetired) -> bool:
         """Return whether no later fact contradicts this one; the log has the late host's facts in their places."""

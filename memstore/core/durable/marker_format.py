@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from memstore.core.wire.ids import ORDINAL_LIMIT, WireSpec, WireStep
+from memstore.core.wire.ids import UNSIGNED_LIMIT, WireSpec, WireStep
 from memstore.core.wire.orders import AttemptMoment, Lineage, RankSpec
 from memstore.core.wire.reports import MarkerRow
 from memstore.errors import ConfigError, IntegrityError
@@ -115,7 +115,7 @@ def row_of(record: MarkerRecord) -> MarkerRow:
 
 
 def _is_moment(row: tuple[Any, ...]) -> bool:
-    return [type(value) for value in row] == [int, float] and 0 <= row[0] < ORDINAL_LIMIT
+    return [type(value) for value in row] == [int, float] and 0 <= row[0] < UNSIGNED_LIMIT
 
 
 def _record_from_body(body: dict[str, Any]) -> MarkerRecord:
@@ -153,6 +153,6 @@ def _spec(part: list[Any], rank: int, world_size: int) -> ShardSpec:
 
 def _count(value: Any, name: str) -> int:
     """Return a whole number that is below 2**62; bools and floats are not numbers here."""
-    if type(value) is not int or not 0 <= value < ORDINAL_LIMIT:
+    if type(value) is not int or not 0 <= value < UNSIGNED_LIMIT:
         raise ValueError(f"{name} is {value!r}, not a whole number from 0")
     return value

@@ -120,5 +120,9 @@ def _is_of_another_run(job: Job, named: Mapping[int, float]) -> bool:
     The moments only tell attempts apart: of two clocks either may be wrong. Such a run was forgotten: its
     RAM was lost, and the job of its name was started without `durable=`, or elsewhere.
     """
-    known = {ordinal: attempt.opened_s for ordinal, attempt in job.attempts.items() if attempt.opened_s is not None}
-    return any(known.get(ordinal, opened_s) != opened_s for ordinal, opened_s in named.items())
+    known = {
+        attempt_number: attempt.opened_s
+        for attempt_number, attempt in job.attempts.items()
+        if attempt.opened_s is not None
+    }
+    return any(known.get(attempt_number, opened_s) != opened_s for attempt_number, opened_s in named.items())

@@ -98,7 +98,7 @@ class Persists:
         what = f"step {step.step} (attempt {step.attempt}) of job {job.name!r} cannot be made durable"
         if step in job.retired:
             return "RecoveryError", f"{what}: it is retired: {job.retired[step]}"
-        spans = job.spans(attempt.ordinal)
+        spans = job.spans(attempt.attempt_number)
         if not in_lineage(spans, step):
             return "RecoveryError", f"{what}: the job went on without it; `memstore export` keeps it in a file"
         if step in job.markers:

@@ -72,7 +72,9 @@ class DurableTier(Protocol):
         """Fill `view` with chunk `index`; its length must be the chunk's. The caller checks the digest."""
 
     def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
-        """Remove a step, the marker first, so that a crash leaves an unmarked step and never a hollow one."""
+        """Remove a step, the marker first, so that a crash leaves an unmarked step and never a one without its
+        parts.
+        """
 
     def remove_job(self, job: str) -> None:
         """Remove all of a job; files that are not memstore's are left alone."""

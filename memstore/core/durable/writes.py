@@ -19,7 +19,7 @@ from memstore.core.cluster.events import DurableWriteEnded
 from memstore.core.cluster.failures import mtbf_s
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commits import Steps
+from memstore.core.commit.commits import StepCommits
 from memstore.core.durable.keys import DurableKeys, chosen
 from memstore.core.durable.paths import place_of, storage_of
 from memstore.core.durable.persist import Persists
@@ -53,7 +53,7 @@ class DurableOrders:
     """Durable writes of all jobs."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, view: ClusterView, steps: Steps, retention: Retention,
+        self, state: ClusterState, out: Effects, view: ClusterView, steps: StepCommits, retention: Retention,
         states: DurableStates, keys: DurableKeys, persists: Persists,
     ) -> None:  # fmt: skip
         self.state, self.out, self.view, self.steps, self.retention = state, out, view, steps, retention
@@ -78,7 +78,7 @@ class DurableOrders:
             self._begin(job, attempt, state, state.active)
         if self._put_first(now, job, attempt, state):
             return
-        mine = [s for s in job.commits if s.attempt == attempt.ordinal and s not in job.retired]
+        mine = [s for s in job.commits if s.attempt == attempt.attempt_number and s not in job.retired]
         decision = self._next(now, job, attempt, state, mine)
         if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank
             decision = self._next(now, job, attempt, state, [s for s in mine if self.states.is_whole(job, s)])
@@ -130,7 +130,7 @@ class DurableOrders:
         """
         write = state.active
         if write is not None and write.step in job.retired and write.phase != "marking":
-            self._tell_retired(job, write)
+            self._report_retired(job, write)
             self._stop(job, state)
             self._remove(job, write.place, write.step, is_torn=False)
         in_progress, place = (state.active.step if state.active is not None else None), place_of(attempt.config)
@@ -144,7 +144,7 @@ class DurableOrders:
             if state.last_started_step == step:
                 state.last_started_step = state.last_started_s = None  # the next committed step takes its place at once
 
-    def _tell_retired(self, job: Job, write: Write) -> None:
+    def _report_retired(self, job: Job, write: Write) -> None:
         why = f"it was retired: {job.retired[write.step]}"
         self.out.emit(DurableWriteEnded(job.name, write.step, "abandoned", write.since_s, why))
 
@@ -296,7 +296,7 @@ class DurableOrders:
             return
         state.active, state.abandoned_in_a_row, state.problem = None, 0, ""
         if step in job.torn:
-            self._tell_retired(job, write)
+            self._report_retired(job, write)
             self._give_up_retired(now, job, attempt, state)
             return
         job.markers[step] = DurableMarker(step, len(write.specs), dict(write.specs), write.key)
@@ -304,8 +304,8 @@ class DurableOrders:
         state.last_done_s = state.seen_s[step] = now
         state.write_s = now - write.since_s
         self.out.emit(DurableWriteEnded(job.name, step, "", write.since_s))
-        self.steps.tell_durable(job, step)
-        spans = job.spans(attempt.ordinal)
+        self.steps.send_durable(job, step)
+        spans = job.spans(attempt.attempt_number)
         keys = {s: marker.key for s, marker in job.markers.items() if in_lineage(spans, s)}
         if not self.keys.of(job.name).problem:  # else it is unclear which key a reader will have
             for old in retire(keys, int(attempt.config["durable_keep"]), write.key):
@@ -339,8 +339,8 @@ class DurableOrders:
             job=job.name, durable=write.place, step=WireStep.of(write.step), key=write.key,
             specs=tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(write.specs.items())),
             lineage=Lineage(
-                attempt=source.ordinal, parent_attempt=source.parent, parent_step=source.parent_step,
-                attempts=tuple(AttemptMoment(*moment) for moment in job.opened_moments(source.ordinal)),
+                attempt=source.attempt_number, parent_attempt=source.parent, parent_step=source.parent_step,
+                attempts=tuple(AttemptMoment(*moment) for moment in job.opened_moments(source.attempt_number)),
             ),
         )  # fmt: skip
         self.out.send(host_id, order)

@@ -1,7 +1,7 @@
 """The layout of a shared shard: the shared part, the rank's own part, and the ranks that wrote it. Pure (R34).
 
     stream    [shared state | zeros up to a chunk | own state]     a rank that does not copy has its own state alone
-    layout    no tensors; its tree is a dict of one key, under which lie the fields of a `NaturalLayout`, packed
+    layout    no tensors; its tree is a dict of one key, under which lie the fields of a `SharedShardLayout`, packed
 
 The shared part ends where a chunk ends, so that equal shared states are equal chunks on all ranks.
 """
@@ -20,7 +20,7 @@ from memstore.core.format.object_tree import Count, Node, Tag
 from memstore.core.format.tensor_paths import tensor_paths
 from memstore.errors import ProtocolError
 
-NATURAL_KEY = "memstore.client.shared_shard"
+SHARED_SHARD_KEY = "memstore.client.shared_shard"
 _PIECE_BYTES = 1 << 20  # of bytes in a tree
 _HEAD_BYTES = 64  # the key stands there: nothing but the size and three empty tables comes before the tree
 
@@ -37,13 +37,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return -(-self.nbytes // chunk_bytes)
 
 
-class NaturalLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SharedShardLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one rank of a shard stored."""
 
     shard: Count
     shards: Count
-    copiers: tuple[Count, ...]  # ranks whose shards hold the shared state
-    roster: tuple[tuple[Count, ...], ...]  # copiers by shard; of rank 0 only
+    writers: tuple[Count, ...]  # ranks whose shards hold the shared state
+    writers_by_shard: tuple[tuple[Count, ...], ...]  # of rank 0 only
     shared: Part | None
     own: Part
     format: Literal[2] = 2
@@ -52,43 +52,43 @@ class NaturalLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         """Return the layout of a stream of `nbytes`: its tree has these fields packed, in pieces."""
         packed = msgspec.msgpack.encode(self)
         pieces = [[Tag.BYTES, packed[at : at + _PIECE_BYTES]] for at in range(0, len(packed), _PIECE_BYTES)]
-        return encode_layout(nbytes, [], [], [], [Tag.DICT, None, [NATURAL_KEY, [Tag.LIST, None, pieces]]])
+        return encode_layout(nbytes, [], [], [], [Tag.DICT, None, [SHARED_SHARD_KEY, [Tag.LIST, None, pieces]]])
 
     @classmethod
-    def decode(cls, manifest: Manifest) -> NaturalLayout | None:
+    def decode(cls, manifest: Manifest) -> SharedShardLayout | None:
         """Return the checked description of a shard from any source; None if it is no shared shard.
 
         Raises:
             ProtocolError: It contradicts itself or its manifest.
         """
-        if manifest.layout.find(NATURAL_KEY.encode(), 0, _HEAD_BYTES) < 0:
+        if manifest.layout.find(SHARED_SHARD_KEY.encode(), 0, _HEAD_BYTES) < 0:
             return None
         layout = decode_layout(manifest.layout)
         tree: Any = layout.tree
         if layout.tensors or layout.blobs or layout.nbytes != manifest.nbytes:
             return None  # a state that has such a key
-        if not isinstance(tree, Node) or tree.tag is not Tag.DICT or tree.children[:1] != (NATURAL_KEY,):
+        if not isinstance(tree, Node) or tree.tag is not Tag.DICT or tree.children[:1] != (SHARED_SHARD_KEY,):
             return None
         try:
-            natural = _DECODER.decode(b"".join(piece.data for piece in tree.children[1].children))
-            natural._check(manifest)
+            decoded = _DECODER.decode(b"".join(piece.data for piece in tree.children[1].children))
+            decoded._check(manifest)
         except (AttributeError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise ProtocolError(f"the layout of {manifest.shard} is malformed: {error}") from None
-        return natural
+        return decoded
 
     def _check(self, manifest: Manifest) -> None:
-        ranks = {*self.copiers, *(rank for row in self.roster for rank in row)}
-        if not self.copiers or any(rank >= manifest.world_size for rank in ranks):
-            raise ValueError(f"copiers {sorted(ranks)[:10]} of {manifest.world_size} ranks")
-        if self.shard >= self.shards or len(self.roster) not in (0, self.shards):
-            raise ValueError(f"shard {self.shard} of {self.shards}, {len(self.roster)} of them with copiers")
+        ranks = {*self.writers, *(rank for row in self.writers_by_shard for rank in row)}
+        if not self.writers or any(rank >= manifest.world_size for rank in ranks):
+            raise ValueError(f"writers {sorted(ranks)[:10]} of {manifest.world_size} ranks")
+        if self.shard >= self.shards or len(self.writers_by_shard) not in (0, self.shards):
+            raise ValueError(f"shard {self.shard} of {self.shards}, {len(self.writers_by_shard)} of them with writers")
         for part in (self.shared, self.own):
             end = part.first_chunk * manifest.chunk_bytes + part.nbytes if part is not None and part.nbytes else 0
             if end > manifest.nbytes:
                 raise ValueError(f"a part ends at byte {end}, the stream at {manifest.nbytes}")
 
 
-_DECODER = msgspec.msgpack.Decoder(NaturalLayout)
+_DECODER = msgspec.msgpack.Decoder(SharedShardLayout)
 
 
 # -- which tensors differ ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked, StepCommitted, StepRetired
-from memstore.core.cluster.job import Attempt, Call, Job, Seat
+from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
@@ -39,9 +39,14 @@ class ForkMaking:
         if fact.attempt in job.attempts:
             return
         origin = self.state.jobs.get(fact.from_job)
-        job.origin, job.home = fact, origin.placement or origin.home if origin is not None else None
-        seats = {rank: Seat(rank, host, "", is_gone=True) for rank, host in enumerate(fact.seats)}
-        attempt = stand_in(fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, seats, fact.needs)
+        job.origin, job.last_copied_placement = (
+            fact,
+            origin.placement or origin.last_copied_placement if origin is not None else None,
+        )
+        members = {rank: AttemptMember(rank, host, "", is_gone=True) for rank, host in enumerate(fact.rank_hosts)}
+        attempt = origin_attempt(
+            fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, members, fact.needs
+        )
         attempt.steps[fact.step], attempt.opened_s = "committed", fact.wall_s
         job.attempts[fact.attempt] = attempt
         job.commits[StepId(fact.attempt, fact.step)] = StepCommitted(
@@ -147,7 +152,7 @@ class ForkMaking:
         """Order hosts to look at their copies (with a call), or to make the fork's over the same slots."""
         if job.newest is None:
             return set()
-        attempt = job.origin.attempt if job.origin is not None else job.newest.ordinal
+        attempt = job.origin.attempt if job.origin is not None else job.newest.attempt_number
         orders: dict[str, list[ForkedShard]] = {}
         for rank, hosts in where.items():
             shard = ShardId(origin.name, step.attempt, step.step, rank)
@@ -174,11 +179,16 @@ def _lacking(copies: Mapping[str, Copy]) -> frozenset[int]:
     return frozenset.intersection(*(copy.missing for copy in copies.values()))
 
 
-def stand_in(
-    ordinal: int, world_size: int, config: dict[str, Any], level: str, seats: dict[int, Seat], needs: Iterable[int]
+def origin_attempt(
+    attempt_number: int,
+    world_size: int,
+    config: dict[str, Any],
+    level: str,
+    members: dict[int, AttemptMember],
+    needs: Iterable[int],
 ) -> Attempt:
     """Return the closed attempt that stands for the time before the fork, the parent of the first real one."""
     return Attempt(
-        ordinal, world_size, None, LAUNCHER, False, None, level, config, seats, phase="closed", has_put=True,
+        attempt_number, world_size, None, LAUNCHER, False, None, level, config, members, phase="closed", has_put=True,
         needs=dict(enumerate(needs)),
     )  # fmt: skip

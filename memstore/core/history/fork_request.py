@@ -15,13 +15,13 @@ from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import JobForked
-from memstore.core.cluster.job import Call, Job, Seat
+from memstore.core.cluster.job import AttemptMember, Call, Job
 from memstore.core.cluster.pending_fork import PendingFork
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.step_lookup import Refusal, named_step, whole_or_partly, why_not_whole
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
-from memstore.core.history.fork_copy import ForkMaking, stand_in
+from memstore.core.history.fork_copy import ForkMaking, origin_attempt
 from memstore.core.journal.replication import Journal
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import ForkJob
@@ -69,7 +69,7 @@ class Forks:
             self.out.refuse(call, *(refusal or ("RecoveryError", f"job {job.name!r} has no such step")))
             return
         pending = self.state.pending_forks[name] = PendingFork(
-            [call], nonce, self._draft(job, step, name), job.name, step, self.state.now
+            [call], nonce, self._replica(job, step, name), job.name, step, self.state.now
         )
         durable = place_of(job.newest.config) if job.newest is not None else None
         if durable is None:
@@ -118,19 +118,19 @@ class Forks:
         wanted = self.view.wanted(job, job.newest, rank) if job.newest is not None else []
         return sorted(h for h in whole if h in wanted) or sorted(whole)
 
-    def _draft(self, origin: Job, step: StepId, name: str) -> Job:
+    def _replica(self, origin: Job, step: StepId, name: str) -> Job:
         """Return the future job: one closed attempt, whose ranks sit where the origin's copies are."""
         if origin.newest is None:
             raise ValueError("a fork needs an origin with an attempt")
         commit, newest = origin.commits[step], origin.newest
-        seats = {}
+        members = {}
         for rank in range(commit.world_size):
             hosts, owner = self._hosts(origin, step, rank), self.view.owner_host(origin, newest, rank)
-            seats[rank] = Seat(rank, owner if owner in hosts else hosts[0], "", is_gone=True)
-        job = Job(name, home=origin.placement or origin.home)
-        ordinal = self.state.removed.get(name, 0) + 1
-        job.attempts[ordinal] = attempt = stand_in(
-            ordinal, commit.world_size, {**newest.config, "durable": None}, newest.level_asked, seats,
+            members[rank] = AttemptMember(rank, owner if owner in hosts else hosts[0], "", is_gone=True)
+        job = Job(name, last_copied_placement=origin.placement or origin.last_copied_placement)
+        attempt_number = self.state.removed.get(name, 0) + 1
+        job.attempts[attempt_number] = attempt = origin_attempt(
+            attempt_number, commit.world_size, {**newest.config, "durable": None}, newest.level_asked, members,
             [self._chunks(origin, step, rank) for rank in range(commit.world_size)],
         )  # fmt: skip
         attempt.steps[step.step] = "open"  # not whole yet: the one version that needs room
@@ -228,11 +228,11 @@ class Forks:
         if is_finer(level, attempt.level_asked, self.state.hosts.failure_domains):
             short.insert(0, f"copies are spread over {level}s, not {attempt.level_asked}s")
         return JobForked(
-            job=job.name, attempt=attempt.ordinal, step=pending.step.step, world_size=attempt.world_size,
+            job=job.name, attempt=attempt.attempt_number, step=pending.step.step, world_size=attempt.world_size,
             from_job=pending.origin, from_attempt=pending.step.attempt,
             digests=tuple(next(iter(found[rank].values())) for rank in range(attempt.world_size)),
             hosts=tuple(tuple(sorted(found[rank])) for rank in range(attempt.world_size)),
-            seats=tuple(attempt.seats[rank].host_id for rank in range(attempt.world_size)),
+            rank_hosts=tuple(attempt.members[rank].host_id for rank in range(attempt.world_size)),
             needs=tuple(attempt.needs[rank] for rank in range(attempt.world_size)),
             level=level, level_asked=attempt.level_asked, is_degraded=bool(short),
             reason="; ".join(short[:3]), config=attempt.config, nonce=pending.nonce, wall_s=self.state.wall_s,

@@ -96,13 +96,13 @@ class JobRemoval:
         if job is None:
             return
         attempt = job.newest
-        seats = attempt.seats.values() if attempt is not None and attempt.phase != "closed" else ()
-        alive = [s for s in seats if s.is_alive and self.state.hosts.is_live(s.host_id)]
+        members = attempt.members.values() if attempt is not None and attempt.phase != "closed" else ()
+        alive = [s for s in members if s.is_alive and self.state.hosts.is_live(s.host_id)]
         if alive and not call.request.force:
-            seat = alive[0]
+            member = alive[0]
             self.out.refuse(
                 call, "JobBusyError",
-                f"job {job.name!r} is being trained: rank {seat.rank} on host {seat.host_id} (pid {seat.pid}) is "
+                f"job {job.name!r} is being trained: rank {member.rank} on host {member.host_id} (pid {member.pid}) is "
                 "alive. Stop it first, or pass --force as well",
             )  # fmt: skip
             return
@@ -128,7 +128,7 @@ class JobRemoval:
         """Record the end of a job, with the reason if a rule drops it; answer waiting calls once it is gone."""
         unapplied = [fact for fact in self.journal.log.unapplied() if getattr(fact, "job", "") == job.name]
         begun = [getattr(fact, "attempt", 0) for fact in unapplied]
-        fact = JobRemoved(job.name, max(job.newest_ordinal, self.state.removed.get(job.name, 0), *begun), story)
+        fact = JobRemoved(job.name, max(job.newest_number, self.state.removed.get(job.name, 0), *begun), story)
         if fact not in unapplied:
             self.journal.record(fact)
         for call, reply in waiting:

@@ -20,14 +20,14 @@ from memstore.core.wire.orders import ForgetStory, KeepStory
 from recovery.inventory import StepId
 
 GRACE_S = 600.0  # for a launch to come after the last of the job's hosts; at most the time that makes an orphan
-STEPS_TOLD_MAX = 3
+STEPS_NAMED_MAX = 3
 
 
 class Orphans:
     """Drops forgotten jobs and remembers them; what became of each stands in `ClusterState.stories`."""
 
-    def __init__(self, state: ClusterState, out: Effects, journal: Journal, expiry: JobRemoval) -> None:
-        self.state, self.out, self.journal, self.expiry = state, out, journal, expiry
+    def __init__(self, state: ClusterState, out: Effects, journal: Journal, job_removal: JobRemoval) -> None:
+        self.state, self.out, self.journal, self.job_removal = state, out, journal, job_removal
         self.used: set[str] = set()  # jobs that a rank asked for since this controller began
         self.ended: set[str] = set()  # jobs removed by name since: a host that was away may still have a story
 
@@ -41,7 +41,7 @@ class Orphans:
             if idle_s is not None and not self._is_removed(job):
                 story = self._story(job, idle_s)
                 self.out.log(f"job {job.name!r}: {story or 'it never committed a step, and was forgotten'}", "warning")
-                self.expiry.remove(job, story=story)
+                self.job_removal.remove(job, story=story)
 
     def _idle_s(self, job: Job) -> float | None:
         """Return how long no holder of the job's hosts had run before they came; None if it is no orphan."""
@@ -49,10 +49,10 @@ class Orphans:
             return None
         ttl_s, hosts = self.state.rules.abandoned_arena_ttl_s, self.state.hosts.states
         named = self._named(job)
-        if not named or not named <= hosts.keys() or job.pins or self.expiry.is_in_use(job):
+        if not named or not named <= hosts.keys() or job.pins or self.job_removal.is_in_use(job):
             return None
-        seats = job.newest.seats.values() if job.newest is not None and job.newest.phase != "closed" else ()
-        if any(seat.is_alive for seat in seats):
+        members = job.newest.members.values() if job.newest is not None and job.newest.phase != "closed" else ()
+        if any(member.is_alive for member in members):
             self.used.add(job.name)
         states = [hosts[host] for host in named]
         since_s = max(state.since_s for state in states)
@@ -67,7 +67,7 @@ class Orphans:
         named = {host for host, steps in job.on_host.items() if steps}
         newest = job.commits.get(max(job.commits, default=StepId(0, 0)))
         named |= {host for hosts in newest.hosts for host in hosts} if newest is not None else set()
-        return named | {seat.host_id for seat in job.newest.seats.values()} if job.newest is not None else named
+        return named | {member.host_id for member in job.newest.members.values()} if job.newest is not None else named
 
     def _is_removed(self, job: Job) -> bool:
         return any(isinstance(fact, JobRemoved) and fact.job == job.name for fact in self.journal.log.unapplied())
@@ -76,7 +76,7 @@ class Orphans:
         """Say what went, when and why; nothing where nothing was ever committed."""
         if not job.has_history:
             return ""
-        steps = sorted(job.commits or job.copies, reverse=True)[:STEPS_TOLD_MAX]
+        steps = sorted(job.commits or job.copies, reverse=True)[:STEPS_NAMED_MAX]
         newest = ", ".join(f"{step.step} (attempt {step.attempt})" for step in steps)
         what = "committed steps" if job.commits else "steps"
         return (
@@ -92,7 +92,7 @@ class Orphans:
         if name in self.state.jobs:
             self.used.add(name)
 
-    def told(self, host: str, stories: Mapping[str, str]) -> None:
+    def reported(self, host: str, stories: Mapping[str, str]) -> None:
         """Take the jobs that a host remembers; order it to forget those that went on, or were removed, since."""
         for name, story in stories.items():
             if name in self.ended or self._goes_on(name):
@@ -117,7 +117,7 @@ class Orphans:
             del self.state.stories[name]
             self._send_all(ForgetStory(job=name))
 
-    def greet(self, host: str) -> None:
+    def send_initial_state(self, host: str) -> None:
         """Send a host the removal records that it may have missed."""
         for name, story in self.state.stories.items():
             self.out.send(host, KeepStory(job=name, story=story))

@@ -1,8 +1,8 @@
 """The effects of a holder's procedures: a procedure yields them, the shell or the simulator carries each one out.
 
-A procedure is a generator: `reply = yield Ask(peer, request)`. Between two yields it reads and changes the holder's
-state. Only one procedure runs at a time, so it needs no lock. While an effect is carried out other procedures run, so
-it may block for as long as it takes. The yield gives its value, or raises the MemstoreError that it ended with.
+A procedure is a generator: `reply = yield CallPeer(peer, request)`. Between two yields it reads and changes the
+holder's state. Only one procedure runs at a time, so it needs no lock. While an effect is carried out other procedures
+run, so it may block for as long as it takes. The yield gives its value, or raises the MemstoreError that it ended with.
 
 Calls that cannot wait are no effects: a report is queued, and a pin is released, also while a procedure is closed.
 """
@@ -17,6 +17,7 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
+from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
@@ -31,12 +32,12 @@ class Effect:
     """The base of everything that a procedure may yield."""
 
 
-Steps = Generator[Effect, Any, T]  # a procedure that returns a T
+Procedure = Generator[Effect, Any, T]  # a procedure that returns a T
 ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenNotifier`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
-class Source(Protocol):
+class PushSource(Protocol):
     """The source of a push: a stored replica that is pinned for it, or a shard that this host is still digesting."""
 
     @property
@@ -51,11 +52,15 @@ class Source(Protocol):
     def sizes(self) -> Sequence[int]:
         """Return the bytes of each of its chunks."""
 
+    @property
+    def stored(self) -> StoredReplica | None:
+        """Return the stored replica, None while it is being digested."""
+
     def release(self) -> None:
         """Release the pin: this push is over."""
 
 
-class FreshSource(Source, Protocol):
+class StreamingSource(PushSource, Protocol):
     """A shard that this host is digesting; once it is stored it is pinned for every push that has begun."""
 
     def begin(self) -> None:
@@ -105,7 +110,7 @@ class Together(Effect):
     Meanwhile the notifier, if there is one, reports the chunks that have come to its reader.
     """
 
-    procedures: Sequence[Steps[Any]]
+    procedures: Sequence[Procedure[Any]]
     notifier: ChunkNotifier | None = None
 
 
@@ -130,7 +135,7 @@ class BeginConnect(Effect):
 
 
 @dataclass(frozen=True)
-class Ask(Effect):
+class CallPeer(Effect):
     """Send a peer one request and give its reply; TransportError if there is none, or the peer's own error."""
 
     peer: Peer
@@ -142,24 +147,25 @@ class Ask(Effect):
 class SendChunks(Effect):
     """Send a peer those of these chunks that it lacks, each once its digest is known, straight from its slot.
 
-    PeerRefused if the peer has no draft for them, if a chunk went bad here, or if the put failed here meanwhile.
+    PeerRefused if the peer has no incoming replica for them, if a chunk went bad here, or if the put failed here
+    meanwhile.
     """
 
     peer: Peer
-    source: Source
+    source: PushSource
     chunks: Sequence[int]
     is_repair: bool  # paced by the store's limit for repairs, and held back for no collective
 
 
 @dataclass(frozen=True)
 class ReceiveChunks(Effect):
-    """Pull chunks of a stored shard from a peer into a draft; give those that came damaged, or not at all.
+    """Pull chunks of a stored shard from a peer into an incoming replica; give those that came damaged, or not at all.
 
     IntegrityError if the peer does not hold the shard, CapacityError if there is no room here.
     """
 
     peer: Peer
-    draft: IncomingReplica
+    replica: IncomingReplica
     digest: str
     chunks: Sequence[int]
 
@@ -178,10 +184,10 @@ class ReadDurableManifest(Effect):
 
 @dataclass(frozen=True)
 class ReceiveDurable(Effect):
-    """Read chunks of a shard from durable storage into a draft; give those that are not there as they were put."""
+    """Read a shard's chunks from durable storage into an incoming replica; return those that storage lacks."""
 
     place: DurablePlace
-    draft: IncomingReplica
+    replica: IncomingReplica
     spec: ShardSpec
     chunks: Sequence[int]
     sizes: Sequence[int]  # of all chunks of the shard
@@ -199,7 +205,7 @@ class SliceTurn(Effect):
     """Take a turn for a slice under the job's cap for this host; give the seconds until it may be written."""
 
     job: str
-    shelved: StoredReplica
+    stored: StoredReplica
     number: int
     bytes_per_s: int | None
 
@@ -208,7 +214,7 @@ class SliceTurn(Effect):
 class CopySlice(Effect):
     """Copy a slice's chunks; give the copies and None, or [] and the index of the first chunk with a wrong digest."""
 
-    shelved: StoredReplica
+    stored: StoredReplica
     number: int
 
 
@@ -295,12 +301,12 @@ class ClaimRoom(Effect):
 class Verify(Effect):
     """Digest a pinned replica again, quarantine what is bad, and give the chunks that this host lacks now."""
 
-    shelved: StoredReplica
+    stored: StoredReplica
 
 
 @dataclass(frozen=True)
-class OpenDraft(Effect):
-    """Open a draft for some chunks of a shard, or for all (None); it begins with the good chunks that are here."""
+class OpenIncoming(Effect):
+    """Open an incoming replica for some chunks of a shard, or for all (None); good chunks here are in it."""
 
     name: str
     shard: ShardId
@@ -315,7 +321,7 @@ class KeepStaged(Effect):
     """Keep a pinned replica for the reader of a round; IntegrityError if it was dropped meanwhile."""
 
     key: StagedKey
-    shelved: StoredReplica
+    stored: StoredReplica
     pin: int
 
 
@@ -326,14 +332,14 @@ class KeepStaged(Effect):
 class ReadManifest(Effect):
     """Give the manifest of a push's source once it is sealed; PeerRefused if the put failed here."""
 
-    source: Source
+    source: PushSource
 
 
 @dataclass(frozen=True)
 class AwaitDigest(Effect):
     """Give the digest of a shard that is being digested, once it is sealed; PeerRefused if the put failed here."""
 
-    source: FreshSource
+    source: StreamingSource
 
 
 # -- puts ---------------------------------------------------------------------------------------------
@@ -363,23 +369,23 @@ class Replicate(Effect):
 
     shard: ShardId
     digest: str  # "" while it is being digested
-    fresh: FreshSource | None = None
+    fresh: StreamingSource | None = None
 
 
 @dataclass(frozen=True)
 class DigestAndStore(Effect):
-    """Digest a hand-over chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
+    """Digest a submission chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
 
     shard: ShardId
     ready: PutReady
-    fresh: FreshSource
+    fresh: StreamingSource
 
 
 @dataclass(frozen=True)
 class NotePut(Effect):
     """Note the chunks of a rank's newest put; give the step before if this put is the first to repeat its chunks."""
 
-    shelved: StoredReplica
+    stored: StoredReplica
     shared_count: int | None
 
 
@@ -392,30 +398,17 @@ class CompareShared(Effect):
 
 @dataclass(frozen=True)
 class GiveUpPut(Effect):
-    """Ask the controller to have all ranks skip a step; `is_failed`: for another reason than want of room."""
+    """Ask the controller to have all ranks skip the step of a shard."""
 
-    link: Link
     shard: ShardId
-    why: str
-    is_failed: bool
-
-
-# -- fences -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AnswerFence(Effect):
-    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
-
-    job: str
-    attempt: int
+    request: SkipStep
 
 
 # -- ranks, and people --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TellWelcome(Effect):
+class SendWelcome(Effect):
     """Tell a rank that its link is taken, and which of the slots that it holds are not its own any more."""
 
     link: Link
@@ -423,7 +416,7 @@ class TellWelcome(Effect):
 
 
 @dataclass(frozen=True)
-class Tell(Effect):
+class SendToRank(Effect):
     """Send a rank a message; a link that cannot take it ends, and comes back."""
 
     link: Link
@@ -469,7 +462,7 @@ class OpenNotifier(Effect):
 
     listener: ChunkListener | None
     manifest: bytes
-    draft: IncomingReplica
+    replica: IncomingReplica
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from functools import partial
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder.effects import (
-    Ask,
+    CallPeer,
     ChunkNotifier,
     OnStore,
+    Procedure,
     Reach,
     ReadDurableManifest,
     ReceiveChunks,
     ReceiveDurable,
     Sleep,
-    Steps,
     Together,
     Warn,
 )
@@ -45,7 +45,7 @@ def deadline_s(state: HolderState) -> float:
     return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
-def may_wait(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
+def may_wait(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
     """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
     is_newest = not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) == order.round
     if not is_newest or state.now() >= until_s or state.is_stopping():
@@ -56,7 +56,7 @@ def may_wait(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
 
 def manifest(
     state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
-) -> Steps[tuple[bytes | None, set[str]]]:
+) -> Procedure[tuple[bytes | None, set[str]]]:
     """Get the manifest from any holder, else from durable storage; or None and the sources that say they lack it.
 
     Raises:
@@ -75,7 +75,7 @@ def manifest(
 
 def brought_manifest(
     state: HolderState, order: Bring, shard: ShardId, digest: str, until_s: float
-) -> Steps[tuple[bytes | None, set[str]]]:
+) -> Procedure[tuple[bytes | None, set[str]]]:
     """Get the manifest as `manifest` does, but from another host or durable storage."""
     sources = [host for host in order.holders if host != state.host_id]
     sources += [DURABLE] if order.durable is not None else []
@@ -96,12 +96,12 @@ def brought_manifest(
             raise PeerUnreachable(f"no source gave the manifest of {shard}: {'; '.join(problems)}")
 
 
-def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Steps[bytes]:
+def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Procedure[bytes]:
     """Return the manifest that a source has, checked against the shard's digest (R14)."""
     if source == DURABLE:
         return (yield ReadDurableManifest(_storage(order), shard, order.spec.spec))  # type: ignore[no-any-return]
     peer = yield Reach(source)
-    found: ManifestFound = yield Ask(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
+    found: ManifestFound = yield CallPeer(peer, FetchManifest(shard=WireShard.of(shard), digest=digest))
     data = found.manifest
     if shard_digest(data) != digest:
         raise DigestMismatch(
@@ -115,24 +115,24 @@ def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Step
 def chunks(
     state: HolderState,
     order: Bring,
-    draft: IncomingReplica,
+    replica: IncomingReplica,
     sizes: list[int],
     until_s: float,
     notifier: ChunkNotifier | None = None,
-) -> Steps[tuple[dict[str, list[int]], list[str]]]:
+) -> Procedure[tuple[dict[str, list[int]], list[str]]]:
     """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
 
     With a notifier the last chunks come first: they have the plain objects, which its reader needs to use the rest.
     """
     wanted: dict[str, list[int]] = {}
-    missing = set(draft.missing)
+    missing = set(replica.missing)
     for run in order.runs:
         if run.tier != "local":
             lacking = [i for i in range(run.first, run.first + run.count) if i in missing]
             wanted.setdefault(run.source or DURABLE, []).extend(lacking)
     sources = [source for source, indices in wanted.items() if indices]
     fetches = [
-        _from_planned(state, order, source, draft, wanted[source][:: -1 if notifier else 1], sizes, until_s)
+        _from_planned(state, order, source, replica, wanted[source][:: -1 if notifier else 1], sizes, until_s)
         for source in sources
     ]
     found = yield Together(fetches, notifier)
@@ -144,11 +144,11 @@ def _from_planned(
     state: HolderState,
     order: Bring,
     source: str,
-    draft: IncomingReplica,
+    replica: IncomingReplica,
     indices: list[int],
     sizes: list[int],
     until_s: float,
-) -> Steps[tuple[list[int], str]]:
+) -> Procedure[tuple[list[int], str]]:
     """Fetch chunks from their planned source, then from the other holders of the shard as well (R25).
 
     Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
@@ -159,9 +159,9 @@ def _from_planned(
     problem = ""
     for turn in itertools.count():
         host = turns[turn % len(turns)]
-        todo = [i for i in indices if draft.slots[i] is None and i not in lost]
+        todo = [i for i in indices if replica.slots[i] is None and i not in lost]
         try:
-            lacking = yield from _from(order, host, draft, todo, sizes)
+            lacking = yield from _from(order, host, replica, todo, sizes)
             problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
         except IntegrityError:
             lacking = todo
@@ -170,27 +170,29 @@ def _from_planned(
             yield Warn(f"staging from {host}: {exc}")
         if host == source:  # another holder may have it or not: missing chunks there are no evidence
             lost.update(lacking)
-        if all(draft.slots[i] is not None or i in lost for i in indices):
+        if all(replica.slots[i] is not None or i in lost for i in indices):
             return sorted(lost), ""
         if not (yield from may_wait(state, order, until_s if turn + 1 >= len(turns) else float("inf"))):
             break
     return sorted(lost), problem
 
 
-def _from(order: Bring, host: str, draft: IncomingReplica, indices: list[int], sizes: list[int]) -> Steps[list[int]]:
-    """Pull chunks into the draft; return those that the source itself says it lacks.
+def _from(
+    order: Bring, host: str, replica: IncomingReplica, indices: list[int], sizes: list[int]
+) -> Procedure[list[int]]:
+    """Pull chunks into the incoming replica; return those that the source itself says it lacks.
 
     A chunk that arrives damaged makes the peer digest its own bytes again and report them: it counts as bad only on
-    the peer's word (R25). What the peer holds undamaged stays open in the draft, to be asked for again.
+    the peer's word (R25). What the peer holds undamaged stays open in the incoming replica, to be asked for again.
     """
     spec = order.spec.spec
     if host == DURABLE:
-        return (yield ReceiveDurable(_storage(order), draft, spec, indices, sizes))  # type: ignore[no-any-return]
+        return (yield ReceiveDurable(_storage(order), replica, spec, indices, sizes))  # type: ignore[no-any-return]
     peer = yield Reach(host)
-    bad = yield ReceiveChunks(peer, draft, spec.digest, indices)
+    bad = yield ReceiveChunks(peer, replica, spec.digest, indices)
     if not bad:
         return []
-    answer: Verified = yield Ask(peer, Verify(shard=WireShard.of(draft.shard), digest=spec.digest))
+    answer: Verified = yield CallPeer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest))
     return sorted(set(answer.missing).intersection(bad))
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from functools import partial
 
 from memstore.core.format.manifest import decode_manifest, encode_manifest, shard_digest
-from memstore.core.holder.effects import OnStore, Steps, Warn
+from memstore.core.holder.effects import OnStore, Procedure, Warn
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import LookAtCopies, MakeFork
 from memstore.core.wire.reports import CopiesLookedAt, ForkedDigest
 from memstore.errors import CapacityError, DigestMismatch
 
 
-def look(state: HolderState, order: LookAtCopies) -> Steps[None]:
+def look(state: HolderState, order: LookAtCopies) -> Procedure[None]:
     """Verify the shards that a fork is to be made of, and report those that are here."""
     found: list[ForkedDigest] = []
     for item in order.shards:
@@ -33,7 +33,7 @@ def look(state: HolderState, order: LookAtCopies) -> Steps[None]:
     state.report(CopiesLookedAt(job=order.job, call=order.call, shards=tuple(found)))
 
 
-def make(state: HolderState, order: MakeFork) -> Steps[None]:
+def make(state: HolderState, order: MakeFork) -> Procedure[None]:
     """Store the shards under their new ids and report each; one that is not here any more is left out.
 
     What cannot be made now is ordered again.

@@ -19,8 +19,8 @@ from msgspec import structs
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
-from memstore.core.holder.effects import OnStore, OpenDraft, Steps, WaitFor
-from memstore.core.holder.state import Excerpt, HolderState
+from memstore.core.holder.effects import OnStore, OpenIncoming, Procedure, WaitFor
+from memstore.core.holder.state import HolderState, PartialRead
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
@@ -29,7 +29,7 @@ PIN_S = 600.0  # longest a reader may keep a partial read (R7)
 TAKE_S = 30.0  # longest it waits for its reader, who may be gone or have asked another controller: puts lack its slots
 
 
-def stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
+def stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int]]]:
     """Bring the chunks here; return {} or, per source, those that it says it lacks.
 
     If other readers have the room, the read gives its chunks back and waits; only one read waits at a time.
@@ -40,9 +40,9 @@ def stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
     """
     with contextlib.suppress(CapacityError):
         return (yield from _stage(state, order))
-    excerpts = state.excerpts
-    yield WaitFor(lambda: not excerpts.is_tight)
-    excerpts.is_tight = True
+    partial_reads = state.partial_reads
+    yield WaitFor(lambda: not partial_reads.is_tight)
+    partial_reads.is_tight = True
     try:
         until_s = fetch.deadline_s(state)
         while True:
@@ -52,10 +52,10 @@ def stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
                 if not (yield from fetch.may_wait(state, order, until_s)):
                     raise
     finally:
-        excerpts.is_tight = False
+        partial_reads.is_tight = False
 
 
-def _stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]:
+def _stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int]]]:
     shard, spec = order.shard.id, order.spec.spec
     wanted = _wanted(shard, order.chunks, spec.chunks_count)
     until_s = fetch.deadline_s(state)
@@ -65,28 +65,28 @@ def _stage(state: HolderState, order: ReadChunks) -> Steps[dict[str, list[int]]]
     chunks = decode_manifest(data).chunks
     name = f"read-{order.read}"
     digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
-    draft = yield OpenDraft(name, shard, digests, sizes, order.attempt, wanted)
+    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt, wanted)
     is_kept = False
     try:
         # What this host holds already is good, or it is fetched like the rest.
-        yield OnStore(partial(state.store.verify_slots, _held(draft)))
-        yield OnStore(partial(state.store.ensure_free, len(draft.missing)))
-        bad, problems = yield from fetch.chunks(state, _elsewhere(state, order), draft, sizes, until_s)
-        if draft.missing and problems and not bad:
+        yield OnStore(partial(state.store.verify_slots, _held(replica)))
+        yield OnStore(partial(state.store.ensure_free, len(replica.missing)))
+        bad, problems = yield from fetch.chunks(state, _elsewhere(state, order), replica, sizes, until_s)
+        if replica.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))
-        if draft.missing:
-            return bad or {state.host_id: draft.missing}
-        state.excerpts.known[order.read] = Excerpt(name, draft, data, state.now() + TAKE_S)
+        if replica.missing:
+            return bad or {state.host_id: replica.missing}
+        state.partial_reads.known[order.read] = PartialRead(name, replica, data, state.now() + TAKE_S)
         is_kept = True
         return {}
     finally:
         if not is_kept:
-            state.store.abort_draft(name, shard, only=draft)
+            state.store.abort_incoming(name, shard, only=replica)
 
 
-def _held(draft: IncomingReplica) -> list[int]:
+def _held(replica: IncomingReplica) -> list[int]:
     """Return the slots whose content this host held before."""
-    return sorted({slot for slot in (draft.slots[i] for i in draft.wanted) if slot is not None})
+    return sorted({slot for slot in (replica.slots[i] for i in replica.wanted) if slot is not None})
 
 
 def _elsewhere(state: HolderState, order: ReadChunks) -> ReadChunks:
@@ -98,27 +98,27 @@ def _elsewhere(state: HolderState, order: ReadChunks) -> ReadChunks:
     return structs.replace(order, runs=tuple(runs))
 
 
-def take(state: HolderState, number: int) -> Excerpt:
+def take(state: HolderState, number: int) -> PartialRead:
     """Pin a read's staged chunks for its reader. IntegrityError if they are gone."""
-    excerpt = state.excerpts.known.get(number)
-    if excerpt is None:
+    ready = state.partial_reads.known.get(number)
+    if ready is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
-    state.excerpts.known[number] = replace(excerpt, deadline_s=state.now() + PIN_S)
-    return excerpt
+    state.partial_reads.known[number] = replace(ready, deadline_s=state.now() + PIN_S)
+    return ready
 
 
 def release(state: HolderState, number: int) -> None:
     """Release a partial read: its reader has copied it, or is gone."""
-    excerpt = state.excerpts.known.pop(number, None)
-    if excerpt is not None:
-        state.store.abort_draft(excerpt.name, excerpt.draft.shard, only=excerpt.draft)
+    ready = state.partial_reads.known.pop(number, None)
+    if ready is not None:
+        state.store.abort_incoming(ready.name, ready.replica.shard, only=ready.replica)
 
 
 def expire(state: HolderState) -> None:
     """Release reads that no reader took, that are past their deadline, or that are of a dropped step (R7)."""
     now = state.now()
-    for number, excerpt in list(state.excerpts.known.items()):
-        if min(excerpt.deadline_s, excerpt.draft.deadline_s) < now:
+    for number, ready in list(state.partial_reads.known.items()):
+        if min(ready.deadline_s, ready.replica.deadline_s) < now:
             release(state, number)
 
 

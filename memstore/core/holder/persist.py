@@ -19,10 +19,10 @@ from memstore.core.holder.effects import (
     MarkersFound,
     OnStore,
     OpenDurable,
+    Procedure,
     ReadMarkers,
     RemoveDurable,
     SliceTurn,
-    Steps,
     Stop,
     StoreMarker,
     SweepDurable,
@@ -59,7 +59,7 @@ def stop(state: HolderState, order: StopWriting) -> None:
     state.stops.setdefault((order.job, order.step.id), Stop()).is_set = True
 
 
-def slices(state: HolderState, order: WriteSlices) -> list[Steps[None]]:
+def slices(state: HolderState, order: WriteSlices) -> list[Procedure[None]]:
     """Return the procedures that write the pieces of an order; those of another step of the job stop."""
     job, step = key = order.job, order.step.id
     for old in [k for k in state.stops if k[0] == job and k[1] != step]:
@@ -74,7 +74,9 @@ def slices(state: HolderState, order: WriteSlices) -> list[Steps[None]]:
     ]
 
 
-def _slice(state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop) -> Steps[None]:
+def _slice(
+    state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop
+) -> Procedure[None]:
     """Write one slice and report it; report nothing if it is not wanted any more."""
     report = SliceWritten(job=order.job, step=order.step, rank=shard.rank, number=number, key=order.key, problem=None)
     try:
@@ -86,8 +88,8 @@ def _slice(state: HolderState, order: WriteSlices, shard: ShardId, digest: str, 
             why = f"durable_key_file has key {key} here, ordered was {asked}: put the same file on all hosts"
             report = msgspec.structs.replace(report, key=key, problem=why)
         else:
-            shelved, manifest, chunks = yield from _copied(state, shard, digest, number)
-            if not (yield WriteSlice(storage, shard, shelved.spec, number, manifest, chunks, mark)):
+            stored, manifest, chunks = yield from _copied(state, shard, digest, number)
+            if not (yield WriteSlice(storage, shard, stored.spec, number, manifest, chunks, mark)):
                 return
     except MemstoreError as exc:
         report = msgspec.structs.replace(report, problem=str(exc))
@@ -99,7 +101,7 @@ def _slice(state: HolderState, order: WriteSlices, shard: ShardId, digest: str, 
 
 def _is_wanted(
     state: HolderState, order: WriteSlices, shard: ShardId, digest: str, number: int, mark: Stop
-) -> Steps[bool]:
+) -> Procedure[bool]:
     """Wait for a slice's turn; return False if it is not wanted any more."""
     if mark.is_set:
         return False
@@ -113,25 +115,25 @@ def _is_wanted(
 
 def _copied(
     state: HolderState, shard: ShardId, digest: str, number: int
-) -> Steps[tuple[StoredReplica, bytes, list[bytes]]]:
+) -> Procedure[tuple[StoredReplica, bytes, list[bytes]]]:
     """Copy the chunks of a slice; one that went bad meanwhile is quarantined, so that repair replaces it."""
     pinned = state.store.pin(shard, digest)
     if pinned is None:
         raise IntegrityError(f"{shard} is not here any more")
-    shelved, pin = pinned
+    stored, pin = pinned
     try:
-        manifest = yield OnStore(partial(state.store.manifest, shelved))
-        chunks, bad = yield CopySlice(shelved, number)
+        manifest = yield OnStore(partial(state.store.manifest, stored))
+        chunks, bad = yield CopySlice(stored, number)
         if bad is not None:
-            yield Verify(shelved)
-            state.sealed(shelved, None)
+            yield Verify(stored)
+            state.sealed(stored, None)
             raise IntegrityError(f"chunk {bad} of {shard} went bad before it was written")
-        return shelved, manifest, chunks
+        return stored, manifest, chunks
     finally:
-        state.store.unpin(shelved, pin)
+        state.store.unpin(stored, pin)
 
 
-def marker(state: HolderState, order: WriteMarker) -> Steps[None]:
+def marker(state: HolderState, order: WriteMarker) -> Procedure[None]:
     """Write the marker of a step whose parts are all there, report it, then remove what abandoned writes left."""
     step, place, specs = order.step.id, order.durable, {row.rank: row.spec.spec for row in order.specs}
     record = DurableMarker(step, len(specs), specs, order.key)
@@ -141,18 +143,18 @@ def marker(state: HolderState, order: WriteMarker) -> Steps[None]:
         yield from _quietly(SweepDurable(place, order.job, step))
 
 
-def remove(order: RemoveStep) -> Steps[None]:
+def remove(order: RemoveStep) -> Procedure[None]:
     """Remove a step from durable storage."""
     yield from _quietly(RemoveDurable(order.durable, order.job, order.step.id, order.only_unmarked))
 
 
-def remove_torn(state: HolderState, order: RemoveTornStep) -> Steps[None]:
+def remove_torn(state: HolderState, order: RemoveTornStep) -> Procedure[None]:
     """Remove a torn step from durable storage and report it: the controller waits for that."""
     problem = yield from _problem_of(RemoveDurable(order.durable, order.job, order.step.id, only_unmarked=False))
     state.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
 
 
-def say_key(state: HolderState, order: NameKey) -> Steps[None]:
+def say_key(state: HolderState, order: NameKey) -> Procedure[None]:
     """Report the name of the key that is in this host's key file now."""
     key, problem = "", None
     try:
@@ -165,7 +167,7 @@ def say_key(state: HolderState, order: NameKey) -> Steps[None]:
     state.report(KeyNamed(job=order.job, key=key, problem=problem))
 
 
-def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
+def markers(state: HolderState, order: ListMarkers) -> Procedure[None]:
     """List the durable markers of a job, and report them with the faults of the others."""
     step = order.check.id if order.check is not None else None
     try:
@@ -186,7 +188,7 @@ def markers(state: HolderState, order: ListMarkers) -> Steps[None]:
     state.report(MarkersUnread(job=order.job, call=order.call, why=why))
 
 
-def _problem_of(effect: Effect) -> Steps[str | None]:
+def _problem_of(effect: Effect) -> Procedure[str | None]:
     """Have an effect carried out; return why it could not be, or None."""
     try:
         yield effect
@@ -198,7 +200,7 @@ def _problem_of(effect: Effect) -> Steps[str | None]:
     return None
 
 
-def _quietly(effect: Effect) -> Steps[None]:
+def _quietly(effect: Effect) -> Procedure[None]:
     try:
         yield effect
     except MemstoreError as exc:

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
-    Ask,
     AwaitDigest,
-    FreshSource,
+    CallPeer,
     Peer,
+    Procedure,
+    PushSource,
     Reach,
     ReadManifest,
     SendChunks,
     Sleep,
-    Source,
-    Steps,
+    StreamingSource,
     Unexpected,
 )
 from memstore.core.holder.state import HolderState, Replication
@@ -40,7 +40,7 @@ from memstore.core.wire.peer_messages import (
     Seal,
 )
 from memstore.core.wire.reports import PushFailed
-from memstore.errors import MemstoreError, PeerRefused, ProtocolError, TransportError
+from memstore.errors import ConfigError, DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
@@ -56,11 +56,11 @@ class Push:
     digest: str
     target: str
     is_repair: bool = False
-    fresh: FreshSource | None = None
+    fresh: StreamingSource | None = None
 
 
 def replicate(
-    state: HolderState, shard: ShardId, digest: str, targets: list[str], fresh: FreshSource | None
+    state: HolderState, shard: ShardId, digest: str, targets: list[str], fresh: StreamingSource | None
 ) -> list[Push]:
     """Return the pushes to begin for a put; one that is under way to a target already counts for this put too (R15)."""
     replication = Replication(shard, set(targets))
@@ -78,7 +78,7 @@ def begin(state: HolderState, push: Push, replication: Replication | None = None
     return is_new
 
 
-def run(state: HolderState, push: Push) -> Steps[None]:
+def run(state: HolderState, push: Push) -> Procedure[None]:
     """Make the copy. Report a failure; notify the rank if this was the last copy of its put."""
     why, is_final = "", True
     try:
@@ -96,10 +96,10 @@ def run(state: HolderState, push: Push) -> Steps[None]:
     for replication in waiting:
         replication.left.discard(push.target)
         if not replication.left:
-            yield from ranks.tell_replicated(state, replication.shard)
+            yield from ranks.send_replicated(state, replication.shard)
 
 
-def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
+def _copied(state: HolderState, push: Push) -> Procedure[tuple[str, bool]]:
     """Return ("", ...) when the target has sealed the shard, else why not and whether that is final."""
     digest = push.digest
     if push.fresh is not None:
@@ -131,7 +131,7 @@ def _copied(state: HolderState, push: Push) -> Steps[tuple[str, bool]]:
     return "the holder is stopping", False
 
 
-def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[None]:
+def send(state: HolderState, push: Push, source: PushSource, attempt: int) -> Procedure[None]:
     """Try once and note whether the target answers; if it did not answer last time, ping it first (R18).
 
     The controller may still reach a host that this one cannot: a short ping fails before a put waits long.
@@ -144,7 +144,7 @@ def send(state: HolderState, push: Push, source: Source, attempt: int) -> Steps[
         raise
     try:
         if push.target in silent_since_s:
-            yield Ask(peer, Ping(), limit_s=state.limits.suspect_after_s)
+            yield CallPeer(peer, Ping(), limit_s=state.limits.suspect_after_s)
         yield from _offer(state, push, peer, source, attempt)
     except PeerRefused:
         silent_since_s.pop(push.target, None)
@@ -161,13 +161,13 @@ def _is_given_up(state: HolderState, target: str) -> bool:
     return since_s is not None and state.now() - since_s > state.limits.dead_after_s
 
 
-def _offer(state: HolderState, push: Push, peer: Peer, source: Source, attempt: int) -> Steps[None]:
+def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int) -> Procedure[None]:
     """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
     shard, sender = WireShard.of(push.shard), state.host_id
     offer = Offer(
         shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(source.sizes)
     )
-    reply: Admitted | HasCopy | Refused = yield Ask(peer, offer)
+    reply: Admitted | HasCopy | Refused = yield CallPeer(peer, offer)
     if isinstance(reply, Refused):
         raise PeerRefused(reply.why, is_final=reply.is_final)
     if isinstance(reply, HasCopy):
@@ -175,19 +175,19 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: Source, attempt: 
     try:
         yield from _send_and_seal(state, push, peer, source)
     except MemstoreError:
-        with contextlib.suppress(TransportError):  # else the peer gives the draft up by itself, later
-            yield Ask(peer, Abort(shard=shard, sender=sender))
+        with contextlib.suppress(TransportError):  # else the peer gives the incoming replica up by itself, later
+            yield CallPeer(peer, Abort(shard=shard, sender=sender))
         raise
 
 
-def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -> Steps[None]:
+def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: PushSource) -> Procedure[None]:
     """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged."""
     wanted: Sequence[int] = range(len(source.sizes))
     for _ in range(SEAL_ROUNDS_MAX):
         yield SendChunks(peer, source, wanted, push.is_repair)
-        manifest = yield ReadManifest(source)
+        manifest = yield from _manifest(state, source)
         seal = Seal(shard=WireShard.of(push.shard), sender=state.host_id, manifest=manifest)
-        reply: CopySealed | ChunksMissing | Refused = yield Ask(peer, seal)
+        reply: CopySealed | ChunksMissing | Refused = yield CallPeer(peer, seal)
         if isinstance(reply, Refused):
             raise PeerRefused(reply.why, is_final=reply.is_final)
         if isinstance(reply, CopySealed):
@@ -196,3 +196,15 @@ def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: Source) -
         if not set(wanted).issubset(range(len(source.sizes))):
             raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+
+
+def _manifest(state: HolderState, source: PushSource) -> Procedure[bytes]:
+    """Return the manifest of the source. If it is damaged, this host has no copy: a step must not commit with it."""
+    try:
+        manifest: bytes = yield ReadManifest(source)
+        return manifest
+    except (ConfigError, DigestMismatch):
+        if source.stored is not None:
+            source.stored.is_nameless = True
+            state.sealed(source.stored, None)
+        raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Steps, Tell, TellWelcome, WaitFor
+from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import AbandonStep, RaiseLevel
@@ -19,49 +19,22 @@ from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel
 from memstore.core.wire.reports import RankArrived, RankGone
 from recovery.inventory import ShardId
 
-GOODBYE_S = 10.0  # longest wait for hand-overs of a process that sends `bye`
+BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 
 
-def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
+def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
-    Of a process's links that come at once the newest is taken. An older one, on which the process does not listen any
-    more, ends wherever it is: else it would end the newest, and free leases that were granted on that.
+    Of two that arrive at once, the later one is taken: the process has given the other one up.
     """
     table = state.ranks
-    if not _is_newest(state, link):
-        yield from _retire(link)
-        return
     table.arriving[link.owner] = link
     try:
-        yield from _take(state, link, hello)
+        is_newest = yield from _greet(state, link, hello)
     finally:
         if table.arriving.get(link.owner) is link:
             del table.arriving[link.owner]
-
-
-def _is_newest(state: HolderState, link: Link) -> bool:
-    """Say whether no newer link of the same process has come."""
-    table = state.ranks
-    return max(link.order, table.current(link).order, table.arriving.get(link.owner, link).order) == link.order
-
-
-def _take(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps[None]:
-    """Take a link, unless a newer one of its process comes meanwhile."""
-    table = state.ranks
-    older = table.links.get(link.nonce)
-    if older is not None and older.owner == link.owner:
-        del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
-        yield from _retire(older)
-    if not _is_newest(state, link):
-        yield from _retire(link)
-        return
-    held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
-    # A rank filled the slots that it holds of another arena there, so none of them is its own here.
-    is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
-    stale = state.store.confirm(link.owner, held if is_ours else ())
-    yield TellWelcome(link, stale if is_ours else held)
-    if not _is_newest(state, link):
+    if not is_newest:
         yield from _retire(link)
         return
     table.links[link.nonce] = link
@@ -76,12 +49,29 @@ def _take(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Steps
     if link.attempt and state.fences.is_fenced(link.job, link.attempt):
         yield _fenced(state, link)
     elif committed is not None and committed.attempt == link.attempt:
-        yield Tell(link, committed)
+        yield SendToRank(link, committed)
     yield Grant(link)
 
 
-def _retire(link: Link) -> Steps[None]:
-    """End a link whose process came back on a newer one: what it handed over and is not begun comes again there."""
+def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[bool]:
+    """Retire the process's older link, then welcome it; return whether no newer link of it has arrived meanwhile."""
+    table = state.ranks
+    older = table.links.get(link.nonce)
+    if older is not None and older.owner == link.owner:
+        del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
+        yield from _retire(older)
+        if table.arriving.get(link.owner) is not link:
+            return False  # the newer link has its leases confirmed: doing it again would free what it was granted
+    held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
+    # A rank filled the slots that it holds of another arena there, so none of them is its own here.
+    is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
+    stale = state.store.confirm(link.owner, held if is_ours else ())
+    yield SendWelcome(link, stale if is_ours else held)
+    return table.arriving.get(link.owner) is link
+
+
+def _retire(link: Link) -> Procedure[None]:
+    """End a link whose process came back on another one: what it submitted and is not begun comes again there."""
     link.is_retired = True
     yield CloseLink(link)
 
@@ -89,11 +79,10 @@ def _retire(link: Link) -> Steps[None]:
 def end(state: HolderState, link: Link) -> bool:
     """Forget a link that has ended, and what it had pinned; False if its process is connected by another one."""
     is_current = state.ranks.is_current(link)
-    if is_current:  # first: a pin that fails to be released leaves no ended link to be sent grants and levels
-        del state.ranks.links[link.nonce]
+    if is_current:
+        del state.ranks.links[link.nonce]  # first: from now on no pin is kept for it
     while link.pins:
-        _, release = link.pins.popitem()
-        release()
+        link.pins.popitem()[1]()
     return is_current
 
 
@@ -107,11 +96,11 @@ def lease(state: HolderState, link: Link) -> list[int]:
         return []
     if state.fences.is_fenced(link.job, link.attempt):
         return []
-    stand_ins_for = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
-    return state.store.lease(link.owner, link.job, link.rank, link.attempt, stand_ins_for)
+    children = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
+    return state.store.lease(link.owner, link.job, link.rank, link.attempt, children)
 
 
-def grant_job(state: HolderState, job: str) -> Steps[None]:
+def grant_job(state: HolderState, job: str) -> Procedure[None]:
     """Lease a job's ranks what their shares allow: room may have become free."""
     for link in state.ranks.of_job(job):
         yield Grant(link)
@@ -120,28 +109,28 @@ def grant_job(state: HolderState, job: str) -> Steps[None]:
 # -- notices to ranks ---------------------------------------------------------------------------------
 
 
-def tell_level(state: HolderState, link: Link, level: StepLevel) -> Steps[None]:
+def send_level(state: HolderState, link: Link, level: StepLevel) -> Procedure[None]:
     """Tell a store the level of one of its tickets, on its newest link, and the process whose child put it."""
     for each in (state.ranks.current(link), state.ranks.links.get(link.parent)):
         if each is not None:
-            yield Tell(each, level)
+            yield SendToRank(each, level)
 
 
-def tell_replicated(state: HolderState, shard: ShardId) -> Steps[None]:
+def send_replicated(state: HolderState, shard: ShardId) -> Procedure[None]:
     """Tell the rank that put a shard that every one of its targets has sealed it (R15)."""
     level = StepLevel(attempt=shard.attempt, step=shard.step, level="replicated")
     for link in state.ranks.of_job(shard.job):
         if (link.rank, link.attempt) == (shard.rank, shard.attempt):
-            yield from tell_level(state, link, level)
+            yield from send_level(state, link, level)
 
 
-def tell_attempt(state: HolderState, job: str, level: StepLevel) -> Steps[None]:
+def send_to_attempt(state: HolderState, job: str, level: StepLevel) -> Procedure[None]:
     """Tell a job's ranks the level of a step; the last commit is kept for links that come back."""
     if level.level in ("committed", "durable"):
         state.ranks.committed[job] = level
     for link in state.ranks.of_job(job):
         if link.attempt == level.attempt:
-            yield Tell(link, level)
+            yield SendToRank(link, level)
 
 
 def raised(order: RaiseLevel) -> StepLevel:
@@ -158,7 +147,7 @@ def abandoned(order: AbandonStep) -> StepLevel:
     )
 
 
-def tell_fenced(state: HolderState, job: str, first: int, members: Collection[str] = ()) -> Steps[None]:
+def send_fenced(state: HolderState, job: str, first: int, members: Collection[str] = ()) -> Procedure[None]:
     """Tell processes of attempts before one that they are refused.
 
     A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
@@ -168,38 +157,42 @@ def tell_fenced(state: HolderState, job: str, first: int, members: Collection[st
             yield _fenced(state, link)
 
 
-def _fenced(state: HolderState, link: Link) -> Tell:
+def _fenced(state: HolderState, link: Link) -> SendToRank:
     fences = state.fences
-    return Tell(link, AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job)))
+    return SendToRank(link, AttemptFenced(attempt=fences.first(link.job), is_removed=fences.is_removed(link.job)))
 
 
 # -- processes that are gone --------------------------------------------------------------------------
 
 
-def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Steps[bool]:
-    """Wait until nothing that one process handed over is unfinished; False if it took too long."""
+def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Procedure[bool]:
+    """Wait until nothing that one process submitted is unfinished; False if it took too long."""
     pending = state.puts.pending
     return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]
 
 
-def leave(state: HolderState, link: Link) -> Steps[None]:
-    """Free the slots that a store leased and did not hand over, at its `bye`.
+def leave(state: HolderState, link: Link) -> Procedure[None]:
+    """Free the slots that a process leased and did not submit, once it has sent `bye`, and report that it is gone.
 
-    Its process is forgotten, unless another store of the process is connected by then.
+    A rank that closes its store says so to the controller too; but not if it has no controller then, or has failed to
+    join. Unreported, it would count as alive for as long as its holder lives, and its open steps as going on.
     """
-    yield from await_owner(state, link.owner, GOODBYE_S)
+    yield from await_owner(state, link.owner, BYE_WAIT_S)
     table = state.ranks
-    if table.is_current(link):
+    is_gone = table.is_current(link)
+    if is_gone:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
     state.store.reclaim(link.owner)
     yield ForgetProcess(link.owner)
+    if is_gone:
+        state.report(RankGone(nonce=link.nonce))
     if link.parent:
         yield from grant_job(state, link.job)
 
 
-def reap(state: HolderState) -> Steps[None]:
+def reap(state: HolderState) -> Procedure[None]:
     """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
     table = state.ranks
     for nonce, owner in list(table.owners.items()):

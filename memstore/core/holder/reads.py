@@ -7,14 +7,14 @@ from functools import partial
 from typing import NamedTuple
 
 from memstore.core.holder import partial_read
-from memstore.core.holder.effects import OnStore, Steps
+from memstore.core.holder.effects import OnStore, Procedure
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.replies import ChunksStaged, ShardStaged
 from memstore.errors import IntegrityError
 
 
-class Lent(NamedTuple):
+class PinnedBytes(NamedTuple):
     """The place of the bytes: slots by chunk, None for a chunk that was not asked for; `pin` ends the loan."""
 
     manifest: bytes
@@ -22,12 +22,12 @@ class Lent(NamedTuple):
     pin: int
 
 
-def lend(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Steps[Lent]:
+def pin_staged(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[PinnedBytes]:
     """Pin what the controller's answer to a read names. IntegrityError if it is gone, or its manifest damaged."""
     if isinstance(staged, ChunksStaged):
-        excerpt = partial_read.take(state, staged.read)
+        ready = partial_read.take(state, staged.read)
         release = partial(partial_read.release, state, staged.read)
-        return Lent(excerpt.manifest, excerpt.draft.slots, _hold(state, link, release))
+        return PinnedBytes(ready.manifest, ready.replica.slots, _hold(state, link, release))
     pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
     if pinned is None:
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
@@ -37,7 +37,7 @@ def lend(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> 
     except BaseException:
         release()
         raise
-    return Lent(manifest, pinned[0].slots, _hold(state, link, release))
+    return PinnedBytes(manifest, pinned[0].slots, _hold(state, link, release))
 
 
 def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
@@ -50,7 +50,7 @@ def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     return pin
 
 
-def expire(state: HolderState) -> Steps[None]:
+def expire(state: HolderState) -> Procedure[None]:
     """Let go of what readers kept past their deadline, or did not take."""
     yield OnStore(state.store.expire_pins)
     partial_read.expire(state)

@@ -10,7 +10,7 @@ from functools import partial
 
 from memstore.core.arena.share import share_of
 from memstore.core.holder import ranks
-from memstore.core.holder.effects import BeginConnect, ClaimRoom, OnStore, Steps, Unexpected, WaitFor
+from memstore.core.holder.effects import BeginConnect, ClaimRoom, OnStore, Procedure, Unexpected, WaitFor
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import Grow, Reserve
 from memstore.core.wire.reports import Reserved
@@ -19,7 +19,7 @@ from memstore.errors import CapacityError
 CONNECT_S = 1.0  # room is not withheld for longer because a target does not answer
 
 
-def reserve(state: HolderState, order: Reserve) -> Steps[None]:
+def reserve(state: HolderState, order: Reserve) -> Procedure[None]:
     """Claim a share and report it, or report why not, with numbers: all ranks wait for the report."""
     job, problem = order.job, None
     is_connected = yield BeginConnect(job)  # meanwhile: a first put that has to connect finds nothing warm
@@ -35,7 +35,7 @@ def reserve(state: HolderState, order: Reserve) -> Steps[None]:
     yield from ranks.grant_job(state, job)
 
 
-def grow(state: HolderState, order: Grow) -> Steps[None]:
+def grow(state: HolderState, order: Grow) -> Procedure[None]:
     """Have memory and streams for the puts that may follow a restore; this claims nothing."""
     yield BeginConnect(order.job)
     with contextlib.suppress(CapacityError):

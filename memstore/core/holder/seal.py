@@ -1,40 +1,43 @@
-"""Turns a hand-over of a rank into a sealed shard, and a fence into an answer (R7, R12, R14, R21).
+"""Turns a submission of a rank into a sealed shard, and a fence into an answer (R7, R12, R14, R21).
 
-    handed over, stamped with the fence of that moment --the same shard is being sealed for an older link--> waits
+    submitted, stamped with the fence of that moment --the same shard is being sealed for an older link--> waits
        --its slots are its own, and this host sees in them what the rank saw--> digested, pushed meanwhile --> sealed
        '--refused, or it failed--> its slots are free, and the controller is asked to have all ranks skip the step
 
-    fence: opened --older hand-overs are finished, or 5 s are over--> older processes notified --> answered
+    fence: opened --older submissions are finished, or 5 s are over--> older processes notified --> answered
 
-A hand-over that came before a fence is finished under it; one that comes later is refused.
+A submission that came before a fence is finished under it; one that comes later is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
-    AnswerFence,
     CompareSample,
     CompareShared,
     DigestAndStore,
     GiveUpPut,
     Grant,
     NotePut,
+    OnStore,
     OpenFresh,
+    Procedure,
     Replicate,
-    Steps,
     Unexpected,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.link import Link
-from memstore.core.holder.state import HandOver, HolderState
+from memstore.core.holder.state import HolderState, SubmittedPut
+from memstore.core.wire.calls import SkipStep
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, StepLevel
-from memstore.core.wire.reports import PutTimes
+from memstore.core.wire.reports import Fenced, PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -42,24 +45,24 @@ SEAL_S = 60.0  # longest wait for the same shard to be sealed on behalf of an ol
 FENCE_DRAIN_S = 5.0
 
 
-def add(state: HolderState, link: Link, ready: PutReady) -> HandOver | None:
-    """Count a hand-over that came completely, so that a fence waits for it (R21); None if its link is retired."""
+def add(state: HolderState, link: Link, ready: PutReady) -> SubmittedPut | None:
+    """Count a submission that came completely, so that a fence waits for it (R21); None if its link is retired."""
     if link.is_retired:
         return None
-    put = HandOver(link, ready, state.fences.first(link.job))
+    put = SubmittedPut(link, ready, state.fences.first(link.job))
     state.puts.pending[put.key] = state.puts.pending.get(put.key, 0) + 1
     return put
 
 
-def done(state: HolderState, put: HandOver) -> None:
-    """Count a hand-over as finished: sealed, failed, or to be handed over again on another link."""
+def done(state: HolderState, put: SubmittedPut) -> None:
+    """Count a submission as finished: sealed, failed, or to be submitted again on another link."""
     left = state.puts.pending.pop(put.key, 0) - 1
     if left > 0:
         state.puts.pending[put.key] = left
 
 
-def run(state: HolderState, put: HandOver) -> Steps[None]:
-    """Seal a hand-over; if that fails, have the step given up on all ranks alike (R12)."""
+def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
+    """Seal a submission; if that fails, have the step given up on all ranks alike (R12)."""
     shard, why, is_failed = put.shard, "", True
     try:
         try:
@@ -72,21 +75,22 @@ def run(state: HolderState, put: HandOver) -> Steps[None]:
             why = f"{type(exc).__name__}: {exc}"
         if why:
             failed = StepLevel(attempt=shard.attempt, step=shard.step, level="failed", reason=why)
-            yield from ranks.tell_level(state, put.link, failed)
-            yield GiveUpPut(put.link, shard, why, is_failed)
+            yield from ranks.send_level(state, put.link, failed)
+            skip = SkipStep(
+                job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
+            )
+            yield GiveUpPut(shard, skip)
     finally:
         done(state, put)
 
 
-def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
-    """Digest a hand-over, store, report and push it; return why that is impossible, or ""."""
-    sealing = state.puts.sealing
-    link = put.link
-    is_free = yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)
+def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[str]:
+    """Digest a submission, store, report and push it; return why that is impossible, or ""."""
+    sealing, link = state.puts.sealing, put.link
+    if not (yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)):
+        raise IntegrityError(f"an earlier link's submission of {shard} has not been sealed for {SEAL_S:g} s")
     if link.is_retired:
         return ""  # the new link brings it again
-    if not is_free:
-        raise IntegrityError(f"an earlier link's hand-over of {shard} has not been sealed for {SEAL_S:g} s")
     sealing.add(shard)
     try:
         known, has_targets, why = yield from _stored(state, put, shard)
@@ -96,25 +100,25 @@ def _seal(state: HolderState, put: HandOver, shard: ShardId) -> Steps[str]:
         return why
     before = yield NotePut(known, shared_count(put.ready))
     sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
-    yield from ranks.tell_level(state, put.link, sealed)
+    yield from ranks.send_level(state, put.link, sealed)
     state.sealed(known, _measured(put.ready, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
-        yield from ranks.tell_replicated(state, shard)
+        yield from ranks.send_replicated(state, shard)
     yield Grant(state.ranks.current(put.link))
     return ""
 
 
-def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[StoredReplica | None, bool, str]]:
+def _stored(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[tuple[StoredReplica | None, bool, str]]:
     """Return the stored replica and whether copies of it are to come; or None and the reason."""
-    ready, store = put.ready, state.store
+    ready, store, link = put.ready, state.store, put.link
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
     shared_count(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
-        raise IntegrityError(f"{shard} was handed over with {len(slots)} slots for {ready.nbytes} bytes")
+        raise IntegrityError(f"{shard} was submitted with {len(slots)} slots for {ready.nbytes} bytes")
     is_lost = ready.is_lost or ready.arena != store.arena_identity
-    known, is_mine = store.take_over(shard, put.link.owner, None if is_lost else slots)
+    known, is_mine = store.take_over(shard, link.owner, None if is_lost else slots)
     is_old = shard.attempt < put.fence
     is_refused = known is None and (is_old or not is_mine)
     if is_mine and (known is not None or is_refused):
@@ -133,15 +137,12 @@ def _stored(state: HolderState, put: HandOver, shard: ShardId) -> Steps[tuple[St
     return *(yield from _fresh(state, shard, ready)), ""
 
 
-def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[str]:
-    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or "".
-
-    The slots were taken over before, so they are this put's alone: no end of a lease frees them while it looks.
-    """
+def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[str]:
+    """Return why these slots do not hold what the rank filled in, as far as a sample of its bytes shows, or ""."""
     try:
         found = yield CompareSample(ready.slots, ready.nbytes, ready.sample)
     except IntegrityError as exc:
-        return f"{shard} was handed over, but {exc}"
+        return f"{shard} was submitted, but {exc}"
     if not found:
         return ""
     why = (
@@ -153,7 +154,7 @@ def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[str]
     return why
 
 
-def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[tuple[StoredReplica, bool]]:
+def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[tuple[StoredReplica, bool]]:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
     fresh = yield OpenFresh(shard, ready.slots, chunk_sizes(ready.nbytes, state.store.chunk_bytes))
     try:
@@ -163,11 +164,11 @@ def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Steps[tuple[S
         state.store.give_back(ready.slots)
         raise
     try:
-        shelved = yield DigestAndStore(shard, ready, fresh)
+        stored = yield DigestAndStore(shard, ready, fresh)
     except BaseException as exc:
         fresh.fail(f"{type(exc).__name__}: {exc}")
         raise
-    return shelved, has_targets
+    return stored, has_targets
 
 
 def shared_count(ready: PutReady) -> int | None:
@@ -191,15 +192,20 @@ def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:
 
 
 def open_fence(state: HolderState, job: str, attempt: int) -> None:
-    """Refuse from now on what older attempts hand over and what peers offer of them."""
+    """Refuse from now on what older attempts submit and what peers offer of them."""
     state.fences.open(job, attempt)
 
 
-def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Steps[None]:
-    """Notify older processes that they are refused, finish their hand-overs, and answer with the inventory (R21)."""
+def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Procedure[None]:
+    """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
-    yield from ranks.tell_fenced(state, job, attempt, members)
-    yield AnswerFence(job, attempt)
+    yield from ranks.send_fenced(state, job, attempt, members)
+    yield OnStore(partial(state.store.tell_copies, job, partial(_answer_fence, state, job, attempt)))
+
+
+def _answer_fence(state: HolderState, job: str, attempt: int, kept: list[StoredReplica]) -> None:
+    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
+    state.report(Fenced(job=job, attempt=attempt, copies=tuple(map(WireCopy.of, kept))))

@@ -18,10 +18,10 @@ from memstore.core.holder import fetch, partial_read
 from memstore.core.holder.effects import (
     KeepStaged,
     OnStore,
-    OpenDraft,
+    OpenIncoming,
     OpenNotifier,
-    Steps,
-    Tell,
+    Procedure,
+    SendToRank,
     Unexpected,
     Verify,
     WaitFor,
@@ -52,7 +52,7 @@ def begin(state: HolderState, order: BringOrder) -> None:
         state.stages.newest[order.job, order.rank] = order.round
 
 
-def run(state: HolderState, order: BringOrder) -> Steps[None]:
+def run(state: HolderState, order: BringOrder) -> Procedure[None]:
     """Stage a shard, or some chunks of it, and report the end."""
     problem: str | None = None
     bad: dict[str, list[int]] = {}
@@ -77,16 +77,16 @@ def run(state: HolderState, order: BringOrder) -> Steps[None]:
     state.report(report)
 
 
-def check(state: HolderState, order: OrderCheck) -> Steps[None]:
+def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
     """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
     why = f"what was staged for rank {order.rank} on host {state.host_id} is gone: call get() again"
-    shelved = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
+    stored = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
     try:
-        if shelved is not None:
-            manifest = yield OnStore(partial(state.store.manifest, shelved))
+        if stored is not None:
+            manifest = yield OnStore(partial(state.store.manifest, stored))
             for link in state.ranks.of_job(order.job):
                 if link.rank == order.rank:
-                    yield Tell(link, CheckInto(round=order.round, manifest=manifest))
+                    yield SendToRank(link, CheckInto(round=order.round, manifest=manifest))
             return
     except DigestMismatch as exc:
         why = str(exc)
@@ -94,7 +94,7 @@ def check(state: HolderState, order: OrderCheck) -> Steps[None]:
     state.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
 
-def _once(state: HolderState, order: StageShard | ReadShard) -> Steps[dict[str, list[int]]]:
+def _once(state: HolderState, order: StageShard | ReadShard) -> Procedure[dict[str, list[int]]]:
     """Stage a shard; of several reads of it, as by ranks that share its state, one fetches and the others wait."""
     shard = order.shard.id
     if isinstance(order, StageShard):
@@ -114,7 +114,7 @@ def _once(state: HolderState, order: StageShard | ReadShard) -> Steps[dict[str, 
         mine.is_over = True
 
 
-def _await_other(state: HolderState, other: Reading) -> Steps[bool]:
+def _await_other(state: HolderState, other: Reading) -> Procedure[bool]:
     """Wait until another read has ended; return False if no chunk came for it within `BESIDE_S`."""
     left, since_s = other.left(), state.now()
     while not (yield WaitFor(lambda: other.is_over, LOOK_S)):
@@ -127,7 +127,7 @@ def _await_other(state: HolderState, other: Reading) -> Steps[bool]:
 
 def stage(
     state: HolderState, order: StageShard | ReadShard, shard: ShardId, reading: Reading | None = None
-) -> Steps[dict[str, list[int]]]:
+) -> Procedure[dict[str, list[int]]]:
     """Return {} when the whole shard is here and verified, else source -> chunks that it says it lacks."""
     spec, me, store = order.spec.spec, state.host_id, state.store
     key = staged_key(order)
@@ -142,23 +142,23 @@ def stage(
     digests = [c.digest for c in decode_manifest(data).chunks]
     number = f"{order.attempt}-{order.round}" if isinstance(order, StageShard) else f"read-{order.read}"
     name = f"stage-{number}"
-    draft = yield OpenDraft(name, shard, digests, sizes, order.attempt)
+    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt)
     if reading is not None:
-        reading.draft = draft
+        reading.replica = replica
     try:
-        yield OnStore(partial(store.ensure_free, len(draft.missing)))
-        notifier = yield OpenNotifier(order.listener if isinstance(order, ReadShard) else None, data, draft)
-        lost, problems = yield from fetch.chunks(state, order, draft, sizes, until_s, notifier)
+        yield OnStore(partial(store.ensure_free, len(replica.missing)))
+        notifier = yield OpenNotifier(order.listener if isinstance(order, ReadShard) else None, data, replica)
+        lost, problems = yield from fetch.chunks(state, order, replica, sizes, until_s, notifier)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
-        if draft.missing and problems and not bad:
+        if replica.missing and problems and not bad:
             raise PeerUnreachable("; ".join(problems))
-        if draft.missing:
-            return bad or {me: draft.missing}
-        shelved = store.finish(name, data)
+        if replica.missing:
+            return bad or {me: replica.missing}
+        stored = store.finish(name, data)
     finally:
-        store.abort_draft(name, shard)
-    state.sealed(shelved, None)
+        store.abort_incoming(name, shard)
+    state.sealed(stored, None)
     pinned = store.pin(shard, spec.digest)
     if pinned is None:
         raise IntegrityError(f"{shard} was dropped while it was staged")
@@ -168,40 +168,40 @@ def stage(
 
 def _staged_here(
     state: HolderState, order: StageShard | ReadShard, key: StagedKey, shard: ShardId, spec: ShardSpec
-) -> Steps[dict[str, list[int]] | None]:
+) -> Procedure[dict[str, list[int]] | None]:
     """Keep the copy that is here and return None, if it is whole; else return the planned chunks that it lacks."""
     pinned = state.store.pin(shard, spec.digest)
     if pinned is None:
         return {}
-    shelved, pin = pinned
+    stored, pin = pinned
     is_kept = False
     try:
         # A reader digests what it copies and fetches bad chunks again, so it is not digested here first (R27).
         is_read = isinstance(order, ReadShard)
-        lacking = sorted(shelved.missing) if is_read else (yield Verify(shelved))
-        if not lacking and (yield from _has_manifest(state, order, shelved)):
+        lacking = sorted(stored.missing) if is_read else (yield Verify(stored))
+        if not lacking and (yield from _has_manifest(state, order, stored)):
             is_kept = True
-            yield KeepStaged(key, shelved, pin)
+            yield KeepStaged(key, stored, pin)
             return None
-        state.sealed(shelved, None)
+        state.sealed(stored, None)
     finally:
         if not is_kept:
-            state.store.unpin(shelved, pin)
+            state.store.unpin(stored, pin)
     local = (run for run in order.runs if run.tier == "local")
     planned = {i for run in local for i in range(run.first, run.first + run.count)}
     lost = sorted(planned & set(lacking))
     return {state.host_id: lost} if lost else {}  # evidence for the next plan
 
 
-def _has_manifest(state: HolderState, order: Bring, shelved: StoredReplica) -> Steps[bool]:
+def _has_manifest(state: HolderState, order: Bring, stored: StoredReplica) -> Procedure[bool]:
     """Return whether a copy's manifest is what was stored; a damaged one is brought from another copy first."""
     try:
-        yield OnStore(partial(state.store.manifest, shelved))
+        yield OnStore(partial(state.store.manifest, stored))
     except DigestMismatch as exc:
         yield Warn(f"host {state.host_id}: {exc}")
         until_s = fetch.deadline_s(state)
-        data, _ = yield from fetch.brought_manifest(state, order, shelved.shard, shelved.spec.digest, until_s)
+        data, _ = yield from fetch.brought_manifest(state, order, stored.shard, stored.spec.digest, until_s)
         if data is None:
             return False
-        state.store.mend_manifest(shelved, data)
+        state.store.repair_manifest(stored, data)
     return True

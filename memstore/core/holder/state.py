@@ -9,7 +9,7 @@ from typing import Protocol
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder.effects import Source, Stop
+from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
 from memstore.core.wire.rank_messages import PutReady, StepLevel
@@ -33,13 +33,13 @@ class Store(Protocol):
     def expire_pins(self) -> None:
         """Release the pins of readers that are past their deadline."""
 
-    def unpin(self, shelved: StoredReplica, pin: int) -> None:
+    def unpin(self, stored: StoredReplica, pin: int) -> None:
         """Release a pin."""
 
     def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
-        """Store a draft whose chunks are all here; IntegrityError if it was aborted meanwhile."""
+        """Store an incoming replica whose chunks are all here; IntegrityError if it was aborted meanwhile."""
 
-    def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
+    def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
 
     @property
@@ -60,14 +60,14 @@ class Store(Protocol):
         Returns the shard too, if it is stored already.
         """
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
-        """Lease what the rank's share still allows beside what it and its heirs have."""
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, children: Sequence[Owner] = ()) -> list[int]:
+        """Lease what the rank's share still allows beside what it and its children have."""
 
     def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
         """Keep those leases of a process that it names; return what it names and has not leased."""
 
     def reclaim(self, owner: Owner) -> None:
-        """Free what a process leased and did not hand over."""
+        """Free what a process leased and did not submit."""
 
     def reclaim_dead(self, known: Collection[Owner], is_alive: Callable[[Owner], bool]) -> None:
         """Free what processes leased that are neither known nor alive."""
@@ -78,7 +78,10 @@ class Store(Protocol):
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
 
-    def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
+    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
+        """Call `notify` with the replicas of a job, while no other one can be stored, lost or dropped."""
+
+    def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
 
     def staged(self, key: StagedKey) -> StoredReplica | None:
@@ -90,7 +93,7 @@ class Store(Protocol):
     def drop_step(self, job: str, attempt: int, step: int) -> None:
         """Remove what is stored of a step, and what is on its way in."""
 
-    def manifest(self, shelved: StoredReplica) -> bytes:
+    def manifest(self, stored: StoredReplica) -> bytes:
         """Return the manifest of a stored replica; DigestMismatch if its file was damaged."""
 
     def verify_slots(self, slots: Iterable[int]) -> None:
@@ -135,11 +138,11 @@ class Reading:
     """A read that fetches a shard, while other reads of the shard wait for it."""
 
     is_over: bool = False
-    draft: IncomingReplica | None = None
+    replica: IncomingReplica | None = None
 
     def left(self) -> int:
         """Return how many chunks have not come; -1 before that is known."""
-        return len(self.draft.missing) if self.draft is not None else -1
+        return len(self.replica.missing) if self.replica is not None else -1
 
 
 @dataclass
@@ -151,26 +154,26 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class PartialRead:
     """The bytes that a reader of ranges may copy: slots of the wanted chunks, None for all others."""
 
-    name: str  # of the draft
-    draft: IncomingReplica
+    name: str  # of the incoming replica
+    replica: IncomingReplica
     manifest: bytes
     deadline_s: float
 
 
 @dataclass
-class Excerpts:
+class PartialReads:
     """The partial reads that are ready or used, by the controller's number of the read."""
 
-    known: dict[int, Excerpt] = field(default_factory=dict)
+    known: dict[int, PartialRead] = field(default_factory=dict)
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
 
 
 @dataclass(frozen=True)
-class HandOver:
-    """A put that a rank handed over completely, and the fence of its job at that moment."""
+class SubmittedPut:
+    """A put that a rank submitted completely, and the fence of its job at that moment."""
 
     link: Link
     ready: PutReady
@@ -189,9 +192,9 @@ class HandOver:
 
 @dataclass
 class Puts:
-    """The hand-overs that are not finished."""
+    """The submissions that are not finished."""
 
-    pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> hand-overs
+    pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> submissions
     sealing: set[ShardId] = field(default_factory=set)
 
 
@@ -200,7 +203,7 @@ class Ranks:
     """The links of this host's ranks, and their processes."""
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
-    arriving: dict[Owner, Link] = field(default_factory=dict)  # the newest of a process while it is being taken
+    arriving: dict[Owner, Link] = field(default_factory=dict)  # process -> its newest link, until that is welcomed
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
@@ -225,7 +228,7 @@ class HolderState:
 
     host_id: str
     store: Store
-    outgoing: Callable[[ShardId, str], Source | None]  # pins a replica for a push; None if it is not here
+    outgoing: Callable[[ShardId, str], PushSource | None]  # pins a replica for a push; None if it is not here
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
     report: Callable[[Report], None]  # queues a report to the controller
@@ -237,7 +240,7 @@ class HolderState:
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
-    excerpts: Excerpts = field(default_factory=Excerpts)
+    partial_reads: PartialReads = field(default_factory=PartialReads)
     puts: Puts = field(default_factory=Puts)
     ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes

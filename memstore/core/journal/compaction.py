@@ -31,12 +31,12 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
         return fact
     job = state.jobs.get(fact.job)
     attempt, newest = (job.attempts.get(fact.attempt), job.newest) if job is not None else (None, None)
-    if job is None or attempt is None or newest is None or fact.attempt >= newest.ordinal:
+    if job is None or attempt is None or newest is None or fact.attempt >= newest.attempt_number:
         return fact
-    if job.newest_commit(newest.ordinal) < 0:
+    if job.newest_commit(newest.attempt_number) < 0:
         return fact
-    attempt.seats, attempt.needs = {}, {}
-    return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), copiers=())
+    attempt.members, attempt.needs = {}, {}
+    return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), writers=())
 
 
 def is_needed(state: ClusterState, fact: f.Fact) -> bool:
@@ -44,11 +44,11 @@ def is_needed(state: ClusterState, fact: f.Fact) -> bool:
     job = state.jobs.get(getattr(fact, "job", ""))
     if isinstance(fact, f.StepCommitted):
         return job is not None and job.commits.get(StepId(fact.attempt, fact.step)) == fact
-    if isinstance(fact, f.StepAbandoned):
+    if isinstance(fact, f.StepSkipped):
         newest = max(job.commits, default=None) if job is not None else None
         return newest is None or StepId(fact.attempt, fact.step) > newest
-    if isinstance(fact, f.CadenceSet | f.RoomClaimed):
-        return job is not None and fact.attempt == job.newest_ordinal
+    if isinstance(fact, f.PutIntervalSet | f.SlotsReserved):
+        return job is not None and fact.attempt == job.newest_number
     if isinstance(fact, f.StepPinned):
         return job is not None and job.pins.get(fact.name) == fact
     if isinstance(fact, f.StepUnpinned):

@@ -106,7 +106,7 @@ class FactLog:
         """Forget the acknowledgements of a dead host."""
         self.acked.pop(host_id, None)
 
-    def spread(self, is_enough: Callable[[list[str], Fact], bool]) -> list[Fact]:
+    def replicated(self, is_enough: Callable[[list[str], Fact], bool]) -> list[Fact]:
         """Return the facts that are now replicated, in order, marking them applied.
 
         `is_enough(hosts, fact)` decides whether those hosts cover the domains the fact needs.

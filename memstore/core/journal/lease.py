@@ -12,7 +12,7 @@ import math
 
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.state import ClusterState
-from memstore.core.wire.orders import TellClock
+from memstore.core.wire.orders import EchoClock
 
 
 class Lease:
@@ -44,6 +44,6 @@ class Lease:
         if now < self.until_s - lease_s / 2 or now < self._asked_s + lease_s / 6:
             return
         self._asked_s = now
-        order = TellClock(clock_s=now)
+        order = EchoClock(clock_s=now)
         for host in self.state.hosts.live_ids():
             self.out.send(host, order)

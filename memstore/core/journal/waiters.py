@@ -8,6 +8,7 @@ Before that a successor may know nothing of the fact, and the caller would have 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,20 @@ from memstore.core.wire.replies import ControllerReply
 
 @dataclass(slots=True)
 class Waiting:
-    """One call, and its answer."""
+    """One call, the fact that it waits for, and its answer."""
 
+    fact: Fact
     call: Call[Any]
     reply: ControllerReply
     is_done_by_removal: bool  # the end of its job is as good as the fact
 
 
 class Waiters:
-    """The calls that wait, by fact."""
+    """The calls that wait: few, and facts are compared, since one that holds a configuration has no hash."""
 
     def __init__(self, out: Effects) -> None:
         self.out = out
-        self._waiting: dict[Fact, list[Waiting]] = {}
+        self._waiting: list[Waiting] = []
 
     def add(self, fact: Fact, call: Call[Any], reply: ControllerReply, *, is_done_by_removal: bool = False) -> None:
         """Answer a call once a fact that was recorded is true.
@@ -45,33 +47,39 @@ class Waiters:
             reply: It may be filled until then.
             is_done_by_removal: Answer, rather than refuse, if the job is removed before.
         """
-        self._waiting.setdefault(fact, []).append(Waiting(call, reply, is_done_by_removal))
+        self._waiting.append(Waiting(fact, call, reply, is_done_by_removal))
 
     def is_awaited(self, fact: Fact) -> bool:
         """Return whether some call waits for this very fact."""
-        return fact in self._waiting
+        return any(waiting.fact == fact for waiting in self._waiting)
 
     def applied(self, fact: Fact) -> None:
         """Answer the calls that waited for a fact."""
-        for waiting in self._waiting.pop(fact, ()) if self._waiting else ():
+        for waiting in self._taken(lambda awaited: awaited == fact):
             self.out.answer(waiting.call, waiting.reply)
 
     def fill(self, fact: Fact, **values: object) -> None:
         """Add late fields to the answers of the calls that wait for a fact."""
-        for waiting in self._waiting.get(fact, ()):
-            waiting.reply = replace(waiting.reply, **values)
+        for waiting in self._waiting:
+            if waiting.fact == fact:
+                waiting.reply = replace(waiting.reply, **values)
 
     def refuse(self, fact: Fact, error: str, message: str) -> None:
         """Refuse the calls that waited for a fact which will not be recorded."""
-        for waiting in self._waiting.pop(fact, ()):
+        for waiting in self._taken(lambda awaited: awaited == fact):
             self.out.refuse(waiting.call, error, message)
 
     def forget(self, name: str) -> None:
         """End the wait of every call about a job that was removed, but for those that asked for its removal."""
-        facts = [fact for fact in self._waiting if getattr(fact, "job", "") == name]
-        for fact in [fact for fact in facts if not isinstance(fact, JobRemoved)]:
-            for waiting in self._waiting.pop(fact):
-                if waiting.is_done_by_removal:
-                    self.out.answer(waiting.call, waiting.reply)
-                else:
-                    self.out.refuse(waiting.call, *job_removed(name))
+        for waiting in self._taken(lambda fact: getattr(fact, "job", "") == name and not isinstance(fact, JobRemoved)):
+            if waiting.is_done_by_removal:
+                self.out.answer(waiting.call, waiting.reply)
+            else:
+                self.out.refuse(waiting.call, *job_removed(name))
+
+    def _taken(self, is_due: Callable[[Fact], bool]) -> list[Waiting]:
+        """Take the calls out whose fact is due, in the order in which they came."""
+        taken = [waiting for waiting in self._waiting if is_due(waiting.fact)]
+        if taken:
+            self._waiting = [waiting for waiting in self._waiting if not is_due(waiting.fact)]
+        return taken

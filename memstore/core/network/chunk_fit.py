@@ -14,7 +14,7 @@ SAFE_SHARE = 0.85  # of a span's room; spans vary by a tenth (Gemini), and the p
 PIECE_MIN_BYTES = 64 << 10  # below, system calls and wake-ups cost more than they move
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """What sending costs: seconds before the first byte, then bytes per second; pieces are of `piece_bytes`."""
 
     rate: float
@@ -26,7 +26,7 @@ class Link(NamedTuple):
         return self.startup_s + nbytes / self.rate
 
 
-def piece_bytes(room_s: float, left_bytes: int, link: Link) -> int:
+def piece_bytes(room_s: float, left_bytes: int, link: LinkSpeed) -> int:
     """Return the size of the next piece for so much room; 0 if none is worth it."""
     largest = min(left_bytes, link.piece_bytes)
     if room_s >= link.cost_s(largest):

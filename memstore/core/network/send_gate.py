@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memstore.core.network.chunk_fit import PIECE_MIN_BYTES, SAFE_SHARE, Link, piece_bytes
+from memstore.core.network.chunk_fit import PIECE_MIN_BYTES, SAFE_SHARE, LinkSpeed, piece_bytes
 from memstore.core.network.idle_profile import BUSY_MAX_S, IdleSpans
 
 PIECE_S = 0.002  # time of a piece on the link; at most two are under way when a collective begins early
@@ -74,10 +74,10 @@ class SendSchedule:
     # -- the link -------------------------------------------------------------------------------
 
     @property
-    def link(self) -> Link:
+    def link(self) -> LinkSpeed:
         """Return the present cost of sending, by the fastest of the last samples: slower ones shared the link."""
         rate = max((rate for _, rate in self._rates), default=FIRST_RATE)
-        return Link(rate, STARTUP_S, max(PIECE_MIN_BYTES, int(rate * PIECE_S)))
+        return LinkSpeed(rate, STARTUP_S, max(PIECE_MIN_BYTES, int(rate * PIECE_S)))
 
     def _take_turn(self, now: float, stream: int, unacked: int) -> bool:
         """Say whether it is this stream's turn; one whose peer takes nothing loses it to the next that asks."""

@@ -17,7 +17,7 @@ class Pushes:
     #: (shard, target) -> (source, deadline)
     under_way: dict[tuple[ShardId, str], tuple[str, float]] = field(default_factory=dict)
     refused_s: dict[tuple[ShardId, str], float] = field(default_factory=dict)  # (shard, target) -> when
-    vain_s: dict[ShardId, float] = field(default_factory=dict)  # copies for which no stand-in was found, and when
+    vain_s: dict[ShardId, float] = field(default_factory=dict)  # copies for which no substitute was found, and when
     load: Counter[str] = field(default_factory=Counter)  # pushes by source, in one look at a job
 
     def count_load(self) -> None:

@@ -17,9 +17,9 @@ from memstore.core.cluster.facts import StepCommitted
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.kept_steps import redundant_steps
 from memstore.core.cluster.state import ClusterState
-from memstore.core.commit.commits import Steps
+from memstore.core.commit.commits import StepCommits
 from memstore.core.repair.pushes import Pushes
-from memstore.core.repair.stand_ins import StandIns
+from memstore.core.repair.substitutes import Substitutes
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import PushCopy
@@ -44,12 +44,12 @@ class Repair:
     """Compares desired with actual copies and orders the difference."""
 
     def __init__(
-        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Reservations, steps: Steps
+        self, state: ClusterState, out: Effects, view: ClusterView, drops: Drops, room: Reservations, steps: StepCommits
     ) -> None:
         self.state, self.out = state, out
         self.view, self.drops, self.room, self.steps = view, drops, room, steps
         self.pushes = Pushes()
-        self.passes: dict[tuple[str, StepId], RepairScan] = {}
+        self.scans: dict[tuple[str, StepId], RepairScan] = {}
         self._awaiting: set[str] = set()  # hosts that still lack a copy of some kept step, in one look at a job
         self._is_over = False  # in that look: no rank finishes the open steps
 
@@ -82,21 +82,21 @@ class Repair:
             return
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
-            job.home = self.view.placement(job)
+            job.last_copied_placement = self.view.placement(job)
         self._forget(job)
-        if not job.hurt and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
+        if not job.damaged and all(job.settled.get(step) == job.changes.get(step) for step in job.copies):
             return
         held, is_ended = redundant_steps(job, attempt), self._is_ended(attempt)
         self._is_over = is_ended
         self.pushes.count_load()
         self._awaiting = set()
         for step in sorted(job.copies, key=lambda s: (is_ended and s in held, s), reverse=True):
-            phase = attempt.steps.get(step.step) if step.attempt == attempt.ordinal else None
+            phase = attempt.steps.get(step.step) if step.attempt == attempt.attempt_number else None
             is_open = phase in ("open", "committing")
             is_due = not is_waiting or (is_open and not is_ended)
             if is_due and (is_open or step in held) and job.settled.get(step) != job.changes.get(step):
                 self._consider_step(now, job, attempt, step, may_drop=step in held or phase == "open")
-            if step in job.hurt and phase == "open":
+            if step in job.damaged and phase == "open":
                 self.steps.give_up_damaged(now, job, attempt, step.step)
 
     def _is_restoring(self, job: Job) -> bool:
@@ -107,7 +107,7 @@ class Repair:
     def _is_ended(self, attempt: Attempt) -> bool:
         """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""
         live = self.state.hosts.is_live
-        return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.seats.values())
+        return attempt.phase == "closed" or not all(s.is_alive and live(s.host_id) for s in attempt.members.values())
 
     def fact(self, name: str) -> None:
         """Scan a job again after a fact: kept steps, rank placement or committed digests may have changed."""
@@ -118,7 +118,7 @@ class Repair:
         """Scan again: hosts, rank placement, pins or kept steps have changed."""
         job.settled.clear()
         for step in job.changes:
-            self.passes.pop((job.name, step), None)
+            self.scans.pop((job.name, step), None)
 
     def _forget(self, job: Job) -> None:
         """Forget steps without copies."""
@@ -126,8 +126,8 @@ class Repair:
             del job.changes[step]
             job.settled.pop(step, None)
             job.short.pop(step, None)
-            job.hurt.discard(step)
-            self.passes.pop((job.name, step), None)
+            job.damaged.discard(step)
+            self.scans.pop((job.name, step), None)
 
     def _may_come_back(self, now: float, attempt: Attempt) -> bool:
         """Return whether a host of the job died so lately that it may be back with its memory (R3, R28).
@@ -136,29 +136,29 @@ class Repair:
         once would be work for nothing, in the moment when a restore needs the network.
         """
         late = self.state.hosts.dead_since(now - self.state.rules.dead_after_s)
-        return bool(late) and any(seat.host_id in late for seat in attempt.seats.values())
+        return bool(late) and any(own_host.host_id in late for own_host in attempt.members.values())
 
     def _consider_step(self, now: float, job: Job, attempt: Attempt, step: StepId, *, may_drop: bool) -> None:
         if self.view.placement(job) is None:
             return
         commit, found = job.commits.get(step), job.copies[step]
-        stand_ins = StandIns(self.state, self.view, self.room, self.pushes, job, attempt, step)
-        look = self.passes.setdefault((job.name, step), RepairScan(job.changes[step]))
+        substitutes = Substitutes(self.state, self.view, self.room, self.pushes, job, attempt, step)
+        scan = self.scans.setdefault((job.name, step), RepairScan(job.changes[step]))
         ranks = sorted(found)
-        begin = bisect_left(ranks, look.next_rank)
+        begin = bisect_left(ranks, scan.next_rank)
         for rank in ranks[begin : begin + LOOKS_MAX]:
-            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, stand_ins, may_drop=may_drop)
-            look.is_settled = look.is_settled and is_settled
+            is_settled = self._consider_shard(now, job, attempt, step, rank, commit, substitutes, may_drop=may_drop)
+            scan.is_settled = scan.is_settled and is_settled
         if begin + LOOKS_MAX < len(ranks):
-            look.next_rank = ranks[begin + LOOKS_MAX]
+            scan.next_rank = ranks[begin + LOOKS_MAX]
             return
-        del self.passes[job.name, step]
-        if look.is_settled and look.changes == job.changes.get(step):
-            job.settled[step] = look.changes
+        del self.scans[job.name, step]
+        if scan.is_settled and scan.changes == job.changes.get(step):
+            job.settled[step] = scan.changes
 
     def _consider_shard(
         self, now: float, job: Job, attempt: Attempt, step: StepId, rank: int, commit: StepCommitted | None,
-        look: StandIns, *, may_drop: bool,
+        scan: Substitutes, *, may_drop: bool,
     ) -> bool:  # fmt: skip
         """Order the copies that one shard lacks, and drop surplus ones; True if there was neither."""
         hosts, copies = self.state.hosts, job.copies[step].get(rank, {})
@@ -169,23 +169,23 @@ class Repair:
             if hosts.is_live(h) and (not commit or c.spec.digest == commit.digests[rank])
         }
         wanted = self.view.wanted(job, attempt, rank)
-        seat = attempt.seats[rank].host_id if rank in attempt.seats else ""
-        stand_ins = look.of(shard, wanted, good) if commit else []
+        own_host = attempt.members[rank].host_id if rank in attempt.members else ""
+        substitutes = scan.of(shard, wanted, good) if commit else []
         lacking = [h for h in wanted if h not in good or good[h].missing]
-        surplus = [h for h in copies if h not in wanted and h not in stand_ins and h != seat]
+        surplus = [h for h in copies if h not in wanted and h not in substitutes and h != own_host]
         if commit:
             self._awaiting.update(lacking)
-        for target in (*lacking, *(h for h in stand_ins if h not in good)):
+        for target in (*lacking, *(h for h in substitutes if h not in good)):
             is_free = commit or target not in self._awaiting or not self._is_over
             if is_free and self._push(now, shard, target, good, attempt):
-                look.pushed(shard, target)
+                scan.pushed(shard, target)
         is_over = may_drop and not lacking and bool(surplus)
         if is_over and not self.state.is_read(shard) and self._is_safe(wanted, attempt):
             for host in surplus:
                 self.drops.order(host, [shard])
                 job.drop_copy(shard, host)
-        # Stand-in copies must be dropped when the probation ends, so look at this step again.
-        return not lacking and not surplus and not stand_ins
+        # Copies on substitutes must be dropped when the probation ends, so look at this step again.
+        return not lacking and not surplus and not substitutes
 
     def _is_safe(self, wanted: list[str], attempt: Attempt) -> bool:
         """Return whether the hosts that placement names are enough: all answer, in as many domains as asked.
@@ -202,8 +202,8 @@ class Repair:
         if key in pushes.under_way or key in pushes.refused_s or not hosts.is_answering(target):
             return False
         is_open = StepId(shard.attempt, shard.step) not in self.state.jobs[shard.job].commits
-        # For an open step the rank's own host pushes to this target anyway. For a kept step a stand-in is sought first;
-        # where none is found, a copy that may be gone soon is better than none.
+        # For an open step the rank's own host pushes to this target anyway. For a kept step a substitute is sought
+        # first; where none is found, a copy that may be gone soon is better than none.
         is_last_resort = not is_open and hosts.is_on_probation(now, target) and len(good) < attempt.replicas
         if is_last_resort and shard not in self.pushes.vain_s:
             return False
@@ -254,8 +254,8 @@ class Repair:
             return
         if self.room.order(job, attempt, only=(target,), is_news_only=True):
             return
-        here = {rank for rank, seat in attempt.seats.items() if seat.host_id == target}
-        committing = {StepId(attempt.ordinal, n) for n, phase in attempt.steps.items() if phase == "committing"}
+        here = {rank for rank, own_host in attempt.members.items() if own_host.host_id == target}
+        committing = {StepId(attempt.attempt_number, n) for n, phase in attempt.steps.items() if phase == "committing"}
         spared, wanted = job.commits.keys() | committing | self.state.holds.steps(job), spec.chunks_count
         unfinished = [step for step in job.on_host.get(target, {}) if step not in spared]
         for step in sorted(unfinished, key=lambda s: (len(job.copies[s]) >= attempt.world_size, s)):

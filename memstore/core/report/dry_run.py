@@ -76,17 +76,17 @@ class DryRuns:
 
         Where none of its hosts is left, the ranks are on the store's others, but for spare ones.
         """
-        seats = {rank: seat.host_id for rank, seat in attempt.seats.items()}
-        hosts, there = sorted(set(seats.values())), self._survivors(lost)
+        members = {rank: member.host_id for rank, member in attempt.members.items()}
+        hosts, there = sorted(set(members.values())), self._survivors(lost)
         if there.isdisjoint(hosts):
             states = self.state.hosts.states
-            seats, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
+            members, hosts = {}, sorted(h for h in there if states[h].info.labels.get("memstore") != "replica") or hosts
         gone = gone_steps(self.state, self.states, job)  # before the loss, to report step by step what it takes
         return what_if(
-            job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.ordinal),
+            job.inventory(live=self.state.hosts.live_ids(), silent=(), gone=gone), job.spans(attempt.attempt_number),
             {*lost, *(host for host in hosts if host not in there)},
             world_size=world_size,
-            rank_hosts={rank: seats.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
+            rank_hosts={rank: members.get(rank, hosts[rank % len(hosts)]) for rank in range(world_size)},
         )  # fmt: skip
 
 

@@ -16,14 +16,14 @@ TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow ove
 ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
 PROBLEMS = frozenset(
     {
-        "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "twins_differ",
+        "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "replicas_differ",
         "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys", "not_expired", "scrub", "spill",
         "files_lost",
     }
 )  # fmt: skip
 KINDS = ROUTINE | PROBLEMS | {
     "redundant", "superseded", "whole", "restore", "attempt", "members", "closed", "removed", "forked", "pinned",
-    "unpinned", "lifted", "host_joined", "host_live", "twins_agree", "drain", "drained", "drain_over", "repair",
+    "unpinned", "lifted", "host_joined", "host_live", "replicas_agree", "drain", "drained", "drain_over", "repair",
     "repaired", "term",
 }  # fmt: skip
 
@@ -80,12 +80,12 @@ class RecentEvents:
         found: list[StoreEvent] = []
         for ring in (self._routine, self._rare):
             newer = []
-            for happening in reversed(ring):
-                if happening.seq <= seq:
+            for event in reversed(ring):
+                if event.seq <= seq:
                     break
-                newer.append(happening)
+                newer.append(event)
             found += newer
-        return sorted(found, key=lambda happening: happening.seq)
+        return sorted(found, key=lambda event: event.seq)
 
     def page(self, since: int, job: str | None) -> dict[str, Any]:
         """Answer `memstore events`: at most PAGE of them; `next` is the `since` of the page after it.
@@ -93,10 +93,10 @@ class RecentEvents:
         `is_gap`: something after `since` was pushed out before it was asked for, or an earlier controller had it.
         """
         newer = self.since(since)
-        mine = [happening for happening in newer if job is None or happening.job in ("", job)]
+        mine = [event for event in newer if job is None or event.job in ("", job)]
         shown = mine[:PAGE]
         return {
-            "events": [happening.to_dict() for happening in shown],
+            "events": [event.to_dict() for event in shown],
             "next": shown[-1].seq if len(mine) > PAGE else max(since, self.last_seq),
             "has_more": len(mine) > PAGE,
             "is_gap": since > 0 and (since < self._forgotten_seq or since < self._first_seq - 1),

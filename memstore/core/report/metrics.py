@@ -59,7 +59,7 @@ _COUNTERS: tuple[Row, ...] = (
     ("commits_total", (*JOB, "degraded"), "Steps committed, by whether with fewer or nearer copies than asked."),
     ("skips_total", JOB, "Times that all ranks gave steps up because one had no room or failed."),
     ("unchanged_puts_total", JOB, "Times that ranks began to put the same bytes again, by rank."),
-    ("twins_differ_total", JOB, "Times that two ranks of one shard began to put different bytes."),
+    ("replicas_differ_total", JOB, "Times that two ranks of one shard began to put different bytes."),
     ("superseded_total", JOB, "Steps that a newer commit overtook."),
     ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
     ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
@@ -170,10 +170,10 @@ def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]
 # -- what happened --------------------------------------------------------------------------------
 
 
-def counted(happening: StoreEvent) -> list[Sample]:
+def counted(event: StoreEvent) -> list[Sample]:
     """Return an event's values for the controller's counters and histograms."""
-    count = _COUNTED.get(happening.kind)
-    return [] if count is None else [sample for sample in count(happening, happening.fields) if sample is not None]
+    count = _COUNTED.get(event.kind)
+    return [] if count is None else [sample for sample in count(event, event.fields) if sample is not None]
 
 
 def _one(name: str, h: StoreEvent, *more: str, value: float = 1) -> Sample | None:
@@ -214,7 +214,7 @@ _COUNTED: dict[str, Callable[[StoreEvent, Mapping[str, Any]], list[Sample | None
     "redundant": lambda h, f: [_took("time_to_redundant_seconds", h, "redundant")],
     "skip": _skip,
     "unchanged": lambda h, f: [_one("unchanged_puts_total", h, value=f["count"])],
-    "twins_differ": lambda h, f: [_one("twins_differ_total", h)],
+    "replicas_differ": lambda h, f: [_one("replicas_differ_total", h)],
     "superseded": lambda h, f: [_one("superseded_total", h)],
     "restore": _restore,
     "restore_failed": lambda h, f: [_one("restores_total", h, "failed")],

@@ -259,7 +259,7 @@ def _job_problems(job: Body) -> Iterator[Body]:
             if job["is_skip_for_room"]
             else f"if it goes on, fix that; `memstore events {name} --level problem` shows each skipped step",
         )  # fmt: skip
-    for pair in job.get("twins_differ", ()):
+    for pair in job.get("replicas_differ", ()):
         first, second = pair["ranks"]
         where = ", ".join(pair["names"][:3]) or "bytes of unknown tensors"
         yield _row(

@@ -63,7 +63,7 @@ class Putting:
     hosts: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
     unchanged: dict[int, int] = field(default_factory=dict)  # rank -> the step before, whose chunks it put again
-    is_told: bool = False  # every rank has put it
+    is_reported: bool = False  # every rank has put it
     is_committed: bool = False
 
 
@@ -72,7 +72,7 @@ class EventRecorder:
 
     def __init__(self, state: ClusterState, out: Effects, pushes: Pushes, departures: Departures, term: int) -> None:
         self.state, self.out, self.term = state, out, term
-        self.chronicle = RecentEvents(term)
+        self.recent_events = RecentEvents(term)
         self.watch = RedundancyMonitor(state, pushes, departures, self.add)
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
@@ -83,7 +83,7 @@ class EventRecorder:
 
     def add(self, kind: str, **fields: Any) -> None:
         """Note one thing that happened now."""
-        self.chronicle.add(kind, self.state.wall_s, **fields)
+        self.recent_events.add(kind, self.state.wall_s, **fields)
 
     # -- puts -----------------------------------------------------------------------------------
 
@@ -93,9 +93,9 @@ class EventRecorder:
         self.watch.sealed(copy, host)
         job = self.state.jobs.get(copy.shard.job)
         attempt = job.newest if job is not None else None
-        if put is None or job is None or attempt is None or copy.shard.attempt != attempt.ordinal:
+        if put is None or job is None or attempt is None or copy.shard.attempt != attempt.attempt_number:
             return
-        if copy.shard.step <= job.newest_commit(attempt.ordinal):
+        if copy.shard.step <= job.newest_commit(attempt.attempt_number):
             return  # reported again after a link or a controller broke
         key = (copy.shard.job, StepId(copy.shard.attempt, copy.shard.step))
         began_s = self.state.now - seconds(put.age_s)
@@ -107,14 +107,14 @@ class EventRecorder:
         before = put.unchanged_since
         if before is not None and before < copy.shard.step:
             putting.unchanged[rank] = before
-        if len(putting.stalls_s) == attempt.world_size and not putting.is_told:
+        if len(putting.stalls_s) == attempt.world_size and not putting.is_reported:
             self._put(key, putting)
         while len(self.puts) > PUTS_MAX:
             del self.puts[next(iter(self.puts))]
 
     def _put(self, key: tuple[str, StepId], putting: Putting) -> None:
         """Record that every rank has put the step, as one event (D52)."""
-        putting.is_told = True
+        putting.is_reported = True
         job, step = key
         slowest = max(putting.stalls_s, key=lambda rank: putting.stalls_s[rank])
         self.add(
@@ -142,26 +142,37 @@ class EventRecorder:
         self.out.log(f"job {job!r}: {text}", "warning")
 
     @never_raises
-    def twins_differ(self, event: e.ReplicasDiffer) -> None:
+    def replicas_differ(self, event: e.ReplicasDiffer) -> None:
         """Record that two ranks that should hold equal state put different bytes (R34)."""
         job, attempt, step, ranks, names, chunks = (
             event.job, event.attempt, event.step, event.ranks, event.names, event.chunks_count,
         )  # fmt: skip
         self.add(
-            "twins_differ", job=job.name, attempt=attempt.ordinal, step=step, rank=ranks[0], ranks=list(ranks),
-            names=list(names), chunks=chunks, shard=attempt.shard_of[ranks[0]] if attempt.shard_of else 0,
-        )  # fmt: skip
+            "replicas_differ",
+            job=job.name,
+            attempt=attempt.attempt_number,
+            step=step,
+            rank=ranks[0],
+            ranks=list(ranks),
+            names=list(names),
+            chunks=chunks,
+            shard=attempt.shard_of[ranks[0]] if attempt.shard_of else 0,
+        )
         where = ", ".join(names) or f"{chunks} chunks"
         text = f"ranks {ranks[0]} and {ranks[1]} name one shard and put different bytes at step {step}: {where}"
         self.out.log(f"job {job.name!r}: {text}", "warning")
 
     @never_raises
-    def twins_agree(self, event: e.ReplicasAgree) -> None:
+    def replicas_agree(self, event: e.ReplicasAgree) -> None:
         """Record that two ranks put equal bytes again."""
         self.add(
-            "twins_agree", job=event.job.name, attempt=event.attempt.ordinal, step=event.step, rank=event.ranks[0],
+            "replicas_agree",
+            job=event.job.name,
+            attempt=event.attempt.attempt_number,
+            step=event.step,
+            rank=event.ranks[0],
             ranks=list(event.ranks),
-        )  # fmt: skip
+        )
 
     @never_raises
     def skipped(self, host: str, request: SkipStep) -> None:
@@ -178,7 +189,7 @@ class EventRecorder:
         job = self.state.jobs.get(getattr(fact, "job", ""))
         if isinstance(fact, f.StepCommitted) and job is not None:
             self._committed(job, fact)
-        elif isinstance(fact, f.StepAbandoned):
+        elif isinstance(fact, f.StepSkipped):
             self._abandoned(fact)
         elif isinstance(fact, f.StepRetired):
             word = {"kind": "retired", "why": fact.reason} if fact.reason else {"kind": "lifted"}
@@ -220,7 +231,7 @@ class EventRecorder:
         if before is not None and before.is_degraded and not fact.is_degraded:
             self.add("redundant", **place, copies=fewest(fact.hosts), seconds=phases(redundant=took_s))
         elif before is None:
-            if putting is not None and not putting.is_told:
+            if putting is not None and not putting.is_reported:
                 self._put((job.name, step), putting)
             ranks = job.copies.get(step, {})
             self.add(
@@ -247,7 +258,7 @@ class EventRecorder:
                         why=f"step {newest.step} was committed first", ranks=len(putting.stalls_s),
                     )  # fmt: skip
 
-    def _abandoned(self, fact: f.StepAbandoned) -> None:
+    def _abandoned(self, fact: f.StepSkipped) -> None:
         word = self.skips.pop((fact.job, fact.attempt, fact.step), None)
         for key in [k for k in self.puts if k[0] == fact.job and k[1].attempt == fact.attempt]:
             if fact.step <= key[1].step < max(fact.resume, fact.step + 1):
@@ -309,10 +320,10 @@ class EventRecorder:
         """Note, once, that the process of a rank has ended without closing its store."""
         if not event.is_news:
             return
-        seat, attempt = event.seat, event.job.newest_ordinal
+        member, attempt = event.member, event.job.newest_number
         self.add(
-            "rank_dead", job=event.job.name, attempt=attempt, step=seat.step, rank=seat.rank, host=seat.host_id,
-            pid=seat.pid,
+            "rank_dead", job=event.job.name, attempt=attempt, step=member.step, rank=member.rank, host=member.host_id,
+            pid=member.pid,
         )  # fmt: skip
 
     @never_raises
@@ -323,7 +334,7 @@ class EventRecorder:
         self.add(kind, host=change.host_id, why=change.why, shards=held)
 
     @never_raises
-    def heard(self, host: str, stats: HostStats | None) -> None:
+    def heartbeat(self, host: str, stats: HostStats | None) -> None:
         """Record what a host's scrub found since its last heartbeat (R30), and what spilled (D87)."""
         state = self.state.hosts.states.get(host)
         if state is None:

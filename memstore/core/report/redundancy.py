@@ -34,22 +34,22 @@ class RedundancyMonitor:
     def __init__(self, state: ClusterState, pushes: Pushes, departures: Departures, add: Callable[..., None]) -> None:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
-        self.mending: dict[str, OpenRepair] = {}
+        self.open_repairs: dict[str, OpenRepair] = {}
         self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last reported short
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
         """Note a copy that arrived, if repair ordered it there."""
         if (copy.shard, host) in self.pushes.under_way and self._is_kept(copy.shard):
-            mending = self._begin(copy.shard.job)
-            mending.shards, mending.nbytes = mending.shards + 1, mending.nbytes + copy.spec.nbytes
+            open_repair = self._begin(copy.shard.job)
+            open_repair.shards, open_repair.nbytes = open_repair.shards + 1, open_repair.nbytes + copy.spec.nbytes
 
     def tick(self, now: float) -> None:
         """Note, after repair's scan, its pushes under way and the jobs short of copies."""
         busy = {shard.job for shard, _ in self.pushes.under_way if self._is_kept(shard)}
         for name in sorted(busy):
             self._begin(name)
-        for name in [n for n in self.mending if n not in busy]:
+        for name in [n for n in self.open_repairs if n not in busy]:
             self._end(name)
         if now - self.looked_s >= LOOK_S:
             self.looked_s = now
@@ -85,13 +85,13 @@ class RedundancyMonitor:
         return job is not None and StepId(shard.attempt, shard.step) in job.commits
 
     def _begin(self, name: str) -> OpenRepair:
-        if name not in self.mending:
-            self.mending[name] = OpenRepair(self.state.now)
+        if name not in self.open_repairs:
+            self.open_repairs[name] = OpenRepair(self.state.now)
             self._add("repair", job=name, missing=self._missing(name))
-        return self.mending[name]
+        return self.open_repairs[name]
 
     def _end(self, name: str) -> None:
-        done = self.mending.pop(name)
+        done = self.open_repairs.pop(name)
         took_s = round(self.state.now - done.since_s, 6)
         self._add(
             "repaired", job=name, shards=done.shards, nbytes=done.nbytes, missing=self._missing(name),

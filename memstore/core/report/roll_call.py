@@ -54,7 +54,7 @@ class RollCalls:
 
     def _reserve(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
         active = self.room.active.get(job.name)
-        if active is None or active.attempt != attempt.ordinal:
+        if active is None or active.attempt != attempt.attempt_number:
             return None
         missing = [] if active.is_ordered else self.room.silent_ranks(job, attempt)
         hosts = f"{named_hosts(active.waits)} to have the room" if active.waits else "hosts to write it down"

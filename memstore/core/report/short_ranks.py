@@ -66,7 +66,7 @@ def _waits(look: RepairView, job: Job, attempt: Attempt, step: StepId) -> str:
     if active is not None and active.is_due:
         return "after the restore that is under way"
     late_s = state.rules.dead_after_s
-    late = state.hosts.dead_since(state.now - late_s) & {seat.host_id for seat in attempt.seats.values()}
+    late = state.hosts.dead_since(state.now - late_s) & {member.host_id for member in attempt.members.values()}
     return f"{', '.join(sorted(late)[:3])} died within {late_s:g} s and may be back with its copies" if late else ""
 
 

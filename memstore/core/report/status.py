@@ -67,7 +67,7 @@ class StatusReport:
                 {
                     "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
                     "status": state.status, "why": state.why, "status_s": now - state.since_s,
-                    "heard_s": now - state.last_heard_s, "machine": info.machine,
+                    "silent_s": now - state.last_beat_s, "machine": info.machine,
                     "stats": structs.asdict(state.stats) if state.stats is not None else {},
                     "is_explicit": info.is_explicit, "holds": holds.get(host, []),
                     "drains_s": self.drains.due_s(host), "drain_left": remains.shards_count,
@@ -98,7 +98,7 @@ class StatusReport:
         return {host: sorted(owners, key=lambda owner: (owner != host, owner)) for host, owners in table.items()}
 
     def _looked(self, job: Job, attempt: Attempt, step: StepId) -> Shards:
-        rank_hosts = {rank: seat.host_id for rank, seat in attempt.seats.items()}
+        rank_hosts = {rank: member.host_id for rank, member in attempt.members.items()}
         when = (
             job.commits[step], job.changes.get(step), step in job.copies, self.state.hosts.changes_count,
             attempt.replicas, rank_hosts,
@@ -136,12 +136,12 @@ class StatusReport:
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
         body.update(
-            attempt=attempt.ordinal,
+            attempt=attempt.attempt_number,
             phase=attempt.phase,
             world_size=attempt.world_size,
-            ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.seats.values()),
-            **self.view.twins.status(job, attempt),
-            rank_hosts={str(rank): seat.host_id for rank, seat in attempt.seats.items()},
+            ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
+            **self.view.shared_shards.status(job, attempt),
+            rank_hosts={str(rank): member.host_id for rank, member in attempt.members.items()},
             training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,
             committed_attempt=newest.attempt if newest is not None else None,

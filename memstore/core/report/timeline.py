@@ -45,8 +45,8 @@ def attempt_rows(state: ClusterState, job: Job) -> list[Body]:
             "world_size": past.world_size, "is_fresh": past.parent is None, "is_fork": False, "abandoned": [],
             "age_s": None,
         }
-        for ordinal, past in job.past.items()
-        if ordinal not in job.attempts
+        for attempt_number, past in job.past.items()
+        if attempt_number not in job.attempts
     ]  # fmt: skip
     rows.sort(key=lambda row: -int(row["attempt"]))
     return [{**row, "in_lineage": row["attempt"] in lineage} for row in rows[:ATTEMPTS_SHOWN_MAX]]
@@ -55,9 +55,9 @@ def attempt_rows(state: ClusterState, job: Job) -> list[Body]:
 def _attempt_row(state: ClusterState, job: Job, attempt: Attempt) -> Body:
     abandoned = [n for n, phase in attempt.steps.items() if phase == "abandoned"]
     return {
-        "attempt": attempt.ordinal, "parent": attempt.parent, "parent_step": attempt.parent_step,
+        "attempt": attempt.attempt_number, "parent": attempt.parent, "parent_step": attempt.parent_step,
         "phase": attempt.phase, "world_size": attempt.world_size, "is_fresh": attempt.is_fresh,
-        "is_fork": job.origin is not None and job.origin.attempt == attempt.ordinal,
+        "is_fork": job.origin is not None and job.origin.attempt == attempt.attempt_number,
         "abandoned": sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
         "age_s": state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
     }  # fmt: skip
@@ -73,7 +73,7 @@ def gone_rows(job: Job, gone: Collection[StepId]) -> list[Body]:
 
 def _spans(job: Job) -> tuple[Span, ...]:
     """Return the lineage of the newest attempt."""
-    return job.spans(job.newest.ordinal) if job.newest is not None else ()
+    return job.spans(job.newest.attempt_number) if job.newest is not None else ()
 
 
 def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:

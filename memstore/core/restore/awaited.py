@@ -15,9 +15,9 @@ HOSTS_MAX = 5  # named
 def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
     """Return the ranks that have not called get() yet, and what those that have wait for; None if there is no get()."""
     active = state.rounds.get(job.name)
-    if active is None or active.attempt != attempt.ordinal:
+    if active is None or active.attempt != attempt.attempt_number:
         return None
-    bringing = {host for rank, host in active.homes.items() if rank not in active.staged}
+    bringing = {host for rank, host in active.staging_hosts.items() if rank not in active.staged}
     return missing_ranks(attempt.world_size, active.calls), {
         "gathering": "its hosts to refuse ranks of older attempts",
         "listing": "durable storage to be listed",
@@ -49,11 +49,11 @@ def named_ranks(attempt: Attempt, ranks: list[int]) -> str:
     """Return "ranks 2, 3 on h1, rank 5 on h2", and whose process is gone."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
-        by_host.setdefault(attempt.seats[rank].host_id, []).append(rank)
+        by_host.setdefault(attempt.members[rank].host_id, []).append(rank)
     parts = [f"{_some(found)} on {host}" for host, found in list(by_host.items())[:HOSTS_MAX]]
     more = len(by_host) - HOSTS_MAX
     parts += [f"those of {plural(more, 'more host')}"] if more > 0 else []
-    gone = [rank for rank in ranks if not attempt.seats[rank].is_alive]
+    gone = [rank for rank in ranks if not attempt.members[rank].is_alive]
     return ", ".join(parts) + (f"; the process of {_some(gone)} is gone" if gone else "")
 
 

@@ -87,9 +87,9 @@ class Rounds:
             )  # fmt: skip
             return
         active = self.state.rounds.get(name)
-        if active is None or active.attempt != attempt.ordinal:
+        if active is None or active.attempt != attempt.attempt_number:
             attempt.rounds_count += 1
-            active = self.state.rounds[name] = Round(name, attempt.ordinal, attempt.rounds_count, only_step, now)
+            active = self.state.rounds[name] = Round(name, attempt.attempt_number, attempt.rounds_count, only_step, now)
         if not active.calls:
             active.is_agreement = is_agreement
         if active.only_step != only_step or active.is_agreement != is_agreement:
@@ -109,7 +109,7 @@ class Rounds:
         active = self.state.rounds.get(name)
         job = self.state.jobs[name]
         attempt = job.newest
-        if active is None or attempt is None or active.attempt != attempt.ordinal or attempt.phase == "fencing":
+        if active is None or attempt is None or active.attempt != attempt.attempt_number or attempt.phase == "fencing":
             return
         if active.phase == "gathering" and len(active.calls) == attempt.world_size:
             is_empty = attempt.is_fresh and active.is_adopting  # steps of earlier runs are not its past (R23)
@@ -117,8 +117,8 @@ class Rounds:
 
     def _is_over(self, attempt: Attempt, rank: int) -> bool:
         """Return whether the rank's answer was lost: the get has ended and the rank has not trained since (R23)."""
-        seat = attempt.seats.get(rank)
-        return attempt.is_released and seat is not None and seat.step < 0
+        member = attempt.members.get(rank)
+        return attempt.is_released and member is not None and member.step < 0
 
     def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
         """Give a rank the step of the others, without a barrier: they may be training already."""
@@ -136,7 +136,7 @@ class Rounds:
             self._plan(now, active)
             return
         active.enter(now, "listing")
-        active.unread, first = "", attempt.seats[0].host_id
+        active.unread, first = "", attempt.members[0].host_id
 
         def listed(why: str) -> None:
             if self.state.rounds.get(job.name) is active and active.phase == "listing" and call == active.markers_call:
@@ -155,7 +155,7 @@ class Rounds:
             live=self.state.hosts.live_ids(),
             silent=() if is_grace_over else self.view.silent_hosts(job),
         )
-        spans = job.spans(attempt.ordinal)
+        spans = job.spans(attempt.attempt_number)
         only = None
         if active.only_step is not None:
             known = {*job.copies, *job.commits, *job.markers}
@@ -168,16 +168,16 @@ class Rounds:
                 return
         result = plan(
             inventory,
-            job.spans_to_read(attempt.ordinal, only),
+            job.spans_to_read(attempt.attempt_number, only),
             world_size=attempt.world_size,
-            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+            rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             only_step=only,
             not_steps=tuple(active.failed_steps),
         )
         if active.is_agreement and result.step is not None:
             result = self._plan_in_place(active, job, attempt, inventory, result)
         else:
-            active.homes = {rank: call.host_id for rank, call in active.calls.items()}
+            active.staging_hosts = {rank: call.host_id for rank, call in active.calls.items()}
         late = frozenset() if is_grace_over else self.view.awaited_hosts(job, result)
         active.plan, active.planned_s = replace(result, wait_for=late), now
         if late:
@@ -194,16 +194,16 @@ class Rounds:
         self, active: Round, job: Job, attempt: Attempt, inventory: Inventory, result: RecoveryPlan
     ) -> RecoveryPlan:
         """Stage for no rank: verify each shard where a copy lies, or bring it to a rank's host if none is whole."""
-        step, seated = result.step, sorted({call.host_id for call in active.calls.values()})
+        step, asking_hosts = result.step, sorted({call.host_id for call in active.calls.values()})
         copies = job.copies.get(step, {}) if step is not None else {}
-        active.homes = {}
+        active.staging_hosts = {}
         for rank, spec in sorted(result.specs.items()):
             held = [c.host for c in copies.get(rank, {}).values() if c.spec.digest == spec.digest and not c.missing]
             live = sorted(h for h in held if self.state.hosts.is_answering(h))
-            active.homes[rank] = live[0] if live else seated[rank % len(seated)]
+            active.staging_hosts[rank] = live[0] if live else asking_hosts[rank % len(asking_hosts)]
         return plan(
-            inventory, job.spans_to_read(attempt.ordinal, step), world_size=len(result.specs),
-            rank_hosts=active.homes, only_step=step,
+            inventory, job.spans_to_read(attempt.attempt_number, step), world_size=len(result.specs),
+            rank_hosts=active.staging_hosts, only_step=step,
         )  # fmt: skip
 
     def plan_again(self, now: float, active: Round) -> None:
@@ -284,8 +284,8 @@ class Rounds:
         """Return whether a get has another step than this one; the only one is better than none (R25)."""
         other = plan(
             job.inventory(live=self.state.hosts.live_ids(), silent=self.view.silent_hosts(job)),
-            job.spans(attempt.ordinal), world_size=attempt.world_size,
-            rank_hosts={rank: seat.host_id for rank, seat in attempt.seats.items()},
+            job.spans(attempt.attempt_number), world_size=attempt.world_size,
+            rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             not_steps=(*active.failed_steps, step),
         )  # fmt: skip
         return other.step is not None and (active.is_agreement or other.world_size == attempt.world_size)
@@ -434,7 +434,7 @@ class Rounds:
                     self.fail(active, "RecoveryError", why)
                 elif waited_s > limit_s:
                     done = active.staged if active.phase == "staging" else active.checked
-                    late = listed([r for r in sorted(active.homes) if r not in done])
+                    late = listed([r for r in sorted(active.staging_hosts) if r not in done])
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
                 elif active.phase == "checking":
@@ -446,7 +446,7 @@ class Rounds:
             if active.phase != "staging" or active.plan is None:
                 continue
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
-            if is_source or (active.is_agreement and host_id in active.homes.values()):
+            if is_source or (active.is_agreement and host_id in active.staging_hosts.values()):
                 self.plan_again(now, active)
 
 

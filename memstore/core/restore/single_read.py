@@ -12,7 +12,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import dropped_text, listed
+from memstore.core.cluster.text import dropped_text, listed, plural
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -84,7 +84,7 @@ class SingleReads:
         attempt = newest_attempt(self.out, call, job)
         if job is None or attempt is None:
             return
-        rank, spans = wanted.rank, job.spans(attempt.ordinal)
+        rank, spans = wanted.rank, job.spans(attempt.attempt_number)
         known = [s for s in {*job.copies, *job.commits, *job.markers} if wanted.of_attempt in (None, s.attempt)]
         found = [s for s in known if s.step == wanted.step]
         only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
@@ -97,20 +97,28 @@ class SingleReads:
         if result.step is not None and result.world_size not in (None, attempt.world_size):
             result = self._plan_at(call.host_id, job, attempt, result.step, result.world_size)
         if result.step is None or rank not in result.specs:
-            why = f"rank {rank} is not one of its {len(result.specs)} ranks" if result.step is not None else result.why
+            why = result.why
+            if result.step is not None:
+                count = plural(len(result.specs), "rank")
+                why = f"step {result.step.step} has no rank {rank}: it was put by {count}, numbered from 0"
             self.out.refuse(call, "RecoveryError", f"job {job.name!r}: {why}")
             return
         self._count += 1
         shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
         holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
         bring: dict[str, Any] = {
-            "job": job.name, "read": self._count, "rank": rank, "shard": WireShard.of(shard),
-            "spec": WireSpec.of(result.specs[rank]), "attempt": attempt.ordinal, "holders": tuple(sorted(holders)),
+            "job": job.name,
+            "read": self._count,
+            "rank": rank,
+            "shard": WireShard.of(shard),
+            "spec": WireSpec.of(result.specs[rank]),
+            "attempt": attempt.attempt_number,
+            "holders": tuple(sorted(holders)),
             "durable": place_of(attempt.config, job.markers.get(result.step)),
             "runs": tuple(
                 Run(t.tier, t.source, t.first_chunk, t.chunks_count) for t in result.transfers if t.rank == rank
             ),
-        }  # fmt: skip
+        }
         if wanted.chunks is not None:
             self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks))
         else:
@@ -120,7 +128,7 @@ class SingleReads:
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
         return plan(
-            job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.ordinal, only),
+            job.inventory(live=self.state.hosts.live_ids(), silent=()), job.spans_to_read(attempt.attempt_number, only),
             world_size=world_size, rank_hosts=dict.fromkeys(range(world_size), host), only_step=only,
         )  # fmt: skip
 
@@ -131,7 +139,7 @@ class SingleReads:
             return
         del self.state.reads[report.read]
         if report.problem is None:
-            self.out.answer(read.call, _told(read, report))
+            self.out.answer(read.call, _reply(read, report))
         elif self._was_dropped(read.shard):
             self.out.refuse(read.call, "StepDropped", dropped_text(read.shard.job, read.shard.step))
         else:
@@ -147,7 +155,7 @@ class SingleReads:
         self.state.reads = {n: read for n, read in self.state.reads.items() if read.call.host_id != host}
 
 
-def _told(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
+def _reply(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
     """Return the answer for the reader's holder: the slots staged for it."""
     step, attempt, verdict, why = read.shard.step, read.shard.attempt, read.verdict, read.why
     if isinstance(read.call.request, ReadRanges):

@@ -65,7 +65,7 @@ class Staging:
         if result is None or result.step is None:
             raise ValueError("staging needs a plan")
         needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
-        needed |= set(active.homes.values()) if active.is_agreement else set()  # perhaps where no rank sits
+        needed |= set(active.staging_hosts.values()) if active.is_agreement else set()  # perhaps where no rank sits
         if not all(self.state.hosts.is_live(host) for host in needed):
             return PlanAgain()
         active.enter(now, "staging")
@@ -75,7 +75,7 @@ class Staging:
         for t in result.transfers:
             runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
         durable = place_of(job.attempts[active.attempt].config, job.markers.get(result.step))
-        for rank, home in sorted(active.homes.items()):
+        for rank, staging_host in sorted(active.staging_hosts.items()):
             shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
             holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
             order = StageShard(
@@ -83,7 +83,7 @@ class Staging:
                 spec=WireSpec.of(result.specs[rank]), runs=tuple(runs.get(rank, ())), durable=durable,
                 holders=tuple(sorted(holders)), attempt=active.attempt,
             )  # fmt: skip
-            self.out.send(home, order)
+            self.out.send(staging_host, order)
         return None
 
     def staged(self, now: float, active: Round, report: StageEnded) -> Outcome:
@@ -93,7 +93,7 @@ class Staging:
         if report.problem is not None:
             return self._staging_failed(active, report, report.problem)
         active.staged[report.rank] = report
-        if len(active.staged) < len(active.homes):
+        if len(active.staged) < len(active.staging_hosts):
             return None
         if active.is_agreement:
             return self._adopt(now, active)
@@ -114,7 +114,7 @@ class Staging:
             return Failed(
                 "RecoveryError",
                 f"step {step.step} (attempt {step.attempt}) could not be brought to rank {rank} on host "
-                f"{active.homes[rank]}: {problem}. Nothing is known to be lost and no older step was "
+                f"{active.staging_hosts[rank]}: {problem}. Nothing is known to be lost and no older step was "
                 "taken: call get() again once the cause is gone",
             )  # fmt: skip
         for source, chunks in bad.items():
@@ -170,7 +170,7 @@ class Staging:
                 ADOPTED, self.state.wall_s,
             )  # fmt: skip
             self.journal.record(fact)
-        self.journal.record(RestoreReleased(job.name, attempt.ordinal))
+        self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
         return None
 
     def release(self, now: float, active: Round) -> None:
@@ -182,8 +182,8 @@ class Staging:
         before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
         trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
         trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
-        for seat in attempt.seats.values():
-            seat.last_active_s = now
+        for member in attempt.members.values():
+            member.last_active_s = now
         step, attempt_id = result.step.step, result.step.attempt
         report = RestoreReport(
             round=active.number, verdict=result.verdict, why=result.why, ranks_moved=tuple(result.ranks_moved),
@@ -200,11 +200,11 @@ class Staging:
                 self.out.answer(call, StepAgreed(step=step, attempt=attempt_id, report=report))
                 continue
             staged = active.staged[rank]
-            told = ShardStaged(
+            reply = ShardStaged(
                 step=step, attempt=attempt_id, verdict=report.verdict, why=report.why, shard=staged.shard,
                 digest=staged.digest, report=report,
             )  # fmt: skip
-            self.out.answer(call, told)
+            self.out.answer(call, reply)
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
         self.repair.consider(now, job)

@@ -6,8 +6,8 @@
 Each controller counts time from when it learned of the notice; a new controller begins again. It is not over while Ray
 repeats it: a wall clock set ahead ends none early.
 A draining host is no target while enough others are there. Its ranks go on putting: the copies of their puts go to
-an heir and the heir's targets, which makes `replicas` copies that outlive it, besides its own. `durable/departures.py`
-says whether such a host can go.
+a substitute and the substitute's targets, which makes `replicas` copies that outlive it, besides its own.
+`durable/departures.py` says whether such a host can go.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Drains:
             self.out.refuse(call, "ConfigError", f"no live host {host!r} in the store: it has {live}")
             return
         if within_s is not None and not 0 < within_s < WITHIN_MAX_S:
-            why = f"within_s={within_s:g}: a notice is from 0 to {WITHIN_MAX_S:g} seconds long"
+            why = f"within_s={within_s:g}: a notice must leave some time, less than {WITHIN_MAX_S:.0f} s (30 days)"
             self.out.refuse(call, "ConfigError", why)
             return
         until_s = None if within_s is None else self.state.wall_s + within_s
@@ -66,7 +66,7 @@ class Drains:
                 self.end_s[host] = max(self.end_s[host], now)
             within_s = min(max(0.0, moment_s - self.state.wall_s), WITHIN_MAX_S)
             is_news = now + within_s < self.end_s.get(host, float("inf")) - SAME_S
-            known = [self.state.draining.get(host), *(fact.until_s for fact in self._undone(host))]
+            known = [self.state.draining.get(host), *(fact.until_s for fact in self._unapplied_notices(host))]
             if is_news and not any(_is_same(moment_s, other_s) for other_s in known):
                 self._record(host, moment_s, within_s)
 
@@ -97,12 +97,13 @@ class Drains:
             if end_s + spare_s <= self.state.now:
                 self._record(host, None)
 
-    def _undone(self, host: str) -> list[HostDraining]:
+    def _unapplied_notices(self, host: str) -> list[HostDraining]:
+        """Return a host's notices that are recorded and not replicated yet."""
         return [x for x in self.journal.log.unapplied() if isinstance(x, HostDraining) and x.host_id == host]
 
     def _record(self, host: str, until_s: float | None, within_s: float = 0.0) -> None:
         """Record a notice, unless the last one being replicated is the same."""
-        unapplied = self._undone(host)
+        unapplied = self._unapplied_notices(host)
         if not unapplied or not _is_same(unapplied[-1].until_s, until_s):
             self.journal.record(HostDraining(host, until_s, within_s))
 
@@ -112,7 +113,7 @@ class Drains:
         elif self.state.hosts.is_live(host):
             self.out.log(f"host {host} is not to go any more")
         for job in self.state.jobs.values():
-            job.stand_ins_for.pop(host, None)
+            job.substitute_for.pop(host, None)
         self.out.emit(DrainChanged(host))
 
     # -- for status ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Ranks with equal state: which of them write, where a writer's copies go, what is reported when they differ. Pure.
 
-Ranks of one launch that name one shard are *twins*; those of them that copy the shared state are its *copiers* (R34).
-Copiers are chosen when the attempt opens and stand in its fact. Their hosts are one another's targets before any other
-host is: the chunks are there already.
+Ranks of one launch that name one shard hold equal state; those of them that copy the shared state are its *writers*
+(R34). Writers are chosen when the attempt opens and stand in its fact. Their hosts are one another's targets before any
+other host is: the chunks are there already.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from memstore.core.cluster.events import ReplicasAgree, ReplicasDiffer
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed
-from memstore.core.wire.calls import TellDiffering
+from memstore.core.cluster.text import listed, plural, ranks_text
+from memstore.core.wire.calls import ReportDiffering
 from memstore.core.wire.messages import Body
-from memstore.core.wire.orders import CopierTargets
+from memstore.core.wire.orders import WriterTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
-from placement.copiers import choose_copiers
 from placement.domains import spread_level
 from placement.groups import Placement
+from placement.writers import choose_writers
 
 NAMED_MAX = 10  # tensors named in one event
 NAME_CHARS_MAX = 200
@@ -30,17 +30,18 @@ NAME_CHARS_MAX = 200
 
 @dataclass(slots=True)
 class Routes:
-    """Where the copiers of one attempt push, for one placement."""
+    """Where the writers of one attempt push, for one placement."""
 
     placement: Placement
     attempt: int
     domains: Mapping[str, str]  # of the hosts placed
-    twins: dict[int, tuple[str, ...]]  # copier -> hosts of the other copiers of its shard, as far as they are placed
+    # writer -> hosts of the other writers of its shard, as far as they are placed
+    other_writers: dict[int, tuple[str, ...]]
 
 
 @dataclass(slots=True)
 class Differing:
-    """Two copiers of one shard whose shared bytes differ."""
+    """Two writers of one shard whose shared bytes differ."""
 
     ranks: tuple[int, int]
     attempt: int
@@ -49,7 +50,7 @@ class Differing:
     names: tuple[str, ...] = field(default_factory=tuple)
 
 
-class Twins:
+class SharedShards:
     """Ranks with equal state, of all jobs."""
 
     def __init__(self, state: ClusterState, out: Effects) -> None:
@@ -67,21 +68,23 @@ class Twins:
         if list(by_count) == [None]:
             return None
         if len(by_count) > 1:
-            said = "; ".join(f"ranks {listed(ranks)} say {_said(count)}" for count, ranks in by_count.items())
-            return f"job {name!r}: all ranks of one launch must name the same number of shards: {said}"
+            said = "; ".join(f"{ranks_text(ranks)} {_named(ranks, count)}" for count, ranks in by_count.items())
+            return f"job {name!r}: all ranks of one launch must name the same shard_count: {said}"
         count = next(iter(by_count))
         if count is None or count > len(named):
-            return f"job {name!r}: shard_count={count!r} where {len(named)} ranks can hold 1 to {len(named)}"
+            most = f"{plural(len(named), 'rank')} can hold at most {plural(len(named), 'shard')}"
+            return f"job {name!r}: shard_count={count}, but {most}"
         shards = [shard for shard, _ in named]
         wrong = [rank for rank, shard in enumerate(shards) if shard is None or shard >= count]
         if wrong:
-            said = ", ".join(f"rank {rank} shard_rank={shards[rank]!r}" for rank in wrong[:10])
-            return f"job {name!r}: shard_count={count} are numbered 0 to {count - 1}, and {said}"
+            known = "the only shard is 0" if count == 1 else f"shards are numbered 0 to {count - 1}"
+            said = ", ".join(f"rank {rank} names shard_rank={shards[rank]}" for rank in wrong[:10])
+            return f"job {name!r}: with shard_count={count} {known}, but {said}"
         missing = sorted(set(range(count)).difference(shards))
         if missing:
             return (
-                f"job {name!r}: no rank names shard {listed(missing)} of shard_count={count}: every shard "
-                "needs a rank that holds it, and what no rank names could not be restored"
+                f"job {name!r}: no rank names shard_rank {listed(missing)} of shard_count={count}: every shard "
+                "needs a rank that holds it, else it could not be restored"
             )
         return None
 
@@ -91,21 +94,21 @@ class Twins:
         topology = hosts.topology(hosts.live_ids())
         level = spread_level(topology, replicas, among=eligible).level
         leaving = {host for host in set(fact.hosts) if self.state.is_draining(host)}
-        return choose_copiers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
+        return choose_writers(fact.shard_of, fact.hosts, topology, level=level, replicas=replicas, avoid=leaving)
 
     def joined(self, attempt: Attempt, rank: int) -> SharedShardPlace | None:
         """Return a rank's role in its shard; rank 0 keeps the list of all writers, for readers of its shard (R27)."""
         if not attempt.shard_of:
             return None
-        table = self._copiers_by_shard(attempt)
+        table = self._writers_by_shard(attempt)
         mine = attempt.shard_of[rank]
-        roster = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
-        return SharedShardPlace(mine, max(attempt.shard_of) + 1, tuple(table[mine]), roster)
+        writers_by_shard = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+        return SharedShardPlace(mine, max(attempt.shard_of) + 1, tuple(table[mine]), writers_by_shard)
 
     @staticmethod
-    def _copiers_by_shard(attempt: Attempt) -> dict[int, list[int]]:
+    def _writers_by_shard(attempt: Attempt) -> dict[int, list[int]]:
         table: dict[int, list[int]] = {}
-        for rank in attempt.copiers:
+        for rank in attempt.writers:
             table.setdefault(attempt.shard_of[rank], []).append(rank)
         return table
 
@@ -117,13 +120,13 @@ class Twins:
         What placement names comes after them, as far as there are too few in domains of their own.
         """
         others = [host for host in ordinary if host != owner]
-        if not attempt.copiers or job.placement is None:
+        if not attempt.writers or job.placement is None:
             return others
         routes = self._routes(job, attempt, job.placement)
-        if rank not in routes.twins:
+        if rank not in routes.other_writers:
             return others
         covered, found = {routes.domains.get(owner, owner)}, list[str]()
-        for host in (*routes.twins[rank], *others):
+        for host in (*routes.other_writers[rank], *others):
             domain = routes.domains.get(host, host)
             if domain not in covered and len(found) < attempt.replicas - 1:
                 covered.add(domain)
@@ -133,55 +136,60 @@ class Twins:
 
     def _routes(self, job: Job, attempt: Attempt, placement: Placement) -> Routes:
         known = self.routes.get(job.name)
-        if known is not None and known.placement is placement and known.attempt == attempt.ordinal:
+        if known is not None and known.placement is placement and known.attempt == attempt.attempt_number:
             return known
         domains = self.state.hosts.topology(placement.targets).domains(placement.level)
-        twins: dict[int, tuple[str, ...]] = {}
-        for ranks in self._copiers_by_shard(attempt).values():
+        other_writers: dict[int, tuple[str, ...]] = {}
+        for ranks in self._writers_by_shard(attempt).values():
             for rank in ranks:
-                seats = [attempt.seats[other].host_id for other in ranks if other != rank]
-                twins[rank] = tuple(host for host in seats if host in domains)
-        known = self.routes[job.name] = Routes(placement, attempt.ordinal, domains, twins)
+                hosts = [attempt.members[other].host_id for other in ranks if other != rank]
+                other_writers[rank] = tuple(host for host in hosts if host in domains)
+        known = self.routes[job.name] = Routes(placement, attempt.attempt_number, domains, other_writers)
         return known
 
-    def rows(self, attempt: Attempt, guests: Callable[[int], list[str]]) -> dict[str, list[CopierTargets]]:
+    def rows(self, attempt: Attempt, peer_hosts: Callable[[int], list[str]]) -> dict[str, list[WriterTargets]]:
         """Return, by host, [writer, its targets, the ranks that write the same] of every writer that puts there."""
-        table: dict[str, list[CopierTargets]] = {}
-        for ranks in self._copiers_by_shard(attempt).values():
+        table: dict[str, list[WriterTargets]] = {}
+        for ranks in self._writers_by_shard(attempt).values():
             for rank in ranks:
-                row = CopierTargets(rank, tuple(guests(rank)), tuple(other for other in ranks if other != rank))
-                table.setdefault(attempt.seats[rank].host_id, []).append(row)
+                row = WriterTargets(rank, tuple(peer_hosts(rank)), tuple(other for other in ranks if other != rank))
+                table.setdefault(attempt.members[rank].host_id, []).append(row)
         return table
 
     # -- what differs -------------------------------------------------------------------------
 
-    def told(self, call: Call[TellDiffering]) -> None:
+    def reported(self, call: Call[ReportDiffering]) -> None:
         """Take a rank's report of tensors in which two writers differ, or its holder's that they are equal again."""
-        told = call.request
+        request = call.request
         self.out.answer(call, Noted())
-        job = self.state.jobs.get(told.job)
+        job = self.state.jobs.get(request.job)
         attempt = job.newest if job is not None else None
-        ranks = told.ranks
-        if job is None or attempt is None or attempt.ordinal != told.attempt or not set(ranks) <= set(attempt.seats):
+        ranks = request.ranks
+        if (
+            job is None
+            or attempt is None
+            or attempt.attempt_number != request.attempt
+            or not set(ranks) <= set(attempt.members)
+        ):
             return
-        known, step = self.differing.setdefault(job.name, {}), told.step
-        if not told.chunks:
+        known, step = self.differing.setdefault(job.name, {}), request.step
+        if not request.chunks:
             if known.pop(ranks, None) is not None:
                 self.out.emit(ReplicasAgree(job, attempt, step, ranks))
             return
-        names = tuple(name[:NAME_CHARS_MAX] for name in told.names[:NAMED_MAX])
+        names = tuple(name[:NAME_CHARS_MAX] for name in request.names[:NAMED_MAX])
         if ranks not in known:
-            known[ranks] = Differing(ranks, attempt.ordinal, step, self.state.now, names)
-            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, told.chunks))
+            known[ranks] = Differing(ranks, attempt.attempt_number, step, self.state.now, names)
+            self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, request.chunks))
 
     def status(self, job: Job, attempt: Attempt) -> Body:
         """Return what `memstore status` shows of it."""
         now = self.state.now
-        found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.ordinal]
+        found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.attempt_number]
         return {
             "shards": max(attempt.shard_of, default=-1) + 1,
-            "copiers": list(attempt.copiers),
-            "twins_differ": [
+            "writers": list(attempt.writers),
+            "replicas_differ": [
                 {"ranks": list(d.ranks), "step": d.step, "names": list(d.names), "since_s": now - d.since_s}
                 for d in sorted(found, key=lambda d: d.ranks)
             ],
@@ -193,5 +201,5 @@ class Twins:
         self.differing.pop(name, None)
 
 
-def _said(count: object) -> str:
-    return "nothing of shards" if count is None else f"shard_count={count}"
+def _named(ranks: Sequence[int], count: int | None) -> str:
+    return f"name{'s' if len(ranks) == 1 else ''} {'none' if count is None else f'shard_count={count}'}"

@@ -17,7 +17,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
-from memstore.core.targets.shared_shards import Twins
+from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets
 from placement.domains import is_finer, levels_of, spread_level
 from placement.groups import Placement, Strategy, place
@@ -25,41 +25,41 @@ from placement.rebalance import rebalance
 from recovery.planner import RecoveryPlan
 
 
-class GuestLookup:
-    """`ClusterView.guests` for many ranks in a row, while nothing changes: once for all ranks of a host."""
+class PeerHostLookup:
+    """`ClusterView.peer_hosts` for many ranks in a row, while nothing changes: once for all ranks of a host."""
 
     def __init__(self, view: ClusterView, job: Job, attempt: Attempt) -> None:
         self._view, self._job, self._attempt = view, job, attempt
         self._found: dict[str, list[str]] = {}  # by the rank's own host
 
-    def guests(self, rank: int) -> list[str]:
-        """As `ClusterView.guests`."""
+    def peer_hosts(self, rank: int) -> list[str]:
+        """As `ClusterView.peer_hosts`."""
         attempt, hosts = self._attempt, self._view.state.hosts
-        seat = attempt.seats.get(rank)
-        if seat is None or attempt.copiers or not hosts.is_live(seat.host_id):
-            return self._view.guests(self._job, attempt, rank)  # it depends on the rank, not on its host alone
-        if seat.host_id not in self._found:
-            self._found[seat.host_id] = self._view.guests(self._job, attempt, rank)
-        return self._found[seat.host_id]
+        member = attempt.members.get(rank)
+        if member is None or attempt.writers or not hosts.is_live(member.host_id):
+            return self._view.peer_hosts(self._job, attempt, rank)  # it depends on the rank, not on its host alone
+        if member.host_id not in self._found:
+            self._found[member.host_id] = self._view.peer_hosts(self._job, attempt, rank)
+        return self._found[member.host_id]
 
 
 class ClusterView:
     """Placement and addresses of all jobs and hosts."""
 
-    def __init__(self, state: ClusterState, out: Effects, told: SentOrders, drains: Drains) -> None:
-        self.state, self.out, self.told, self.drains = state, out, told, drains
-        self.twins = Twins(state, out)
+    def __init__(self, state: ClusterState, out: Effects, sent: SentOrders, drains: Drains) -> None:
+        self.state, self.out, self.sent, self.drains = state, out, sent, drains
+        self.shared_shards = SharedShards(state, out)
         self.news: set[str] = set()  # hosts that came, moved or went, not yet announced to all
-        self._told: dict[str, HostAddress] = {}  # host -> where it is, as last sent to all
+        self._sent_addresses: dict[str, HostAddress] = {}  # host -> where it is, as last sent to all
 
     def eligible_hosts(
         self, rank_hosts: Iterable[str], replicas: int, *, prefer: Iterable[str] = (), level_asked: str = "host"
     ) -> set[str]:
-        """Return the hosts that may hold copies: those with ranks, those labelled for it, and stand-ins (R13).
+        """Return the hosts that may hold copies: those with ranks, those labelled for it, and substitutes (R13).
 
-        Stand-ins take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than there
-        are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves nothing.
-        A host that is to go counts as gone, unless there are not enough others.
+        Substitutes take the places of dead hosts (R29), and make up the number where ranks sit on fewer hosts than
+        there are to be copies (R18: as many as the cluster allows). Those in `prefer` stay, so that a newcomer moves
+        nothing. A host that is to go counts as gone, unless there are not enough others.
         """
         hosts, now = self.state.hosts, self.state.now
         wanted = set(rank_hosts)
@@ -71,12 +71,12 @@ class ClusterView:
         labelled = {h for h in others if hosts.states[h].info.labels.get("memstore") == "replica"}
         kept = set(prefer)
         spare = sorted((h for h in others if h not in labelled), key=lambda h: (h not in kept, h))
-        standins = [h for h in spare if not hosts.is_on_probation(now, h)]
+        substitutes = [h for h in spare if not hosts.is_on_probation(now, h)]
         count = max(len(wanted) - len(live), replicas - len(live | labelled), 0)
-        chosen = live | labelled | set(standins[:count])
+        chosen = live | labelled | set(substitutes[:count])
         if level_asked != "host":
             covered = {hosts.states[h].info.labels.get(level_asked) for h in chosen} - {None}
-            for host in standins[count:]:
+            for host in substitutes[count:]:
                 value = hosts.states[host].info.labels.get(level_asked)
                 if len(covered) < replicas and value is not None and value not in covered:
                     chosen.add(host)
@@ -102,25 +102,25 @@ class ClusterView:
             return level
         return before if is_finer(level, before, hosts.failure_domains) else level
 
-    def with_copiers(self, fact: AttemptOpened) -> AttemptOpened:
-        """Return the fact of an attempt with its copiers, for the hosts that its ranks are on."""
+    def with_writers(self, fact: AttemptOpened) -> AttemptOpened:
+        """Return the fact of an attempt with its writers, for the hosts that its ranks are on."""
         if not fact.shard_of:
             return fact
         eligible = self.eligible_hosts(fact.hosts, int(fact.config["replicas"]), level_asked=fact.level_asked)
-        return replace(fact, copiers=self.twins.chosen(fact, eligible))
+        return replace(fact, writers=self.shared_shards.chosen(fact, eligible))
 
     def placement(self, job: Job) -> Placement | None:
         """Return where the newest attempt's copies go, among the hosts that are not dead.
 
         If a host comes back before anything was copied in its place, the old placement is restored: moves are counted
-        from `Job.home`, not from the interim placement.
+        from `Job.last_copied_placement`, not from the interim placement.
         """
         attempt = job.newest
         if attempt is None:
             return None
         if job.placement is None:
-            rank_hosts = (seat.host_id for seat in attempt.seats.values())
-            before = job.home
+            rank_hosts = (member.host_id for member in attempt.members.values())
+            before = job.last_copied_placement
             prefer = before.targets if before is not None else ()
             hosts = self.eligible_hosts(rank_hosts, attempt.replicas, prefer=prefer, level_asked=attempt.level_asked)
             if not hosts:
@@ -135,40 +135,42 @@ class ClusterView:
 
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
         """Return the host whose targets a rank's copies follow: its own, or a live holder's if that is dead."""
-        seat = attempt.seats.get(rank)
-        if seat is not None and self.state.hosts.is_live(seat.host_id):
-            return self._heir(job, seat.host_id) if self.state.is_draining(seat.host_id) else seat.host_id
+        member = attempt.members.get(rank)
+        if member is not None and self.state.hosts.is_live(member.host_id):
+            return (
+                self._substitute_for(job, member.host_id) if self.state.is_draining(member.host_id) else member.host_id
+            )
         for step in sorted(job.copies, reverse=True):
             live = sorted(h for h in job.copies[step].get(rank, {}) if self.state.hosts.is_live(h))
             if live:
                 placed = job.placement.targets if job.placement is not None else {}
-                # The only holder may be about to go too: then its copies follow its stand-in.
-                return next((h for h in live if h in placed), None) or self._heir(job, live[0])
-        return seat.host_id if seat is not None else ""
+                # The only holder may be about to go too: then its copies follow its substitute.
+                return next((h for h in live if h in placed), None) or self._substitute_for(job, live[0])
+        return member.host_id if member is not None else ""
 
     def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """Return the hosts that are to hold a rank's shard: its owner, and its targets or other writers' (R34)."""
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
         targets = placement.targets.get(owner, ()) if placement is not None else ()
-        return [owner, *self.twins.targets(job, attempt, rank, owner, targets)]
+        return [owner, *self.shared_shards.targets(job, attempt, rank, owner, targets)]
 
-    def guests(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
+    def peer_hosts(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """Return the hosts that are to hold a rank's shard besides the rank's own."""
-        seat = attempt.seats.get(rank)
-        return [h for h in self.wanted(job, attempt, rank) if seat is None or h != seat.host_id]
+        member = attempt.members.get(rank)
+        return [h for h in self.wanted(job, attempt, rank) if member is None or h != member.host_id]
 
-    def _heir(self, job: Job, leaving: str) -> str:
+    def _substitute_for(self, job: Job, leaving: str) -> str:
         """Return a staying host to replace one that is to go; one that has its copies already, if there is one."""
         placement = self.placement(job)
         if placement is None or leaving in placement.targets:
             return leaving  # there is no other
-        if job.stand_ins_for.get(leaving) not in placement.targets:
-            before = job.home.targets.get(leaving, ()) if job.home is not None else ()
-            load = [*job.stand_ins_for.values(), *(t for targets in placement.targets.values() for t in targets)]
+        if job.substitute_for.get(leaving) not in placement.targets:
+            before = job.last_copied_placement.targets.get(leaving, ()) if job.last_copied_placement is not None else ()
+            load = [*job.substitute_for.values(), *(t for targets in placement.targets.values() for t in targets)]
             held = job.holders_for(leaving)
             near = sorted(placement.targets, key=lambda h: (h not in held, h not in before, load.count(h), h))
-            job.stand_ins_for[leaving] = near[0]
-        return job.stand_ins_for[leaving]
+            job.substitute_for[leaving] = near[0]
+        return job.substitute_for[leaving]
 
     def send_targets(self, job: Job, only: Collection[str] | None = None, *, is_news_only: bool = False) -> None:
         """Send hosts (all of the job, some, or those to which it is news) where to push what is put (R13)."""
@@ -177,20 +179,23 @@ class ClusterView:
             return
         self.send_news()
         targets = {host: list(others) for host, others in placement.targets.items()}
-        for rank, seat in attempt.seats.items() if self.state.draining else ():
-            if seat.host_id not in targets and self.state.is_draining(seat.host_id):
-                targets[seat.host_id] = self.guests(job, attempt, rank)
-        copiers = self.twins.rows(attempt, lambda rank: self.guests(job, attempt, rank))
+        for rank, member in attempt.members.items() if self.state.draining else ():
+            if member.host_id not in targets and self.state.is_draining(member.host_id):
+                targets[member.host_id] = self.peer_hosts(job, attempt, rank)
+        writers = self.shared_shards.rows(attempt, lambda rank: self.peer_hosts(job, attempt, rank))
         for host, others in targets.items():
             if only is None or host in only:
                 order = PushTargets(
-                    job=job.name, attempt=attempt.ordinal, targets=tuple(others), copiers=tuple(copiers.get(host, ()))
+                    job=job.name,
+                    attempt=attempt.attempt_number,
+                    targets=tuple(others),
+                    writers=tuple(writers.get(host, ())),
                 )
-                if not (is_news_only and self.told.is_known(host, order)):
-                    self.told.note(host, order)
+                if not (is_news_only and self.sent.is_known(host, order)):
+                    self.sent.note(host, order)
                     self.out.send(host, order)
 
-    def greet(self, hosts: Iterable[str]) -> None:
+    def send_initial_state(self, hosts: Iterable[str]) -> None:
         """Send hosts whose session has just begun the addresses of all others, and which jobs there are.
 
         A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
@@ -205,10 +210,10 @@ class ClusterView:
         rows, gone = [], []
         for host in sorted(self.news):
             row = self._row(host) if self.state.hosts.is_live(host) else None
-            if row is not None and row != self._told.get(host):
+            if row is not None and row != self._sent_addresses.get(host):
                 rows.append(row)
-                self._told[host] = row
-            elif row is None and self._told.pop(host, None) is not None:
+                self._sent_addresses[host] = row
+            elif row is None and self._sent_addresses.pop(host, None) is not None:
                 gone.append(host)
         self.news.clear()
         if rows or gone:
@@ -218,7 +223,7 @@ class ClusterView:
 
     def settled(self, hosts: Iterable[str]) -> None:
         """Send all hosts all addresses at once, as a new controller."""
-        self._told = {host: self._row(host) for host in hosts}
+        self._sent_addresses = {host: self._row(host) for host in hosts}
         self.news.clear()
 
     def _row(self, host: str) -> HostAddress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from memstore.core.wire.codec import Decoder, Request, Setting
-from memstore.core.wire.ids import Name, Ordinal, Positive
+from memstore.core.wire.ids import Name, Positive, Unsigned
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.replies import (
     CopyDropped,
@@ -30,7 +30,7 @@ from memstore.core.wire.replies import (
     Skipped,
     Status,
     StepAgreed,
-    Steps,
+    StepList,
     VerifyResult,
 )
 
@@ -43,17 +43,17 @@ class Join(Request[Joined], frozen=True, tag="join"):
     """Join a job as one rank of a launch; answered when all ranks of it are there (R20)."""
 
     job: Name
-    rank: Ordinal
+    rank: Unsigned
     world_size: Positive
     key: str | None
     """Of the launch; None: its launcher gives none."""
     launcher: str
     nonce: str
-    pid: Ordinal
+    pid: Unsigned
     config: dict[str, Setting]
     fresh: bool
     takeover: bool
-    shard: Ordinal | None
+    shard: Unsigned | None
     shards: Positive | None
     limit_s: float
 
@@ -62,8 +62,8 @@ class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The base of the calls of a rank of an attempt."""
 
     job: Name
-    attempt: Ordinal
-    rank: Ordinal
+    attempt: Unsigned
+    rank: Unsigned
 
 
 class AssignRanks(RankRequest[Joined], frozen=True, tag="assign_ranks"):
@@ -76,17 +76,16 @@ class AssignRanks(RankRequest[Joined], frozen=True, tag="assign_ranks"):
 class Rewind(RankRequest[Joined], frozen=True, kw_only=True, tag="rewind"):
     """Go on from an older step in a new attempt; answered when all have asked (R22)."""
 
-    step: Ordinal
-    of_attempt: Ordinal | None = None
+    step: Unsigned
+    of_attempt: Unsigned | None = None
     nonce: str
     key: str | None
-    world_size: Positive
 
 
 class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, tag="get"):
     """Restore the newest whole step, or read one; answered when all ranks have asked (R23)."""
 
-    step: Ordinal | None
+    step: Unsigned | None
     timeout_s: float
     is_agreement: bool = False
     """The step alone is asked for, and no bytes."""
@@ -107,7 +106,7 @@ class ReserveRoom(RankRequest[Noted], frozen=True, tag="reserve"):
 class AskPutInterval(RankRequest[PutInterval], frozen=True, tag="ask_put_interval"):
     """Agree how many steps lie between puts after this one (R33)."""
 
-    step: Ordinal
+    step: Unsigned
     step_s: float | None = None
     stall_s: float | None = None
     commit_s: float | None = None
@@ -116,7 +115,7 @@ class AskPutInterval(RankRequest[PutInterval], frozen=True, tag="ask_put_interva
 class SkipStep(RankRequest[Skipped], frozen=True, tag="skip"):
     """Give a step up, on all ranks alike (R12)."""
 
-    step: Ordinal
+    step: Unsigned
     why: str
     is_failed: bool
     """It was not for want of room."""
@@ -127,20 +126,20 @@ class RetireStep(Request[Noted], frozen=True, tag="retire"):
     """Have no get return a step (R25)."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     reason: str
     is_torn: bool = False
 
 
-class TellDiffering(Request[Noted], frozen=True, tag="tell_differing"):
+class ReportDiffering(Request[Noted], frozen=True, tag="report_differing"):
     """Name what two ranks that hold one shard put differently; no chunks: they are equal again (R34)."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
-    ranks: tuple[Ordinal, Ordinal]
-    chunks: Ordinal
+    attempt: Unsigned
+    step: Unsigned
+    ranks: tuple[Unsigned, Unsigned]
+    chunks: Unsigned
     names: tuple[str, ...]
 
 
@@ -160,9 +159,9 @@ class ReadStep(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_step")
     """Read one rank's shard, without a barrier (R27)."""
 
     job: Name
-    step: Ordinal | None
-    of_attempt: Ordinal | None = None
-    rank: Ordinal
+    step: Unsigned | None
+    of_attempt: Unsigned | None = None
+    rank: Unsigned
     listener: ChunkListener | None = None
 
 
@@ -170,9 +169,9 @@ class ReadRanges(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_rang
     """Read some chunks of one rank's shard; none: its manifest alone."""
 
     job: Name
-    step: Ordinal | None
-    of_attempt: Ordinal | None = None
-    rank: Ordinal
+    step: Unsigned | None
+    of_attempt: Unsigned | None = None
+    rank: Unsigned
     chunks: tuple[ChunkRange, ...]
 
 
@@ -183,7 +182,7 @@ class AskStatus(Request[Status], frozen=True, tag="status"):
     """Ask for hosts, jobs and problems."""
 
 
-class AskSteps(Request[Steps], frozen=True, tag="steps"):
+class AskSteps(Request[StepList], frozen=True, tag="steps"):
     """Ask for the steps of a job."""
 
     job: Name
@@ -192,7 +191,7 @@ class AskSteps(Request[Steps], frozen=True, tag="steps"):
 class AskEvents(Request[Events], frozen=True, tag="events"):
     """Ask what happened after a number, to one job or to all."""
 
-    since: Ordinal = 0
+    since: Unsigned = 0
     job: Name | None = None
 
 
@@ -220,8 +219,8 @@ class PinStep(Request[PinNoted], frozen=True, tag="pin"):
 
     job: Name
     name: str
-    step: Ordinal | None
-    of_attempt: Ordinal | None = None
+    step: Unsigned | None
+    of_attempt: Unsigned | None = None
 
 
 class UnpinStep(Request[PinNoted], frozen=True, tag="unpin"):
@@ -235,7 +234,7 @@ class PersistStep(Request[Persisted], frozen=True, tag="persist"):
     """Write a committed step to durable storage now; None: the newest."""
 
     job: Name
-    step: Ordinal | None
+    step: Unsigned | None
     within_s: float
 
 
@@ -243,8 +242,8 @@ class ForkJob(Request[Forked], frozen=True, kw_only=True, tag="fork"):
     """Begin a new job with a committed step of another one (R32)."""
 
     job: Name
-    step: Ordinal | None
-    of_attempt: Ordinal | None = None
+    step: Unsigned | None
+    of_attempt: Unsigned | None = None
     new_job: str
     nonce: str
     """The same when it is asked again."""
@@ -268,9 +267,9 @@ class DropCopy(Request[CopyDropped], frozen=True, tag="drop"):
     """Drop one copy of a committed step on purpose: for drills."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
-    rank: Ordinal
+    attempt: Unsigned
+    step: Unsigned
+    rank: Unsigned
     host: str
 
 
@@ -284,7 +283,7 @@ RankCall = (
     | AskPutInterval
     | SkipStep
     | RetireStep
-    | TellDiffering
+    | ReportDiffering
     | CloseStore
     | RollCall
     | ReadStep

@@ -1,23 +1,24 @@
 """Ids and numbers as they travel: shards, specs and copies as rows of checked values. Pure.
 
-The one gate for ids that come from elsewhere: jobs become folder names, numbers go into manifests and files. A row is
-made of the store's own value by `of`, and gives it back by `id`, `spec` or `on`.
+Ids of other processes are checked here alone: a job becomes a folder name, numbers go into manifests and files. `of`
+makes a row from the store's own value; `id`, `spec` or `on` returns that value.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Protocol
 
 from msgspec import Meta
 
 from memstore.core.wire.codec import Row
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
-ORDINAL_LIMIT = 1 << 62
-"""Largest attempt, step, rank, size and count, as in manifests."""
+UNSIGNED_LIMIT = 1 << 62
+"""Every attempt, step, rank, size and count is below this, as in manifests."""
 
-Ordinal = Annotated[int, Meta(ge=0, lt=ORDINAL_LIMIT, description="a whole number from 0")]
-Positive = Annotated[int, Meta(ge=1, lt=ORDINAL_LIMIT, description="a whole number from 1")]
+Unsigned = Annotated[int, Meta(ge=0, lt=UNSIGNED_LIMIT, description="a whole number from 0")]
+Positive = Annotated[int, Meta(ge=1, lt=UNSIGNED_LIMIT, description="a whole number from 1")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e9, description="a time that another process measured")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="a name, as check_name allows")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", description="xxh3-128 of a manifest, in hex")]
@@ -27,8 +28,8 @@ ChunkDigest = Annotated[bytes, Meta(min_length=16, max_length=16, description="x
 class WireStep(Row, frozen=True):
     """A step of an attempt."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
     @classmethod
     def of(cls, step: StepId) -> WireStep:
@@ -45,9 +46,9 @@ class WireShard(Row, frozen=True):
     """A rank's shard of a step."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
-    rank: Ordinal
+    attempt: Unsigned
+    step: Unsigned
+    rank: Unsigned
 
     @classmethod
     def of(cls, shard: ShardId) -> WireShard:
@@ -64,10 +65,10 @@ class WireSpec(Row, frozen=True):
     """What a shard is: its manifest's digest and its sizes."""
 
     digest: Digest
-    nbytes: Ordinal
-    chunk_bytes: Ordinal
-    chunks_count: Ordinal
-    world_size: Ordinal
+    nbytes: Unsigned
+    chunk_bytes: Unsigned
+    chunks_count: Unsigned
+    world_size: Unsigned
 
     @classmethod
     def of(cls, spec: ShardSpec) -> WireSpec:
@@ -80,15 +81,31 @@ class WireSpec(Row, frozen=True):
         return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
 
 
+class HeldCopy(Protocol):
+    """A copy on this host, as its store or the controller has it."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Return whose copy it is."""
+
+    @property
+    def spec(self) -> ShardSpec:
+        """Return its digest and sizes."""
+
+    @property
+    def missing(self) -> Collection[int]:
+        """Return the indices of the chunks that it lacks."""
+
+
 class WireCopy(Row, frozen=True):
     """A copy of a shard on the host that says so, with the indices of the chunks that it lacks."""
 
     shard: WireShard
     spec: WireSpec
-    missing: tuple[Ordinal, ...]
+    missing: tuple[Unsigned, ...]
 
     @classmethod
-    def of(cls, copy: Copy) -> WireCopy:
+    def of(cls, copy: HeldCopy) -> WireCopy:
         """Return the row of a copy, without its host."""
         return cls(WireShard.of(copy.shard), WireSpec.of(copy.spec), tuple(sorted(copy.missing)))
 

@@ -49,7 +49,7 @@ class HostUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HostBeat:
     """A heartbeat; it echoes the last `clock` that the host was sent in this session."""
 
     host_id: str
@@ -67,7 +67,7 @@ class HostLost:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCall:
+class CallReceived:
     """A rank or tool asked something through its holder; answered once by `Answer`."""
 
     host_id: str
@@ -109,14 +109,14 @@ class DrainsSeen:
 class Tick:
     """Time passed; which hosts sent something meanwhile, unless each was an event of its own."""
 
-    heard: tuple[Heard, ...] = ()
+    heartbeats: tuple[HostBeat, ...] = ()
 
 
-Event = HostUp | Heard | HostLost | RankCall | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
+Event = HostUp | HostBeat | HostLost | CallReceived | Report | FactAck | LeaseRenewed | DrainsSeen | Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendOrder:
     """Send an order to one holder."""
 
     host_id: str
@@ -134,11 +134,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogLine:
     """A line for the log; `level` is "info" or "warning"."""
 
     text: str
     level: str = "info"
 
 
-Action = Tell | Answer | Note
+Action = SendOrder | Answer | LogLine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import Digest, Name, Positive, Unsigned, WireShard, WireSpec, WireStep
 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
@@ -16,8 +16,8 @@ from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireShard, W
 class RecordPlace(Row, frozen=True):
     """The place of a record in journals."""
 
-    term: Ordinal
-    seq: Ordinal
+    term: Unsigned
+    seq: Unsigned
 
 
 class JournalPage(Message, frozen=True, tag="journal_page"):
@@ -30,14 +30,14 @@ class JournalAppend(Message, frozen=True, tag="journal_append"):
     """Append facts to the journal, and acknowledge `seq` once they are written."""
 
     records: tuple[bytes, ...]
-    seq: Ordinal
+    seq: Unsigned
 
 
 class JournalReplace(Message, frozen=True, tag="journal_replace"):
     """Have these facts, and those of the pages before, in place of the whole journal."""
 
     records: tuple[bytes, ...]
-    seq: Ordinal
+    seq: Unsigned
 
 
 class JournalKeep(Message, frozen=True, tag="journal_keep"):
@@ -45,13 +45,13 @@ class JournalKeep(Message, frozen=True, tag="journal_keep"):
 
     places: tuple[RecordPlace, ...]
     short: tuple[bytes, ...]
-    seq: Ordinal
+    seq: Unsigned
 
 
 # -- hosts --------------------------------------------------------------------------------------------
 
 
-class TellClock(Message, frozen=True, tag="clock"):
+class EchoClock(Message, frozen=True, tag="clock"):
     """The controller's clock, for the next heartbeats to echo (R17)."""
 
     clock_s: float
@@ -60,7 +60,7 @@ class TellClock(Message, frozen=True, tag="clock"):
 class TakeIncarnation(Message, frozen=True, tag="take_incarnation"):
     """A later life of this host was here: go on with a higher incarnation than its (R3)."""
 
-    above: Ordinal
+    above: Unsigned
 
 
 class HostAddress(Row, frozen=True):
@@ -68,8 +68,8 @@ class HostAddress(Row, frozen=True):
 
     host: str
     address: str
-    port: Ordinal
-    incarnation: Ordinal
+    port: Unsigned
+    incarnation: Unsigned
 
 
 class AllHosts(Message, frozen=True, tag="all_hosts"):
@@ -94,17 +94,17 @@ class Fence(Message, frozen=True, tag="fence"):
     """Refuse processes of older attempts, but the members; report what is here (R21)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     members: tuple[str, ...]
     """Nonces of processes that go on in the new attempt: they asked for it by a rewind (R22)."""
 
 
-class CopierTargets(Row, frozen=True):
+class WriterTargets(Row, frozen=True):
     """The targets of a rank that writes a shared shard (R34)."""
 
-    rank: Ordinal
+    rank: Unsigned
     targets: tuple[str, ...]
-    twins: tuple[Ordinal, ...]
+    other_writers: tuple[Unsigned, ...]
     """Ranks that copy the same."""
 
 
@@ -112,27 +112,27 @@ class PushTargets(Message, frozen=True, tag="targets"):
     """Where this host pushes the shards of its ranks (R13)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     targets: tuple[str, ...]
-    copiers: tuple[CopierTargets, ...]
+    writers: tuple[WriterTargets, ...]
 
 
 class RankSlots(Row, frozen=True):
     """The slots of one rank of this host."""
 
-    rank: Ordinal
-    slots: Ordinal
+    rank: Unsigned
+    slots: Unsigned
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
     """Claim room for a job; reported (R10)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     ranks: tuple[RankSlots, ...]
-    guest_slots: Ordinal
-    world_size: Ordinal
-    versions: Ordinal
+    peer_slots: Unsigned
+    world_size: Unsigned
+    versions: Unsigned
     call: Positive | None = None
     """The number of a pin's or fork's claim; None: the attempt's own."""
 
@@ -141,11 +141,11 @@ class Grow(Message, frozen=True, tag="grow"):
     """Have memory and connections ready for such room; claims nothing."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     ranks: tuple[RankSlots, ...]
-    guest_slots: Ordinal
-    world_size: Ordinal
-    versions: Ordinal
+    peer_slots: Unsigned
+    world_size: Unsigned
+    versions: Unsigned
 
 
 # -- copies -------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ class PushCopy(Message, frozen=True, tag="push"):
 class DropNumber(Row, frozen=True):
     """Which order to free copies it is, of which term."""
 
-    term: Ordinal
-    number: Ordinal
+    term: Unsigned
+    number: Unsigned
 
 
 class FreeCopies(Message, frozen=True, tag="free"):
@@ -178,7 +178,7 @@ class DropJob(Message, frozen=True, tag="drop_job"):
     """Free copies and all room of a removed job, and fence its processes up to this attempt (R10, R21)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     shards: tuple[WireShard, ...]
 
 
@@ -186,7 +186,7 @@ class GiveUpFork(Message, frozen=True, tag="give_up_fork"):
     """Give back the room of a fork that was refused: its name and number are free again."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
 
 
 class ForkedShard(Row, frozen=True):
@@ -226,8 +226,8 @@ class RaiseLevel(Message, frozen=True, tag="raise_level"):
     """Send the tickets of this host's ranks the level of their step (R15)."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     level: Literal["committed", "durable"]
     reason: str = ""
     degraded: bool = False
@@ -237,11 +237,11 @@ class AbandonStep(Message, frozen=True, tag="abandon_step"):
     """Forget an uncommitted step and notify its tickets (R12)."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     level: Literal["skipped", "superseded"]
     reason: str
-    resume: Ordinal
+    resume: Unsigned
     """All ranks put again from this step on."""
 
 
@@ -254,7 +254,7 @@ class DurablePlace(Part, frozen=True):
     url: str
     compression: str | None
     key_file: str | None
-    bytes_per_s: Ordinal | None
+    bytes_per_s: Unsigned | None
     key: str | None = None
     """The name of the key of the step that is read; None: not for reading, "": not encrypted."""
 
@@ -265,25 +265,25 @@ class Run(Row, frozen=True):
     tier: Literal["local", "peer", "durable"]
     source: str | None
     """A host; None: durable storage."""
-    first: Ordinal
-    count: Ordinal
+    first: Unsigned
+    count: Unsigned
 
 
 class ChunkRange(Row, frozen=True):
     """Neighbouring chunks of a shard."""
 
-    first: Ordinal
-    count: Ordinal
+    first: Unsigned
+    count: Unsigned
 
 
 class Bring(Message, frozen=True):
     """The base of orders to bring a shard, or some of it, to this host; reported."""
 
     job: Name
-    rank: Ordinal
+    rank: Unsigned
     shard: WireShard
     spec: WireSpec
-    attempt: Ordinal
+    attempt: Unsigned
     holders: tuple[str, ...]
     durable: DurablePlace | None
     runs: tuple[Run, ...]
@@ -299,7 +299,7 @@ class ChunkListener(Row, frozen=True):
     """A reader on this host that takes chunks as they come."""
 
     nonce: str
-    number: Ordinal
+    number: Unsigned
     """Its own number of the read."""
 
 
@@ -322,7 +322,7 @@ class OrderCheck(Message, frozen=True, tag="order_check"):
 
     job: Name
     round: Positive
-    rank: Ordinal
+    rank: Unsigned
 
 
 # -- durable storage (R31) ----------------------------------------------------------------------------
@@ -333,29 +333,29 @@ class SlicesOfShard(Row, frozen=True):
 
     shard: WireShard
     digest: Digest
-    numbers: tuple[Ordinal, ...]
+    numbers: tuple[Unsigned, ...]
 
 
 class RankSpec(Row, frozen=True):
     """The shard of one rank of a step."""
 
-    rank: Ordinal
+    rank: Unsigned
     spec: WireSpec
 
 
 class AttemptMoment(Row, frozen=True):
     """When an attempt was opened, by the wall clock."""
 
-    attempt: Ordinal
+    attempt: Unsigned
     opened_s: float
 
 
 class Lineage(Part, frozen=True):
     """What a marker says of the attempt of its step."""
 
-    attempt: Ordinal
-    parent_attempt: Ordinal | None
-    parent_step: Ordinal | None
+    attempt: Unsigned
+    parent_attempt: Unsigned | None
+    parent_step: Unsigned | None
     attempts: tuple[AttemptMoment, ...] = ()
 
 
@@ -441,14 +441,14 @@ class ForgetStory(Message, frozen=True, tag="forget_story"):
 class CallAnswered(Message, frozen=True, tag="answered"):
     """The answer to a call of a rank, or of the holder itself."""
 
-    id: Ordinal
+    id: Unsigned
     reply: bytes
 
 
 class CallRefused(Message, frozen=True, tag="call_refused"):
     """An error, to be raised where the call was made."""
 
-    id: Ordinal
+    id: Unsigned
     error: str
     message: str
 
@@ -457,7 +457,7 @@ DurableOrder = WriteSlices | WriteMarker | StopWriting | RemoveStep | RemoveTorn
 JournalOrder = JournalPage | JournalAppend | JournalReplace | JournalKeep
 Order = (
     JournalOrder
-    | TellClock
+    | EchoClock
     | TakeIncarnation
     | AllHosts
     | HostNews

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from memstore.core.wire.codec import Decoder, Message, Request, Row
-from memstore.core.wire.ids import ChunkDigest, Digest, Ordinal, Positive, WireShard
+from memstore.core.wire.ids import ChunkDigest, Digest, Positive, Unsigned, WireShard
 
 R = TypeVar("R")
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 class OfferedChunk(Row, frozen=True):
     """A chunk that a sender has."""
 
-    index: Ordinal
+    index: Unsigned
     digest: ChunkDigest
     nbytes: Positive
 
@@ -33,7 +33,7 @@ class ChunkRun(Message, frozen=True, tag="run"):
     into that at 3 GB/s.
     """
 
-    sizes: tuple[Ordinal, ...]
+    sizes: tuple[Unsigned, ...]
     """Size 0 stands for a chunk that the sender lacks."""
 
 
@@ -50,27 +50,27 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Admitted(Message, frozen=True, tag="admitted"):
-    """A draft of the shard is open: its chunks may come."""
+    """An incoming replica of the shard is open: its chunks may come."""
 
 
 class HasCopy(Message, frozen=True, tag="has_copy"):
     """The holder has a whole copy of the shard: nothing is to be sent."""
 
 
-class NoDraft(Message, frozen=True, tag="no_draft"):
-    """There is no draft of the shard, so its chunks cannot come: it was aborted or fenced, or never offered."""
+class NoIncoming(Message, frozen=True, tag="no_incoming"):
+    """The shard has no incoming replica for these chunks: it was aborted or fenced, or never offered."""
 
 
 class ChunksWanted(Message, frozen=True, tag="wanted"):
     """The chunks of a batch that the receiver lacks, to be sent in this order. In an EVENT frame, before the reply."""
 
-    chunks: tuple[Ordinal, ...]
+    chunks: tuple[Unsigned, ...]
 
 
 class BatchReceived(Message, frozen=True, tag="received"):
     """The batch has come, but for chunks that arrived damaged or found no slot."""
 
-    damaged: tuple[Ordinal, ...]
+    damaged: tuple[Unsigned, ...]
 
 
 class CopySealed(Message, frozen=True, tag="sealed"):
@@ -80,7 +80,7 @@ class CopySealed(Message, frozen=True, tag="sealed"):
 class ChunksMissing(Message, frozen=True, tag="missing"):
     """The copy cannot be sealed: these chunks are to be sent again."""
 
-    chunks: tuple[Ordinal, ...]
+    chunks: tuple[Unsigned, ...]
 
 
 class ManifestFound(Message, frozen=True, tag="manifest_found"):
@@ -92,16 +92,16 @@ class ManifestFound(Message, frozen=True, tag="manifest_found"):
 class ChunksSent(Message, frozen=True, tag="sent"):
     """All chunks asked for have been sent but these, which the holder lacks."""
 
-    lacking: tuple[Ordinal, ...]
+    lacking: tuple[Unsigned, ...]
 
 
 class Verified(Message, frozen=True, tag="verified"):
     """The holder has digested its copy again and lacks these chunks; the controller is sent the same (R25)."""
 
-    missing: tuple[Ordinal, ...]
+    missing: tuple[Unsigned, ...]
 
 
-class DraftRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+class IncomingRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The base of what concerns a shard that a peer sends here."""
 
     shard: WireShard
@@ -109,30 +109,30 @@ class DraftRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """The host that sends it: the one that proved to be the peer."""
 
 
-class Offer(DraftRequest[Admitted | HasCopy | Refused], frozen=True, tag="offer"):
+class Offer(IncomingRequest[Admitted | HasCopy | Refused], frozen=True, tag="offer"):
     """Ask the holder to admit a shard before a byte of it travels (R10, R13)."""
 
     digest: Digest | None
     """None while the sender itself does not know it yet."""
-    attempt: Ordinal
+    attempt: Unsigned
     """A fence against this attempt refuses it: the shard's own, for a repair the one that orders it."""
-    chunks_count: Ordinal
+    chunks_count: Unsigned
 
 
-class ChunkBatch(DraftRequest[BatchReceived | NoDraft], frozen=True, tag="chunks"):
+class ChunkBatch(IncomingRequest[BatchReceived | NoIncoming], frozen=True, tag="chunks"):
     """Announce chunks of an offered shard; those that the holder wants follow."""
 
     chunks: tuple[OfferedChunk, ...]
 
 
-class Seal(DraftRequest[CopySealed | ChunksMissing | Refused], frozen=True, tag="seal"):
-    """Make a copy of the draft: its manifest names the chunks (R7, R14)."""
+class Seal(IncomingRequest[CopySealed | ChunksMissing | Refused], frozen=True, tag="seal"):
+    """Make a copy of the incoming replica: its manifest names the chunks (R7, R14)."""
 
     manifest: bytes
 
 
-class Abort(DraftRequest[Done], frozen=True, tag="abort"):
-    """Give the draft up."""
+class Abort(IncomingRequest[Done], frozen=True, tag="abort"):
+    """Give the incoming replica up."""
 
 
 class FetchManifest(Request[ManifestFound], frozen=True, tag="fetch_manifest"):
@@ -147,7 +147,7 @@ class FetchChunks(Request[ChunksSent], frozen=True, tag="fetch_chunks"):
 
     shard: WireShard
     digest: Digest
-    chunks: tuple[Ordinal, ...]
+    chunks: tuple[Unsigned, ...]
 
 
 class Verify(Request[Verified], frozen=True, tag="verify"):

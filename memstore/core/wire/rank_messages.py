@@ -14,7 +14,7 @@ from typing import Literal
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row, Setting
 from memstore.core.wire.error_message import ErrorMessage
-from memstore.core.wire.ids import Name, Ordinal, Positive, Seconds
+from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.reports import IntoChecked
 
 Level = Literal["pending", "sealed", "replicated", "committed", "durable", "skipped", "superseded", "failed"]
@@ -27,14 +27,14 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
     """A process of a rank connects, for the first time or again, and says which slots it believes to be its own."""
 
     nonce: str
-    life: Ordinal
+    life: Unsigned
     """Distinguishes the leases of one process's stores."""
-    pid: Ordinal
+    pid: Unsigned
     job: Name
-    rank: Ordinal
-    attempt: Ordinal
+    rank: Unsigned
+    attempt: Unsigned
     """0: it has not joined yet."""
-    held: tuple[Ordinal, ...]
+    held: tuple[Unsigned, ...]
     arena: str
     """The arena in which it holds them; "": none yet."""
     parent: str | None
@@ -45,31 +45,31 @@ class ToolHello(Message, frozen=True, tag="tool_hello"):
     """A process connects that only asks: the command line, a reader."""
 
     nonce: str
-    life: Ordinal
-    pid: Ordinal
+    life: Unsigned
+    pid: Unsigned
 
 
 class SlotSample(Part, frozen=True):
     """What a process sees of some cache lines of slots (`slot_sample.py`)."""
 
-    seed: Ordinal
+    seed: Unsigned
     digests: bytes
 
 
-class Ask(Message, frozen=True, tag="ask"):
+class ForwardCall(Message, frozen=True, tag="forward_call"):
     """A call, which the holder passes on to the controller."""
 
-    id: Ordinal
+    id: Unsigned
     """The rank's own number of it: the answer has it too."""
     call: RankCall
 
 
-class LendSlots(Message, frozen=True, tag="lend"):
+class OfferSlots(Message, frozen=True, tag="offer"):
     """Offer filled slots to a child of this process; refused if the holder sees other bytes there."""
 
-    id: Ordinal
-    step: Ordinal
-    slots: tuple[Ordinal, ...]
+    id: Unsigned
+    step: Unsigned
+    slots: tuple[Unsigned, ...]
     arena: str
     sample: SlotSample
 
@@ -77,30 +77,30 @@ class LendSlots(Message, frozen=True, tag="lend"):
 class AdoptSlots(Message, frozen=True, tag="adopt"):
     """Take over the slots that the parent process offers."""
 
-    id: Ordinal
-    step: Ordinal
+    id: Unsigned
+    step: Unsigned
 
 
-class UnlendSlots(Message, frozen=True, tag="unlend"):
+class WithdrawSlots(Message, frozen=True, tag="withdraw"):
     """End an offer: slots that no child has adopted are this process's again."""
 
-    id: Ordinal
-    step: Ordinal
-    slots: tuple[Ordinal, ...]
+    id: Unsigned
+    step: Unsigned
+    slots: tuple[Unsigned, ...]
 
 
 class PutReady(Message, frozen=True, tag="put_ready"):
     """Hand a filled put over to the holder, which digests, stores and copies it (R11)."""
 
-    attempt: Ordinal
-    step: Ordinal
-    slots: tuple[Ordinal, ...]
+    attempt: Unsigned
+    step: Unsigned
+    slots: tuple[Unsigned, ...]
     arena: str
     sample: SlotSample
     layout: bytes
-    nbytes: Ordinal
+    nbytes: Unsigned
     world_size: Positive
-    shared_chunks: Ordinal | None
+    shared_chunks: Unsigned | None
     """So many of its first chunks are what other ranks put as well; None: the rank names no shard (R34)."""
     began_s: Seconds
     """By the clock of this machine."""
@@ -112,13 +112,13 @@ class PutReady(Message, frozen=True, tag="put_ready"):
 class Unpin(Message, frozen=True, tag="unpin"):
     """Release the pin of an answer."""
 
-    pin: Ordinal
+    pin: Unsigned
 
 
 class StepTrained(Message, frozen=True, tag="trained"):
     """The rank has trained this step."""
 
-    step: Ordinal
+    step: Unsigned
 
 
 class MarksMade(Message, frozen=True, tag="marks"):
@@ -130,15 +130,15 @@ class MarksMade(Message, frozen=True, tag="marks"):
 class PutWaiting(Message, frozen=True, tag="put_waiting"):
     """A put of this step waits for room: older copies are held back no longer (R13)."""
 
-    step: Ordinal
+    step: Unsigned
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The store is closed: slots that it leased and did not hand over are free."""
+    """The store is closed: slots that it leased and did not submit are free."""
 
 
 Hello = RankHello | ToolHello
-Question = Ask | LendSlots | AdoptSlots | UnlendSlots
+Question = ForwardCall | OfferSlots | AdoptSlots | WithdrawSlots
 RankMessage = Question | PutReady | Unpin | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
@@ -150,7 +150,7 @@ decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)
 class Welcome(Message, frozen=True, tag="welcome"):
     """The holder has taken the link."""
 
-    stale: tuple[Ordinal, ...]
+    stale: tuple[Unsigned, ...]
     """Slots of those held that are not the rank's any more (R8)."""
     arena: str
     chunk_bytes: Positive
@@ -161,21 +161,21 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class AskAnswered(Message, frozen=True, tag="ask_answered"):
     """The answer to a call."""
 
-    id: Ordinal
+    id: Unsigned
     reply: bytes
 
 
 class SlotsMoved(Message, frozen=True, tag="slots_moved"):
     """The answer to LendSlots, AdoptSlots and UnlendSlots: these are the asking process's now."""
 
-    id: Ordinal
-    slots: tuple[Ordinal, ...]
+    id: Unsigned
+    slots: tuple[Unsigned, ...]
 
 
 class AskRefused(Message, frozen=True, tag="ask_refused"):
     """An error, to be raised where the question was asked."""
 
-    id: Ordinal
+    id: Unsigned
     error: str
     message: str
 
@@ -183,25 +183,25 @@ class AskRefused(Message, frozen=True, tag="ask_refused"):
 class SlotsLeased(Message, frozen=True, tag="slots_leased"):
     """More slots that are the rank's to fill."""
 
-    slots: tuple[Ordinal, ...]
+    slots: tuple[Unsigned, ...]
 
 
 class RoomGrown(Message, frozen=True, tag="room_grown"):
     """How far this host's memory has grown for the room that was asked for."""
 
-    done_bytes: Ordinal
-    wanted_bytes: Ordinal
+    done_bytes: Unsigned
+    wanted_bytes: Unsigned
 
 
 class StepLevel(Message, frozen=True, tag="level"):
     """What a step has reached, or why it never will: for its ticket (R15)."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     level: Level
     reason: str = ""
     degraded: bool = False
-    resume: Ordinal = 0
+    resume: Unsigned = 0
     """All ranks put again from this step on (R12)."""
 
 
@@ -215,21 +215,21 @@ class CheckInto(Message, frozen=True, tag="check_into"):
 class AttemptFenced(Message, frozen=True, tag="fenced"):
     """The process belongs to an older attempt, or its job was removed (R21)."""
 
-    attempt: Ordinal
+    attempt: Unsigned
     is_removed: bool
 
 
 class ArrivedChunk(Row, frozen=True):
     """A chunk that a reader may copy, and its slot."""
 
-    index: Ordinal
-    slot: Ordinal
+    index: Unsigned
+    slot: Unsigned
 
 
 class ChunksArrived(Message, frozen=True, tag="chunks_arrived"):
     """Chunks of a read that have come while others are still coming (R27)."""
 
-    read: Ordinal
+    read: Unsigned
     chunks: tuple[ArrivedChunk, ...]
     manifest: bytes | None = None
     """With the first ones."""
@@ -238,11 +238,11 @@ class ChunksArrived(Message, frozen=True, tag="chunks_arrived"):
 class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
     """Another rank that names the same shard put other bytes; no chunks: the same again (R34)."""
 
-    attempt: Ordinal
-    step: Ordinal
-    twin: Ordinal
-    count: Ordinal
-    chunks: tuple[Ordinal, ...]
+    attempt: Unsigned
+    step: Unsigned
+    other_rank: Unsigned
+    count: Unsigned
+    chunks: tuple[Unsigned, ...]
 
 
 HolderEvent = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, encode, tag_of
 from memstore.core.wire.frame import pack_body, unpack_body
-from memstore.core.wire.ids import Digest, Name, Ordinal, WireShard
+from memstore.core.wire.ids import Digest, Name, Unsigned, WireShard
 from memstore.core.wire.status_rows import (
     AttemptRow,
     BytesByTier,
@@ -41,23 +41,23 @@ class Noted(Message, frozen=True, tag="noted"):
 class SharedShardPlace(Row, frozen=True):
     """Which shard a rank holds as others do, and which ranks copy it (R34)."""
 
-    shard: Ordinal
-    shards: Ordinal
-    copiers: tuple[Ordinal, ...]
-    roster: tuple[tuple[Ordinal, ...], ...]
-    """The copiers of every shard; for rank 0 alone, which keeps the list for readers."""
+    shard: Unsigned
+    shards: Unsigned
+    writers: tuple[Unsigned, ...]
+    writers_by_shard: tuple[tuple[Unsigned, ...], ...]
+    """The writers of every shard; for rank 0 alone, which keeps the list for readers."""
 
 
 class Joined(Message, frozen=True, tag="joined"):
     """A process's place in the attempt (R20)."""
 
-    attempt: Ordinal
-    world_size: Ordinal
-    rank: Ordinal
-    order: tuple[Ordinal, ...]
+    attempt: Unsigned
+    world_size: Unsigned
+    rank: Unsigned
+    order: tuple[Unsigned, ...]
     """By rank: the launcher's number; empty: the same."""
-    restored_step: Ordinal | None
-    resume_step: Ordinal
+    restored_step: Unsigned | None
+    resume_step: Unsigned
     put_every: str | int
     shared_shard: SharedShardPlace | None
 
@@ -65,13 +65,13 @@ class Joined(Message, frozen=True, tag="joined"):
 class PutInterval(Message, frozen=True, tag="put_interval"):
     """How many steps lie between two puts from now on (R33)."""
 
-    steps: Ordinal
+    steps: Unsigned
 
 
 class Skipped(Message, frozen=True, tag="skipped"):
     """The step is given up: all ranks put again from `resume` on (R12)."""
 
-    resume: Ordinal
+    resume: Unsigned
 
 
 class RollCalled(Message, frozen=True, tag="roll_called"):
@@ -99,14 +99,14 @@ class PhaseSeconds(Part, frozen=True):
 class RestoreReport(Part, frozen=True):
     """What a get() of all ranks came to; the same for all."""
 
-    round: Ordinal
+    round: Unsigned
     verdict: str
     why: str
-    ranks_moved: tuple[Ordinal, ...]
-    moved_bytes: Ordinal
+    ranks_moved: tuple[Unsigned, ...]
+    moved_bytes: Unsigned
     bytes: BytesByTier
     rejected: tuple[RejectedStep, ...]
-    steps_lost: Ordinal
+    steps_lost: Unsigned
     seconds: PhaseSeconds
     notes: tuple[str, ...]
 
@@ -118,8 +118,8 @@ class NothingStored(Message, frozen=True, tag="nothing_stored"):
 class StepAgreed(Message, frozen=True, tag="step_agreed"):
     """All ranks go on from this step; its bytes were not asked for."""
 
-    step: Ordinal
-    attempt: Ordinal
+    step: Unsigned
+    attempt: Unsigned
     report: RestoreReport | None
     """None: the attempt had agreed before."""
 
@@ -127,8 +127,8 @@ class StepAgreed(Message, frozen=True, tag="step_agreed"):
 class ShardStaged(Message, frozen=True, tag="shard_staged"):
     """A shard is whole on the rank's host."""
 
-    step: Ordinal
-    attempt: Ordinal
+    step: Unsigned
+    attempt: Unsigned
     verdict: str
     why: str
     shard: WireShard
@@ -140,26 +140,26 @@ class ShardStaged(Message, frozen=True, tag="shard_staged"):
 class ChunksStaged(Message, frozen=True, tag="chunks_staged"):
     """Some chunks of a shard are on the rank's host."""
 
-    step: Ordinal
-    attempt: Ordinal
+    step: Unsigned
+    attempt: Unsigned
     verdict: str
     why: str
-    read: Ordinal
+    read: Unsigned
     """The number under which the holder has them."""
 
 
 class ShardPlaced(Message, frozen=True, tag="shard_placed"):
     """Where the bytes of a shard, or of some of its chunks, lie on this host: pinned until the rank unpins them."""
 
-    step: Ordinal
-    attempt: Ordinal
+    step: Unsigned
+    attempt: Unsigned
     verdict: str
     why: str
     report: RestoreReport | None
     manifest: bytes
-    slots: tuple[Ordinal | None, ...]
+    slots: tuple[Unsigned | None, ...]
     """By chunk; None: it is not here."""
-    pin: Ordinal
+    pin: Unsigned
 
 
 # -- of people ----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class ShardPlaced(Message, frozen=True, tag="shard_placed"):
 class Status(Message, frozen=True, tag="status"):
     """What the store is, host by host and job by job."""
 
-    term: Ordinal
+    term: Unsigned
     serving_s: float
     hosts: list[HostRow]
     job_defaults: JobDefaults
@@ -178,10 +178,10 @@ class Status(Message, frozen=True, tag="status"):
     problems: list[ProblemRow]
 
 
-class Steps(Message, frozen=True, tag="steps"):
+class StepList(Message, frozen=True, tag="steps"):
     """The steps and attempts of a job, newest first."""
 
-    attempt: Ordinal | None
+    attempt: Unsigned | None
     steps: list[StepRow]
     gone: list[GoneRow]
     attempts: list[AttemptRow]
@@ -193,10 +193,10 @@ class Events(Message, frozen=True, tag="events"):
     """A page of what happened."""
 
     events: list[EventRow]
-    next: Ordinal
+    next: Unsigned
     has_more: bool
     is_gap: bool
-    unwritten: Ordinal
+    unwritten: Unsigned
     wall_s: float
 
 
@@ -207,14 +207,14 @@ class Plan(Message, frozen=True, tag="plan"):
     lost_hosts: list[str]
     verdict: str
     why: str
-    step: Ordinal | None
-    attempt: Ordinal | None
-    committed_step: Ordinal | None
-    steps_lost: Ordinal | None
-    ranks_moved: list[Ordinal]
-    world_size: Ordinal
-    step_world_size: Ordinal | None
-    moved_bytes: Ordinal
+    step: Unsigned | None
+    attempt: Unsigned | None
+    committed_step: Unsigned | None
+    steps_lost: Unsigned | None
+    ranks_moved: list[Unsigned]
+    world_size: Unsigned
+    step_world_size: Unsigned | None
+    moved_bytes: Unsigned
     bytes: BytesByTier
     transfers: list[TransferRow]
     rejected: list[RejectedStep]
@@ -226,10 +226,10 @@ class Plan(Message, frozen=True, tag="plan"):
 class HostVerified(Part, frozen=True):
     """What a host found when it digested everything again."""
 
-    shards: Ordinal
-    chunks: Ordinal
-    damaged: Ordinal
-    damaged_manifests: Ordinal
+    shards: Unsigned
+    chunks: Unsigned
+    damaged: Unsigned
+    damaged_manifests: Unsigned
 
 
 class VerifyResult(Message, frozen=True, tag="verify_result"):
@@ -251,16 +251,16 @@ class PinNoted(Message, frozen=True, tag="pin_noted"):
 
     job: Name
     name: str
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
 
 class Persisted(Message, frozen=True, tag="persisted"):
     """Whether a step is on durable storage, and what it waits for if not."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     is_durable: bool
     problem: str
 
@@ -269,21 +269,21 @@ class Forked(Message, frozen=True, tag="forked"):
     """A fork is whole in RAM."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     from_job: Name
-    from_attempt: Ordinal
-    shards: Ordinal
-    nbytes: Ordinal
-    copies: Ordinal
+    from_attempt: Unsigned
+    shards: Unsigned
+    nbytes: Unsigned
+    copies: Unsigned
 
 
 class LostPin(Row, frozen=True):
     """A pin that went with its job."""
 
     name: str
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
 
 class Removed(Message, frozen=True, tag="removed"):
@@ -291,7 +291,7 @@ class Removed(Message, frozen=True, tag="removed"):
 
     job: Name
     pins: list[LostPin]
-    shards: Ordinal = 0
+    shards: Unsigned = 0
 
 
 class DrainNoted(Message, frozen=True, tag="drain_noted"):
@@ -306,7 +306,7 @@ class CopyDropped(Message, frozen=True, tag="copy_dropped"):
 
     host: str
     left_on: list[str]
-    nbytes: Ordinal
+    nbytes: Unsigned
 
 
 PassedReply = (
@@ -319,7 +319,7 @@ PassedReply = (
     | NothingStored
     | StepAgreed
     | Status
-    | Steps
+    | StepList
     | Events
     | Plan
     | VerifyResult

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Name, Ordinal, Positive, WireCopy, WireShard, WireStep
+from memstore.core.wire.ids import Digest, Name, Positive, Unsigned, WireCopy, WireShard, WireStep
 from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
@@ -24,13 +24,13 @@ class InventoryPage(Message, frozen=True, tag="inventory_page"):
 class Inventory(Message, frozen=True, tag="inventory"):
     """A host's first report to a controller: its identity, its inventory, its journal."""
 
-    incarnation: Ordinal
+    incarnation: Unsigned
     address: str
-    port: Ordinal
+    port: Unsigned
     machine: str
     is_explicit: bool
     labels: dict[str, str]
-    limit_bytes: Ordinal
+    limit_bytes: Unsigned
     copies: tuple[WireCopy, ...]
     journal: tuple[bytes, ...]
     ranks: tuple[str, ...]
@@ -45,8 +45,8 @@ class Inventory(Message, frozen=True, tag="inventory"):
 class TrainedStep(Row, frozen=True):
     """The newest step that ranks of a job have trained on a host."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
@@ -66,7 +66,7 @@ class Outranked(Message, frozen=True, tag="outranked"):
 class FactsWritten(Message, frozen=True, tag="facts_written"):
     """Every fact up to this one is in the journal (R16)."""
 
-    seq: Ordinal
+    seq: Unsigned
 
 
 class RankArrived(Message, frozen=True, tag="rank_arrived"):
@@ -84,7 +84,7 @@ class RankGone(Message, frozen=True, tag="rank_gone"):
 class Called(Message, frozen=True, tag="called"):
     """A rank, a tool, or the holder for a rank, asks something."""
 
-    id: Ordinal
+    id: Unsigned
     call: RankCall
 
 
@@ -96,7 +96,7 @@ class PutTimes(Part, frozen=True):
 
     stall_s: float
     age_s: float
-    unchanged_since: Ordinal | None = None
+    unchanged_since: Unsigned | None = None
     """The step before, if its chunks are the same."""
 
 
@@ -128,7 +128,7 @@ class Fenced(Message, frozen=True, tag="fenced"):
     """Older processes are refused; the job's inventory here (R21)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     copies: tuple[WireCopy, ...]
 
 
@@ -136,7 +136,7 @@ class Reserved(Message, frozen=True, tag="reserved"):
     """The room is claimed; or why it is not, with numbers (R10)."""
 
     job: Name
-    attempt: Ordinal
+    attempt: Unsigned
     call: Positive | None
     problem: str | None
 
@@ -144,9 +144,9 @@ class Reserved(Message, frozen=True, tag="reserved"):
 class ForkedDigest(Row, frozen=True):
     """A shard that a fork may have: its digest under the new name, and how many of its chunks are not here."""
 
-    rank: Ordinal
+    rank: Unsigned
     digest: Digest
-    lacking: Ordinal
+    lacking: Unsigned
 
 
 class CopiesLookedAt(Message, frozen=True, tag="copies_looked_at"):
@@ -173,11 +173,11 @@ class StageEnded(Message, frozen=True, tag="stage_ended"):
 
     job: Name
     round: Positive
-    rank: Ordinal
+    rank: Unsigned
     shard: WireShard
     digest: Digest
     problem: str | None
-    bad: dict[str, tuple[Ordinal, ...]]
+    bad: dict[str, tuple[Unsigned, ...]]
 
 
 class ReadEnded(Message, frozen=True, tag="read_ended"):
@@ -187,7 +187,7 @@ class ReadEnded(Message, frozen=True, tag="read_ended"):
     shard: WireShard
     digest: Digest
     problem: str | None
-    bad: dict[str, tuple[Ordinal, ...]]
+    bad: dict[str, tuple[Unsigned, ...]]
 
 
 class IntoError(Part, frozen=True):
@@ -202,7 +202,7 @@ class IntoChecked(Message, frozen=True, tag="into_checked"):
 
     job: Name
     round: Positive
-    rank: Ordinal
+    rank: Unsigned
     error: IntoError | None
 
 
@@ -214,8 +214,8 @@ class SliceWritten(Message, frozen=True, tag="slice_written"):
 
     job: Name
     step: WireStep
-    rank: Ordinal
-    number: Ordinal
+    rank: Unsigned
+    number: Unsigned
     key: str
     """The name of the key that it is under."""
     problem: str | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.codec import Part, Row, Setting
-from memstore.core.wire.ids import Name, Ordinal
+from memstore.core.wire.ids import Name, Unsigned
 
 # -- steps and attempts -------------------------------------------------------------------------------
 
@@ -18,23 +18,23 @@ from memstore.core.wire.ids import Name, Ordinal
 class PinRow(Part, frozen=True):
     """The step that a pin keeps."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
 
 class OriginRow(Part, frozen=True):
     """The step with which a fork began."""
 
     job: Name
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
 
 
 class StepRow(Part, frozen=True):
     """One step that is somewhere, or may come back."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     state: Literal["retired", "degraded", "committed", "durable", "waiting", "abandoned", "superseded", "open"]
     waiting_for: list[str]
     committed: bool
@@ -45,11 +45,11 @@ class StepRow(Part, frozen=True):
     retired: str
     pins: list[str]
     forks: list[str]
-    copies: Ordinal
-    shards: Ordinal
-    world_size: Ordinal | None
-    nbytes: Ordinal
-    shard_nbytes_max: Ordinal
+    copies: Unsigned
+    shards: Unsigned
+    world_size: Unsigned | None
+    nbytes: Unsigned
+    shard_nbytes_max: Unsigned
     hosts: list[str]
     age_s: float | None
 
@@ -57,10 +57,10 @@ class StepRow(Part, frozen=True):
 class GoneRow(Part, frozen=True):
     """A run of committed steps of which no byte is left."""
 
-    attempt: Ordinal
-    first: Ordinal
-    last: Ordinal
-    count: Ordinal
+    attempt: Unsigned
+    first: Unsigned
+    last: Unsigned
+    count: Unsigned
     state: Literal["gone"]
     in_lineage: bool
     pins: list[str]
@@ -69,14 +69,14 @@ class GoneRow(Part, frozen=True):
 class AttemptRow(Part, frozen=True):
     """One attempt of a job."""
 
-    attempt: Ordinal
-    parent: Ordinal | None
-    parent_step: Ordinal | None
+    attempt: Unsigned
+    parent: Unsigned | None
+    parent_step: Unsigned | None
     phase: str
-    world_size: Ordinal
+    world_size: Unsigned
     is_fresh: bool
     is_fork: bool
-    abandoned: list[Ordinal]
+    abandoned: list[Unsigned]
     age_s: float | None
     in_lineage: bool
 
@@ -87,26 +87,26 @@ class AttemptRow(Part, frozen=True):
 class HostStats(Part, frozen=True):
     """What a holder counts and says of itself with every heartbeat."""
 
-    used_bytes: Ordinal
-    reserved_bytes: Ordinal
-    claimed_bytes: Ordinal
-    limit_bytes: Ordinal
-    shards: Ordinal
-    leased_slots: Ordinal
-    digest_errors: Ordinal
-    broken_frames: Ordinal
-    scrub: Ordinal
-    received_bytes: Ordinal
+    used_bytes: Unsigned
+    reserved_bytes: Unsigned
+    claimed_bytes: Unsigned
+    limit_bytes: Unsigned
+    shards: Unsigned
+    leased_slots: Unsigned
+    digest_errors: Unsigned
+    broken_frames: Unsigned
+    scrub: Unsigned
+    received_bytes: Unsigned
     limit_why: str
     limit_warning: str
     files_lost: str
     files_lost_now: bool
     files_problem: str
-    descriptors: Ordinal
-    descriptors_limit: Ordinal
-    descriptors_hard: Ordinal
-    pid: Ordinal
-    spilled_bytes: Ordinal
+    descriptors: Unsigned
+    descriptors_limit: Unsigned
+    descriptors_hard: Unsigned
+    pid: Unsigned
+    spilled_bytes: Unsigned
     short_of_idle: str
     short_of_room: str
 
@@ -115,10 +115,10 @@ class ShortStep(Part, frozen=True):
     """A step of which a leaving host has what too few others have."""
 
     job: Name
-    step: Ordinal
-    shards: Ordinal
-    copies: Ordinal
-    replicas: Ordinal
+    step: Unsigned
+    shards: Unsigned
+    copies: Unsigned
+    replicas: Unsigned
     may_come: bool
     durable_problem: str
 
@@ -127,8 +127,8 @@ class DurableStep(Part, frozen=True):
     """A step of which a leaving host has what durable storage has as well."""
 
     job: Name
-    step: Ordinal
-    copies: Ordinal
+    step: Unsigned
+    copies: Unsigned
 
 
 class HostRow(Part, frozen=True):
@@ -140,19 +140,19 @@ class HostRow(Part, frozen=True):
     status: str
     why: str
     status_s: float
-    heard_s: float
+    silent_s: float
     stats: HostStats | None
     machine: str
     is_explicit: bool
     holds: list[str]
     drains_s: float | None
-    drain_left: Ordinal
+    drain_left: Unsigned
     drain_may_come: bool
     drain_short: list[ShortStep]
     drain_durable: list[DurableStep]
     is_on_probation: bool
     up_s: float
-    pushes: Ordinal
+    pushes: Unsigned
 
 
 # -- jobs ---------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ class LaunchRow(Part, frozen=True):
     phase: Literal["gathering", "listing", "opening", "fencing"]
     since_s: float
     awaited: str
-    ranks: Ordinal
-    world_size: Ordinal
-    missing: list[Ordinal]
+    ranks: Unsigned
+    world_size: Unsigned
+    missing: list[Unsigned]
     is_rewind: bool
     left_s: float | None
 
@@ -183,9 +183,9 @@ class SurvivalRow(Part, frozen=True):
 class ShortRow(Part, frozen=True):
     """Ranks of the newest committed step that lack copies for one reason."""
 
-    attempt: Ordinal
-    step: Ordinal
-    ranks: list[Ordinal]
+    attempt: Unsigned
+    step: Unsigned
+    ranks: list[Unsigned]
     hosts: list[str]
     targets: list[str]
     why_not: str
@@ -194,8 +194,8 @@ class ShortRow(Part, frozen=True):
 class DifferingRow(Part, frozen=True):
     """Two ranks that name one shard and put different bytes."""
 
-    ranks: list[Ordinal]
-    step: Ordinal
+    ranks: list[Unsigned]
+    step: Unsigned
     names: list[str]
     since_s: float
 
@@ -204,30 +204,30 @@ class AttemptStatus(Part, frozen=True):
     """The newest attempt of a job, and its newest steps."""
 
     phase: str
-    world_size: Ordinal
-    ranks_alive: Ordinal
-    shards: Ordinal
-    copiers: list[Ordinal]
-    twins_differ: list[DifferingRow]
+    world_size: Unsigned
+    ranks_alive: Unsigned
+    shards: Unsigned
+    writers: list[Unsigned]
+    replicas_differ: list[DifferingRow]
     rank_hosts: dict[str, str]
     training_step: int
-    committed_step: Ordinal | None
-    committed_attempt: Ordinal | None
+    committed_step: Unsigned | None
+    committed_attempt: Unsigned | None
     committed_s: float | None
     degraded: str
     retired: str
     is_torn: bool
-    copies: Ordinal
-    missing_copies: Ordinal
-    short_shards: Ordinal
+    copies: Unsigned
+    missing_copies: Unsigned
+    short_shards: Unsigned
     short: list[ShortRow]
     short_s: float | None
-    replicas: Ordinal
-    keep_steps: Ordinal
+    replicas: Unsigned
+    keep_steps: Unsigned
     survives: list[SurvivalRow]
     refusals: list[str]
-    parent: Ordinal | None
-    parent_step: Ordinal | None
+    parent: Unsigned | None
+    parent_step: Unsigned | None
     level: str | None
     level_asked: str
     is_level_finer: bool
@@ -235,16 +235,16 @@ class AttemptStatus(Part, frozen=True):
     warnings: list[str]
     unmet: list[str]
     durable: str | None
-    durable_step: Ordinal | None
+    durable_step: Unsigned | None
     durable_seen_s: float | None
     durable_unseen: str
     durable_problem: str
     durable_keys: str
-    durable_abandoned: Ordinal
+    durable_abandoned: Unsigned
     durable_s: float | None
-    resume_step: Ordinal
+    resume_step: Unsigned
     is_restoring: bool
-    skipped: Ordinal
+    skipped: Unsigned
     skip_why: str
     is_skip_for_room: bool
 
@@ -253,7 +253,7 @@ class JobRow(Part, frozen=True):
     """One job, with its steps as `memstore ls` draws them."""
 
     job: Name
-    attempt: Ordinal | None
+    attempt: Unsigned | None
     steps: list[StepRow]
     gone: list[GoneRow]
     attempts: list[AttemptRow]
@@ -281,13 +281,13 @@ EventValue = None | bool | int | float | str | list[int | float | str] | dict[st
 class EventRow(Part, frozen=True):
     """One thing that happened to the store."""
 
-    seq: Ordinal
+    seq: Unsigned
     event: str
     wall_s: float
     job: str
-    attempt: Ordinal | None
-    step: Ordinal | None
-    rank: Ordinal | None
+    attempt: Unsigned | None
+    step: Unsigned | None
+    rank: Unsigned | None
     host: str
     fields: dict[str, EventValue]
     """What only its kind has."""
@@ -299,25 +299,25 @@ class EventRow(Part, frozen=True):
 class TransferRow(Row, frozen=True):
     """Bytes of a rank's shard that a get() would bring from somewhere."""
 
-    rank: Ordinal
+    rank: Unsigned
     tier: str
     source: str | None
     target_host: str
-    nbytes: Ordinal
+    nbytes: Unsigned
 
 
 class RejectedStep(Row, frozen=True):
     """A step that a get() would not, or did not, choose."""
 
-    attempt: Ordinal
-    step: Ordinal
+    attempt: Unsigned
+    step: Unsigned
     reason: str
 
 
 class OddsRow(Row, frozen=True):
     """The chance that every shard keeps a copy when so many hosts are lost at once."""
 
-    lost: Ordinal
+    lost: Unsigned
     chance: float
     is_exact: bool
 
@@ -325,9 +325,9 @@ class OddsRow(Row, frozen=True):
 class BytesByTier(Part, frozen=True):
     """Bytes, by where they come from."""
 
-    local: Ordinal
-    peer: Ordinal
-    durable: Ordinal
+    local: Unsigned
+    peer: Unsigned
+    durable: Unsigned
 
 
 JobDefaults = dict[str, Setting]

@@ -1,6 +1,6 @@
 """`memstore drill`: list the faults, play one, play a suite, or check a cluster in production with the canary.
 
-Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 the promise is broken.
+Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 the promise is broken, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def drill() -> None:
 @drill.command("list", short_help="Every fault: what it breaks, what it touches, what is promised, where it runs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def list_drills(as_json: bool) -> None:
-    """Show every fault with what it does, its blast radius, the promised outcome and its must-fail twin."""
+    """Show every fault with what it does, its blast radius, the promised outcome and its play beyond the tolerance."""
     if as_json:
         print_json(rows())
         return
@@ -125,5 +125,7 @@ def _play(entry: Drill, config: Config, given: dict[str, Any], *, as_json: bool)
             {place: lambda: contextlib.nullcontext(site)}, options_from(given, site.config, durable=durable),
             durable=durable, timeout_s=math.inf, print_line=print_line, named_durable=given["durable"],
         )  # fmt: skip
-        [row] = suite.run([Play(entry, given["beyond"])]).drills
-    return row
+        played = suite.run([Play(entry, given["beyond"])]).drills
+    if not played:  # a suite reports the drills before a Ctrl-C; here there are none
+        raise click.Abort
+    return played[0]

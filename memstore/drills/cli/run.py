@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memstore.cli.options import Seconds
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
 from memstore.drills.model.promises import EMBEDDED, NAMESPACES, RUNNING, TIGHT
@@ -41,10 +42,10 @@ SUITES = ("standard", "full")
 
 @click.command("run", short_help="A suite of drills, one after the other; writes a report and a page.")
 @click.option("--suite", type=click.Choice(SUITES), default=SUITES[0], show_default=True,
-              help="full: every drill there is, and every must-fail twin.")  # fmt: skip
+              help="full: every drill there is, and every play beyond the tolerance.")  # fmt: skip
 @click.option("--out", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
               help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.")  # fmt: skip
-@click.option("--timeout-s", type=click.FloatRange(min=1), default=TIMEOUT_S, show_default=True,
+@click.option("--timeout-s", type=Seconds(1.0), default=TIMEOUT_S, show_default=True,
               help="No drill is begun after this.")  # fmt: skip
 @play_options
 def run(suite: str, out: Path | None, timeout_s: float, config: Config, as_json: bool, **given: Any) -> None:

@@ -63,7 +63,7 @@ class Drill:
     breaks: str
     touches: str  # the blast radius
     promise: Promise
-    beyond: str | None = None  # what the must-fail twin loses; None if no such twin makes sense
+    beyond: str | None = None  # what the play beyond the tolerance loses; None if no such play makes sense
     flow: str = RESTART
     runs_on: tuple[str, ...] = (EMBEDDED, RUNNING)
     beyond_runs_on: tuple[str, ...] = (EMBEDDED,)  # a cluster in use must not lose several memories for an experiment
@@ -78,7 +78,7 @@ class Drill:
 
 
 def promised(drill: Drill, *, is_beyond: bool, has_durable: bool) -> Promise:
-    """Return the promise for a run of a drill, or for a run of its twin beyond the tolerance."""
+    """Return the promise for a run of a drill, or for a run of its play beyond the tolerance."""
     if not is_beyond:
         return drill.promise
     return BEYOND_DURABLE if has_durable else BEYOND_REFUSED

@@ -78,7 +78,7 @@ class DrillRun:
     def __init__(self, context: DrillContext, print_line: Callable[[str], None]) -> None:
         drill, self.context, self.print_line = context.drill, context, print_line
         self.scene = SCENES[drill.name](context)
-        # The twin beyond the tolerance is judged by its restore, in every drill.
+        # The play beyond the tolerance is judged by its restore, in every drill.
         flow = RESTART if context.options.is_beyond else drill.flow
         self.flow = FLOWS[flow](context, self.scene)
         self.watch = Watch(context.site, self.scene.detected)

@@ -30,7 +30,7 @@ Opener = Callable[[], AbstractContextManager[Site]]
 
 @dataclass(frozen=True)
 class Play:
-    """One entry of a suite: a drill, or its twin beyond the tolerance."""
+    """One entry of a suite: a drill, or its play beyond the tolerance."""
 
     drill: Drill
     is_beyond: bool = False
@@ -47,15 +47,15 @@ class Play:
 
 
 def plays_of(suite: str) -> list[Play]:
-    """Return the plays of a suite: the standard drills, or every drill and then every must-fail twin.
+    """Return the plays of a suite: the standard drills, or every drill and then every play beyond the tolerance.
 
     The cluster with little memory replaces the other one on Ray; so its plays come last.
     """
     if suite == STANDARD:
         return [Play(d) for d in DRILLS.values() if d.is_standard]
     if suite == FULL:
-        twins = [Play(d, is_beyond=True) for d in DRILLS.values() if d.beyond is not None]
-        plays = [*(Play(d) for d in DRILLS.values()), *twins]
+        beyond = [Play(d, is_beyond=True) for d in DRILLS.values() if d.beyond is not None]
+        plays = [*(Play(d) for d in DRILLS.values()), *beyond]
         return sorted(plays, key=lambda play: TIGHT in play.places)
     raise ConfigError(f"there is no suite {suite!r}: use one of {', '.join(SUITES)}", field="suite", value=suite)
 

@@ -25,7 +25,7 @@ class Scene:
     """One fault on a victim rank, its host, or the hosts with a copy of its shard."""
 
     name: ClassVar[str]  # as in the catalogue
-    struck: ClassVar[str] = "rank {0.rank} on {0.home}"  # the victim as text, with the scene's attributes
+    struck: ClassVar[str] = "rank {0.rank} on {0.victim_host}"  # the victim as text, with the scene's attributes
     job_fields: ClassVar[Mapping[str, Any]] = {}  # fields of the scratch job's Config that override the person's
     puts_count = 12  # puts per rank during the fault, if ranks put during it
     pause_s = 0.25  # between two of these puts
@@ -118,7 +118,7 @@ class Scene:
     # -- about the victim ---------------------------------------------------------------------
 
     @property
-    def home(self) -> str:
+    def victim_host(self) -> str:
         """Return the victim rank's own host."""
         return self.holders[0]
 
@@ -140,8 +140,8 @@ class Scene:
 
     def holders_of(self, rank: int) -> list[str]:
         """Return the hosts with a copy of a rank's newest shard: its own host, then the targets of that host."""
-        home = self.job.ranks[rank].host
-        return [home, *self.context.job_before["targets"].get(home, ())]
+        victim_host = self.job.ranks[rank].host
+        return [victim_host, *self.context.job_before["targets"].get(victim_host, ())]
 
     def victims(self) -> list[str]:
         """Return the names of the victims for the first line and for --json."""

@@ -67,7 +67,7 @@ class KillControllerRestore(ControllerScene, KillRank):
     """SIGKILL to a rank, and to the controller in the middle of the restore that follows."""
 
     name = "kill-controller-restore"
-    struck = "rank {0.rank} on {0.home}, and the controller during the restore"
+    struck = "rank {0.rank} on {0.victim_host}, and the controller during the restore"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
         return KillRank.detected(self, body, injected_s)

@@ -13,33 +13,39 @@ class KillHolder(Scene):
     """SIGKILL to the holder of one rank's host, while all ranks put; the arena stays for its successor."""
 
     name = "kill-holder"
-    struck = "the holder of {0.home}"
+    struck = "the holder of {0.victim_host}"
 
     def inject(self) -> str:
         if self.is_beyond:
             return "; ".join(self.lose_memories())
-        self.record, self.puts, self.kept = self.site.record(self.home), self.begin_puts(), self.arena(self.home)
+        self.record, self.puts, self.kept = (
+            self.site.record(self.victim_host),
+            self.begin_puts(),
+            self.arena(self.victim_host),
+        )
         return self.kill_holder()
 
     def kill_holder(self) -> str:
         """Kill the holder; return what was done, as text."""
-        self.process = self.holder(self.home)
-        self.kill(self.home, self.process)
-        return f"SIGKILL to the holder of {self.home} (pid {self.process[0]}); its arena stays"
+        self.process = self.holder(self.victim_host)
+        self.kill(self.victim_host, self.process)
+        return f"SIGKILL to the holder of {self.victim_host} (pid {self.process[0]}); its arena stays"
 
     def wait_for_effect(self) -> str:
         words = super().wait_for_effect()
         if self.is_beyond:
             return words
-        secret = self.site.do(self.home, "secret_of", self.site.folder(self.home))
-        self.site.do(self.home, "check_silent", self.record, self.site.config, secret)
+        secret = self.site.do(self.victim_host, "secret_of", self.site.folder(self.victim_host))
+        self.site.do(self.victim_host, "check_silent", self.record, self.site.config, secret)
         return f"{words}, its port does not answer (checked)"
 
     def recover(self) -> None:
         if not self.is_beyond:
-            self.wait_replaced({self.home: self.process})
-            words = f"holder pid {self.site.record(self.home)['pid']} took over the arena of pid {self.process[0]}"
-            self.check_adopted(self.home, self.kept, words)
+            self.wait_replaced({self.victim_host: self.process})
+            words = (
+                f"holder pid {self.site.record(self.victim_host)['pid']} took over the arena of pid {self.process[0]}"
+            )
+            self.check_adopted(self.victim_host, self.kept, words)
             self.end_puts(self.puts)
             self.commit_again()
 
@@ -61,34 +67,40 @@ class FlapHost(KillHolder):
         for count in range(FLAPS):
             if count:
                 what, _ = self.inject(), self.wait_for_effect()
-                self.site.wait_for(f"{self.home} to be seen dead", lambda: self.home not in self.site.live_hosts())
+                self.site.wait_for(
+                    f"{self.victim_host} to be seen dead", lambda: self.victim_host not in self.site.live_hosts()
+                )
                 self.say("flap", what)
-            self.wait_replaced({self.home: self.process})
-        if self.home not in self.site.on_probation():
-            self.broken(f"{self.home} died {FLAPS} times and is not on probation (R29)")
-        self.say("probation", f"{self.home} is back and is the last to hold an only second copy")
+            self.wait_replaced({self.victim_host: self.process})
+        if self.victim_host not in self.site.on_probation():
+            self.broken(f"{self.victim_host} died {FLAPS} times and is not on probation (R29)")
+        self.say("probation", f"{self.victim_host} is back and is the last to hold an only second copy")
 
 
 class FreezeHolder(Scene):
     """A stop of the holder of one rank's host, while all ranks put; it goes on before it counts as dead."""
 
     name = "freeze-holder"
-    struck = "the holder of {0.home}"
+    struck = "the holder of {0.victim_host}"
     puts_count = 20
 
     def inject(self) -> str:
-        process = self.holder(self.home)
-        self.site.unreachable_hosts.add(self.home)
-        self.freeze(self.home, process)
-        return f"SIGSTOP to the holder of {self.home} (pid {process[0]})"
+        process = self.holder(self.victim_host)
+        self.site.unreachable_hosts.add(self.victim_host)
+        self.freeze(self.victim_host, process)
+        return f"SIGSTOP to the holder of {self.victim_host} (pid {process[0]})"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = host_row(self.home, body)
-        return f"{self.home} is {row['status']}: {row['why']}" if row is not None and row["status"] != "live" else None
+        row = host_row(self.victim_host, body)
+        return (
+            f"{self.victim_host} is {row['status']}: {row['why']}"
+            if row is not None and row["status"] != "live"
+            else None
+        )
 
     def recover(self) -> None:
         self.thaw()
-        self.say("thawed", f"SIGCONT to the holder of {self.home}")
+        self.say("thawed", f"SIGCONT to the holder of {self.victim_host}")
 
     def wait_for_recovery(self) -> None:
-        self.site.wait_hosts_live([self.home])
+        self.site.wait_hosts_live([self.victim_host])

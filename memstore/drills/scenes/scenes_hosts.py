@@ -122,10 +122,10 @@ class SecondFailure(KillHost):
         return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
 
     def victims(self) -> list[str]:
-        return [self.home, *(f"{host} during the restore" for host in self.later)]
+        return [self.victim_host, *(f"{host} during the restore" for host in self.later)]
 
     def inject(self) -> str:
-        self.hosts = [self.home]
+        self.hosts = [self.victim_host]
         return super().inject()
 
     def meanwhile(self) -> None:
@@ -137,7 +137,7 @@ class SecondFailure(KillHost):
 class RayletScene(Scene):
     """A fault of one host's raylet and of what is below it; Ray is started again on the host, over its memory."""
 
-    struck = "the raylet of {0.home}"
+    struck = "the raylet of {0.victim_host}"
     left: tuple[str, list[Process]] | None = None  # the host, and the processes that Ray's next start ends
 
     def may_hit(self, holders: list[str]) -> bool:
@@ -146,11 +146,11 @@ class RayletScene(Scene):
     def look(self) -> list[Process]:
         """Note raylet, holder and node of the host; return all processes of the host."""
         cluster = self.own_site.cluster
-        self.raylet, self.node = cluster.raylet(self.home), self.site.nodes()[self.home]
-        self.process, below = self.holder(self.home), cluster.node_processes(self.home)
+        self.raylet, self.node = cluster.raylet(self.victim_host), self.site.nodes()[self.victim_host]
+        self.process, below = self.holder(self.victim_host), cluster.node_processes(self.victim_host)
         if self.process not in below:
-            raise DrillError(f"the holder of {self.home} is not below its raylet: killing that would not end it")
-        self.left = (self.home, below)
+            raise DrillError(f"the holder of {self.victim_host} is not below its raylet: killing that would not end it")
+        self.left = (self.victim_host, below)
         return below
 
     def replace(self) -> None:
@@ -170,26 +170,28 @@ class KillRaylet(RayletScene):
     name = "kill-raylet"
 
     def inject(self) -> str:
-        self.kept, below = self.arena(self.home), self.look()
-        self.kill(self.home, self.raylet)
-        self.killed.append((self.home, self.process))  # the holder ends with the raylet
-        return f"SIGKILL to the raylet of {self.home} (pid {self.raylet[0]}), which had started {len(below) - 1} others"
+        self.kept, below = self.arena(self.victim_host), self.look()
+        self.kill(self.victim_host, self.raylet)
+        self.killed.append((self.victim_host, self.process))  # the holder ends with the raylet
+        return f"SIGKILL to the raylet of {self.victim_host} (pid {self.raylet[0]}), which had started {len(below) - 1}"
 
     def recover(self) -> None:
         self.replace()
-        self.check_adopted(self.home, self.kept, f"a new raylet on {self.home}, whose holder took over the arena")
-        self.job.restand(self.home)
+        self.check_adopted(
+            self.victim_host, self.kept, f"a new raylet on {self.victim_host}, whose holder took over the arena"
+        )
+        self.job.restand(self.victim_host)
 
 
 class FreezeRaylet(RayletScene):
     """A zombie: all processes of a host are stopped until it counts as dead and training has gone on without it."""
 
     name = "freeze-raylet"
-    struck = "every process of {0.home}"
+    struck = "every process of {0.victim_host}"
 
     def setup(self) -> None:
         super().setup()
-        self.hosts = [self.home]
+        self.hosts = [self.victim_host]
 
     def leaves(self, host: str) -> bool:
         return True
@@ -197,34 +199,34 @@ class FreezeRaylet(RayletScene):
     def inject(self) -> str:
         processes = self.look()
         self.begin_puts()
-        self.site.unreachable_hosts.add(self.home)
-        self.site.pool.forget(self.home)
+        self.site.unreachable_hosts.add(self.victim_host)
+        self.site.pool.forget(self.victim_host)
         self.hosts = []  # its memory stays
         for process in processes:
-            self.freeze(self.home, process)
-        return f"SIGSTOP to all {len(processes)} processes of {self.home}, raylet, holder and rank among them"
+            self.freeze(self.victim_host, process)
+        return f"SIGSTOP to all {len(processes)} processes of {self.victim_host}, raylet, holder and rank among them"
 
     def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = host_row(self.home, body)
-        return f"{self.home} is dead: {row['why']}" if row is not None and row["status"] == "dead" else None
+        row = host_row(self.victim_host, body)
+        return f"{self.victim_host} is dead: {row['why']}" if row is not None and row["status"] == "dead" else None
 
     def recover(self) -> None:
         self.own_site.wait_given_up(self.node)
-        self.say("given up", f"Ray calls the node of {self.home} dead")
+        self.say("given up", f"Ray calls the node of {self.victim_host} dead")
 
     def wait_for_recovery(self) -> None:
         """Let the zombie go on; wait until it has ended, its successor has its place, and a new step is committed."""
         count = len(self.frozen)
         self.thaw()
-        self.say("thawed", f"SIGCONT to {count} processes of {self.home}")
+        self.say("thawed", f"SIGCONT to {count} processes of {self.victim_host}")
         wait_gone([self.raylet], ZOMBIE_S)
         wait_gone([self.process], ZOMBIE_S)
-        self.say("fenced", f"raylet and holder of {self.home} have ended by themselves (checked)")
+        self.say("fenced", f"raylet and holder of {self.victim_host} have ended by themselves (checked)")
         self.replace()
         step = self.job.committed_step() + 1
         self.job.train(step, step, "after the zombie")
         self.job.wait_redundant()
-        self.say("converged", f"{self.home} is back with its memory, step {step} committed")
+        self.say("converged", f"{self.victim_host} is back with its memory, step {step} committed")
 
     def check(self) -> None:
         """Require that every rank can read the newest step: its own shard, and another's."""

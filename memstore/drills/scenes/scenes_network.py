@@ -39,7 +39,7 @@ class NetworkScene(Scene):
     @property
     def cut(self) -> list[str]:
         """Return the hosts that are cut off."""
-        return [self.home]
+        return [self.victim_host]
 
     @property
     def cut_text(self) -> str:
@@ -73,24 +73,24 @@ class PartitionOneWay(NetworkScene):
     """Loss of all packets from one host to the host with its copies; every other link works."""
 
     name = "partition-one-way"
-    struck = "what {0.home} sends to {0.holders[1]}"
+    struck = "what {0.victim_host} sends to {0.holders[1]}"
     is_noticed = False  # both hosts still reach the controller; so it must suspect neither
     hold_s = 3.0
 
     def inject(self) -> str:
-        home, target = self.holders[:2]
-        self.net.rig.block(home, target, one_way=True)
-        return f"packets from {home} to {target} vanish; from {target} to {home} they arrive"
+        victim_host, target = self.holders[:2]
+        self.net.rig.block(victim_host, target, one_way=True)
+        return f"packets from {victim_host} to {target} vanish; from {target} to {victim_host} they arrive"
 
     def wait_for_effect(self) -> str:
-        home, target = self.holders[:2]
-        self.net.check_silent_between(target, home)
-        if not self.net.hears(home, target):
-            raise DrillError(f"{home} receives nothing from {target} either: this is no one-way fault")
-        return f"a datagram from {home} to {target} is lost, one back arrives (checked)"
+        victim_host, target = self.holders[:2]
+        self.net.check_silent_between(target, victim_host)
+        if not self.net.reaches(victim_host, target):
+            raise DrillError(f"{victim_host} receives nothing from {target} either: this is no one-way fault")
+        return f"a datagram from {victim_host} to {target} is lost, one back arrives (checked)"
 
     def recover(self) -> None:
-        self.net.check_silent_between(self.holders[1], self.home)
+        self.net.check_silent_between(self.holders[1], self.victim_host)
         super().recover()
 
     def check(self) -> None:
@@ -106,13 +106,13 @@ class SlowLink(NetworkScene):
     is_noticed = False  # a slow host is not dead; only skipped steps and stalls show the fault
 
     def inject(self) -> str:
-        self.net.rig.shape(self.home, SLOW_BITS_PER_S)
-        return f"the link of {self.home} has {SLOW_BITS_PER_S / 1e6:g} Mbit/s, both ways"
+        self.net.rig.shape(self.victim_host, SLOW_BITS_PER_S)
+        return f"the link of {self.victim_host} has {SLOW_BITS_PER_S / 1e6:g} Mbit/s, both ways"
 
     def wait_for_effect(self) -> str:
-        rate = self.net.bits_per_s(self.home, VIA, PROBE_BYTES)
+        rate = self.net.bits_per_s(self.victim_host, VIA, PROBE_BYTES)
         if rate > SLOW_MAX * SLOW_BITS_PER_S:
-            raise DrillError(f"{self.home} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
+            raise DrillError(f"{self.victim_host} sends {rate / 1e6:.1f} Mbit/s: its link is not slow")
         self.step_at_fault = self.job.committed_step() + 1  # one more step may have crossed before
         return f"{PROBE_BYTES >> 10} KiB crossed it at {rate / 1e6:.1f} Mbit/s (measured)"
 
@@ -125,8 +125,8 @@ class SwizzleClog(NetworkScene):
 
     def setup(self) -> None:
         super().setup()
-        others = [host for host in self.context.places if host != self.home]
-        self._cut = [self.home, *self.rng.sample(others, self.rng.randrange(1, max(2, len(others))))]
+        others = [host for host in self.context.places if host != self.victim_host]
+        self._cut = [self.victim_host, *self.rng.sample(others, self.rng.randrange(1, max(2, len(others))))]
         self.rng.shuffle(self._cut)
 
     @property
@@ -155,7 +155,7 @@ class FlipInTransit(NetworkScene):
     """Flipped bits in chunks on the way from a rank's host to the host with its copies."""
 
     name = "flip-in-transit"
-    struck = f"what {{0.home}} sends to {VIA}"
+    struck = f"what {{0.victim_host}} sends to {VIA}"
 
     def places(self) -> list[str]:
         """Return the live hosts with VIA first: what its peers send to VIA passes the proxy."""
@@ -210,16 +210,16 @@ class CablePulled(NetworkScene):
     hold_s = 2.0
 
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        self.net.rig.shape(self.home, MID_PUT_BITS_PER_S)
-        self.sent_before = self.net.rig.sent_bytes(self.home)
+        self.net.rig.shape(self.victim_host, MID_PUT_BITS_PER_S)
+        self.sent_before = self.net.rig.sent_bytes(self.victim_host)
         return super().begin_puts(pause_s, marks)
 
     def sent(self) -> int:
         """Return how many bytes have left the victim since the puts began."""
-        return self.net.rig.sent_bytes(self.home) - self.sent_before
+        return self.net.rig.sent_bytes(self.victim_host) - self.sent_before
 
     def inject(self) -> str:
-        nbytes, host, deadline_s = self.context.options.nbytes, self.home, time.monotonic() + CATCH_S
+        nbytes, host, deadline_s = self.context.options.nbytes, self.victim_host, time.monotonic() + CATCH_S
         while (sent := self.sent()) < nbytes // 8:
             if time.monotonic() > deadline_s:
                 raise DrillError(f"{host} sent {sent} bytes of a shard of {nbytes} within {CATCH_S:g} s: no put to hit")
@@ -234,7 +234,8 @@ class CablePulled(NetworkScene):
     def wait_for_effect(self) -> str:
         if self.share >= 1 or self.step_at_fault > (self.context.report.step_before or 0):
             raise DrillError(
-                f"{self.share:.0%} of the shard had left {self.home} when its link was cut, step {self.step_at_fault} "
+                f"{self.share:.0%} of the shard had left {self.victim_host} when its link was cut, step "
+                f"{self.step_at_fault} "
                 "was committed: it was no mid-put"
             )
         return f"{super().wait_for_effect()}; the step under way is not committed (checked)"

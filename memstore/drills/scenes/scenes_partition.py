@@ -82,7 +82,7 @@ class PartitionHalf(NetworkScene):
         for a, b in ((self.minority[0], self.majority[0]), (self.majority[-1], self.minority[-1])):
             net.check_silent_between(a, b)
         if not self.is_beyond:
-            if not net.hears(self.minority[0], net.spare_host):
+            if not net.reaches(self.minority[0], net.spare_host):
                 raise DrillError(f"{self.minority[0]} receives nothing from its controller: these are no two halves")
             everywhere = net.commits([*self.minority, *self.majority])
             self.step_at_fault = max(fact.step for fact in everywhere if fact.job == self.context.job.name)

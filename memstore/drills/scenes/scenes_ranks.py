@@ -47,7 +47,7 @@ class KillRankMidPut(KillRank):
         self.mark = f"{tempfile.gettempdir()}/{self.job.name}-put"
 
     def inject(self) -> str:
-        host, process = self.home, self.begin(marks={self.rank: self.mark})
+        host, process = self.victim_host, self.begin(marks={self.rank: self.mark})
         step = self.site.do(host, "freeze_in_put", process, self.mark)
         self.kill(host, process)
         return (
@@ -57,7 +57,7 @@ class KillRankMidPut(KillRank):
 
     def cleanup(self) -> None:
         if self.holders:
-            self.site.do(self.home, "remove_mark", self.mark)
+            self.site.do(self.victim_host, "remove_mark", self.mark)
 
 
 class HangRank(KillRank):
@@ -67,8 +67,8 @@ class HangRank(KillRank):
     is_noticed = False  # to find a hanging process is the task of the launcher's watchdog
 
     def inject(self) -> str:
-        self.freeze(self.home, self.begin())
-        return f"SIGSTOP to rank {self.rank} (pid {self.victim.pid}) on {self.home}"
+        self.freeze(self.victim_host, self.begin())
+        return f"SIGSTOP to rank {self.rank} (pid {self.victim.pid}) on {self.victim_host}"
 
     def recover(self) -> None:
         """Kill the hanging rank, as a launcher's watchdog does; the flow kills the rest of the attempt."""

@@ -18,7 +18,7 @@ class RayScene(Scene):
     def setup(self) -> None:
         super().setup()
         self.hosts = []  # no host loses its memory
-        self.seats = [r.host for r in self.job.ranks]
+        self.rank_hosts = [r.host for r in self.job.ranks]
 
     def end_ray(self) -> int:
         """Kill what this scene kills; return how many processes."""
@@ -40,7 +40,7 @@ class RayScene(Scene):
     def recover(self) -> None:
         self.own_site.start_ray(without=self.late)
         others = [host for host in self.site.places() if host != self.late]
-        self.job.stand_by([h if h != self.late else others[i % len(others)] for i, h in enumerate(self.seats)])
+        self.job.stand_by([h if h != self.late else others[i % len(others)] for i, h in enumerate(self.rank_hosts)])
         self.say("started", f"Ray and the store run again on all hosts{f' but {self.late}' if self.late else ''}")
 
 
@@ -52,7 +52,7 @@ class RestartRay(RayScene):
 
     def setup(self) -> None:
         super().setup()
-        self.late = self.rng.choice([host for host in self.seats if host != self.own_site.head])
+        self.late = self.rng.choice([host for host in self.rank_hosts if host != self.own_site.head])
 
     def end_ray(self) -> int:
         return self.own_site.end_ray()

@@ -159,7 +159,7 @@ class DurableScene(Scene):
 
     def recover(self) -> None:
         self.cleanup()
-        self.say("mended", "the directory is back")
+        self.say("repaired", "the directory is back")
 
     def wait_for_recovery(self) -> None:
         self.wait_durable(self.durable_before, "a durable step after the directory was repaired")

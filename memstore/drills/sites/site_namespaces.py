@@ -92,7 +92,7 @@ class NamespacesSite(Site):
         """Return the proxy through which peers reach VIA."""
         return self.cluster.proxies[VIA]
 
-    def hears(self, target: str, source: str) -> bool:
+    def reaches(self, target: str, source: str) -> bool:
         """Return whether a datagram from `source` arrives at `target`; the other direction is not tried."""
         with in_namespace(self.rig.namespace(target), _datagram_socket) as listener:
             listener.bind((self.rig.address(target), 0))
@@ -106,7 +106,7 @@ class NamespacesSite(Site):
 
     def check_silent_between(self, target: str, source: str) -> None:
         """Raise DrillError if a datagram from `source` arrives at `target`: then the fault did not take effect."""
-        if self.hears(target, source):
+        if self.reaches(target, source):
             raise DrillError(f"{target} still receives from {source}: the fault did not take effect")
 
     def bits_per_s(self, source: str, target: str, nbytes: int) -> float:

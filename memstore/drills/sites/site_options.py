@@ -179,9 +179,11 @@ def check_usage(entry: Drill, given: dict[str, Any]) -> None:
     Raises:
         click.UsageError: names the option to add or to leave out.
     """
-    name, is_beyond = entry.name, given["beyond"]
+    name, is_beyond, durable = entry.name, given["beyond"], given["durable"]
+    if durable and os.path.exists(durable) and not os.path.isdir(durable):
+        raise click.UsageError(f"--durable {durable} is no directory")
     if is_beyond and entry.beyond is None:
-        raise click.UsageError(f"{name} has no twin beyond the tolerance: leave --beyond out")
+        raise click.UsageError(f"{name} has no play beyond the tolerance: leave --beyond out")
     if entry.needs_root and os.geteuid() != 0:
         raise click.UsageError(f"{name} mounts a file system of its own: it needs root")
     if given["embedded"]:
@@ -192,7 +194,7 @@ def check_usage(entry: Drill, given: dict[str, Any]) -> None:
         raise click.UsageError(f"--beyond {name} destroys the memory of several hosts: it runs with --embedded only")
     if entry.needs_victim and given["victim"] is None:
         raise click.UsageError(f"{name} on a running cluster hits what is not its own: name the host with --victim")
-    if entry.needs_durable and given["durable"] is None:
+    if entry.needs_durable and durable is None:
         raise click.UsageError(f"{name} needs a directory that every host reaches: name it with --durable")
 
 

@@ -35,7 +35,7 @@ def adopt(
         )  # fmt: skip
         is_owned = slot.owner is not None and is_alive(slot.owner.pid, slot.owner.start)
         if is_owned and slot.state in (SlotState.LEASED, SlotState.RECEIVING):
-            # Handed over but not sealed: the rank still has the hand-over and will send it again (R8).
+            # The put is not sealed: its rank still has the submission and will send it again (R8).
             slot.state = SlotState.LEASED
             table.restore(number, slot)
         elif slot.state is SlotState.SEALED and slot.nbytes <= arena.chunk_bytes:
@@ -47,7 +47,7 @@ def adopt(
                 table.dirty.add(number)
         elif slot.state is not SlotState.FREE:
             table.dirty.add(number)
-    table.rebuild_free(arena.hollow)
+    table.rebuild_free(arena.unbacked)
     for name, data in manifests.load_all():
         why = _adopt_manifest(replica_index, name, data)
         if why:

@@ -3,8 +3,8 @@
 The file is as long as the limit from the start and sparse, so that it is mapped once. Room is
 claimed by `grow`: allocated (a full file system says ENOSPC here, where it is an error, and not
 later, where it would be a SIGBUS), pre-faulted, and only then written down as claimed. Free slots
-may be made hollow: `give_back` punches holes, `fill` claims the pages again before a slot is used.
-Which slots are hollow is written nowhere: the file system says it, so that no death can make it wrong.
+may lose its memory, which makes them unbacked: `give_back` punches holes, `fill` claims the pages again before a slot
+is used. Which slots are unbacked is written nowhere: the file system says it, so that no death can make it wrong.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Arena:
         self.chunk_bytes = headers.chunk_bytes
         self.limit_slots = limit_slots
         self.freed: dict[int, str] = {}  # slots whose record could not be true on adoption, and why
-        self.hollow: list[int] = []  # free slots without pages, as found on adoption
+        self.unbacked: list[int] = []  # free slots without pages, as found on adoption
         self._fd, self._records_fd = fd, open_file(folder, SLOTS_NAME, os.O_RDWR)
         self.mapping = ArenaMapping(folder, fd, open_file(folder, SLOTS_NAME, os.O_RDONLY))
 
@@ -77,14 +77,14 @@ class Arena:
             limit_slots = max(limit_slots, headers.slots_count)
             if os.fstat(fd).st_size < limit_slots * chunk_bytes:
                 os.ftruncate(fd, limit_slots * chunk_bytes)
-            hollow = _settle(path, fd, headers)
+            unbacked = _settle(path, fd, headers)
             arena = cls(path, fd, headers, limit_slots)
         except BaseException:
             if headers is not None:
                 headers.close()
             os.close(fd)
             raise
-        arena.freed, arena.hollow = freed, hollow
+        arena.freed, arena.unbacked = freed, unbacked
         return arena
 
     @staticmethod
@@ -111,7 +111,7 @@ class Arena:
 
     @property
     def slots_count(self) -> int:
-        """Slots claimed so far, hollow ones included."""
+        """Slots claimed so far, unbacked ones included."""
         return self.headers.slots_count
 
     def grow(
@@ -143,7 +143,7 @@ class Arena:
         return self.slots_count
 
     def fill(self, slots: Sequence[int], on_step: Callable[[int, int], None]) -> None:
-        """Claim the pages of hollow slots again, all or none of them; as `grow` does."""
+        """Claim the pages of unbacked slots again, all or none of them; as `grow` does."""
         self._claim(slots, None, on_step)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
@@ -258,14 +258,14 @@ def _settle(folder: Path, fd: int, headers: SlotHeaders) -> list[int]:
         return []
     is_free = headers.all()["state"] == SlotState.FREE
     lacking = _with_holes(fd, chunk_bytes, headers.slots_count)
-    hollow = [slot for slot in lacking if is_free[slot]]
-    for first, count in runs(hollow):
+    unbacked = [slot for slot in lacking if is_free[slot]]
+    for first, count in runs(unbacked):
         _punch_hole(fd, first * chunk_bytes, count * chunk_bytes)
     used = [slot for slot in lacking if not is_free[slot]]
     for first, count in runs(used):
         at, nbytes = first * chunk_bytes, count * chunk_bytes
         _allocate(folder, fd, at, nbytes, done_bytes=0, wanted_bytes=len(used) * chunk_bytes)
-    return hollow
+    return unbacked
 
 
 def _with_holes(fd: int, chunk_bytes: int, slots_count: int) -> list[int]:

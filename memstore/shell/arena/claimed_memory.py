@@ -43,7 +43,7 @@ class ClaimedMemory:
         """Grow the arena to hold the share and reserve it; CapacityError with the numbers if it cannot.
 
         A share that was refused elsewhere shrinks again, and so does that of an ended job: slots that no job reserves
-        then are given back. Guests that only moved to another host come again, and their room stays.
+        then are given back. Peers' copies that only moved to another host come again, and their room stays.
         """
         with self.lock:
             with self._index_lock:
@@ -62,7 +62,7 @@ class ClaimedMemory:
         ranks = ", ".join(f"{rank}: {gib(slots * size)}" for rank, slots in sorted(share.ranks.items())[:8])
         return (
             f"The job reserves {share.versions} versions for each rank here (rank {ranks or '-'}) and "
-            f"{gib(share.guest_slots * size)} for copies of other hosts' ranks and their repair"
+            f"{gib(share.peer_slots * size)} for copies of other hosts' ranks and their repair"
         )
 
     def keep_shares(self, jobs: Collection[str]) -> None:
@@ -72,8 +72,8 @@ class ClaimedMemory:
         """
         index = self._index
         with self._index_lock:
-            drafts = {draft.shard.job for draft in index.drafts.values()}
-            known = {*jobs, *drafts, *(shard.job for shard, _ in index.shards)}
+            incoming = {replica.shard.job for replica in index.incoming.values()}
+            known = {*jobs, *incoming, *(shard.job for shard, _ in index.shards)}
             unknown = [job for job in index.shares if job not in known]
             for job in unknown:
                 index.drop_share(job, index.shares[job].attempt)
@@ -118,13 +118,13 @@ class ClaimedMemory:
         refusal = self._admit(asked_bytes, claimed_bytes) if self._admit else None
         if refusal is not None:
             raise CapacityError(refusal, asked_bytes=asked_bytes)
-        hollow = table.hollow[:missing]
-        if hollow:
-            arena.fill(hollow, on_step)
+        unbacked = table.unbacked[:missing]
+        if unbacked:
+            arena.fill(unbacked, on_step)
             with self._index_lock:
-                table.fill(hollow)
-        if missing > len(hollow):
-            arena.grow(arena.slots_count + missing - len(hollow), on_step=on_step)
+                table.fill(unbacked)
+        if missing > len(unbacked):
+            arena.grow(arena.slots_count + missing - len(unbacked), on_step=on_step)
             with self._index_lock:
                 table.grow(arena.slots_count)
 

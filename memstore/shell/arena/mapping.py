@@ -2,7 +2,7 @@
 
 The holder and every rank map the whole file once, claimed or not; only claimed slots have memory behind
 them, and only those can be viewed, since touching another could be a SIGBUS. A claimed slot that nothing uses may be
-hollow, its pages given back: it gets them again before it is leased.
+unbacked, its pages given back: it gets them again before it is leased.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
 from memstore.core.format.manifest import (
@@ -37,33 +36,14 @@ from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
-from recovery.inventory import ShardId
+from memstore.shell.arena.store_ports import Clock, SealFollower
+from recovery.inventory import Copy, ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
 DROPPED_READ_S = 2.0
-Spread = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
+MapChunks = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], Iterable[bytes]]
 VERIFY_AGE_S = 300.0  # an older slot is digested again before it stands in for an offered chunk (R13)
-
-
-class Clock(Protocol):
-    """Wall clock and monotonic clock, in seconds. The `time` module is one."""
-
-    def time(self) -> float:
-        """Return the time of day."""
-
-    def monotonic(self) -> float:
-        """Return a time that never goes back."""
-
-
-class SealFollower(Protocol):
-    """Follows a shard while it is digested and stored, to send its chunks meanwhile."""
-
-    def add(self, digest: bytes) -> None:
-        """Take the digest of the next chunk."""
-
-    def seal(self, shelved: StoredReplica) -> None:
-        """Take the stored replica; the caller holds the store's lock."""
 
 
 class ReplicaStore:
@@ -90,7 +70,7 @@ class ReplicaStore:
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
         )  # fmt: skip
-        self.on_hurt: Callable[[StoredReplica], None] = lambda shelved: None  # gets copies found damaged on the way
+        self.on_damaged: Callable[[StoredReplica], None] = lambda stored: None  # gets copies found damaged on the way
         self.adoption_notes = adopt(arena, manifests, self.index, clock.time(), is_alive)
         self.flush()
 
@@ -144,10 +124,10 @@ class ReplicaStore:
         """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
         self.room.ensure_free(count)
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner] = ()) -> list[int]:
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int, children: Sequence[Owner] = ()) -> list[int]:
         """Lease the slots that the rank's share still allows beside its own and its save processes' (R10)."""
         with self.lock:
-            count = self.index.leasable(job, rank, self.table.held_count([owner, *stand_ins_for]))
+            count = self.index.leasable(job, rank, self.table.held_count([owner, *children]))
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.flush()
             return numbers
@@ -160,7 +140,7 @@ class ReplicaStore:
             return stale
 
     def reclaim(self, owner: Owner) -> None:
-        """Free what a process leased and did not hand over."""
+        """Free what a process leased and did not submit."""
         with self.lock:
             self.table.reclaim(owner)
             self.flush()
@@ -178,8 +158,8 @@ class ReplicaStore:
         self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
         follower: SealFollower | None = None,
     ) -> StoredReplica:  # fmt: skip
-        """Digest handed-over slots, in order, and store the shard; they are in state receiving."""
-        left = set(slots)  # not in the draft yet
+        """Digest submitted slots, in order, and store the shard; they are in state receiving."""
+        left = set(slots)  # not in the incoming replica yet
         try:
             sizes = chunk_sizes(nbytes, self.chunk_bytes)
             digests = []
@@ -190,20 +170,20 @@ class ReplicaStore:
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
             now = self.clock.time()
             with self.lock:
-                draft = self.index.open_draft(OWN_DRAFT, shard, digests, attempt=attempt)
+                replica = self.index.open_incoming(LOCAL_SENDER, shard, digests, attempt=attempt)
                 for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
                     left.discard(number)
-                    self.index.fill(draft, index, number, digest, size, now)
+                    self.index.fill(replica, index, number, digest, size, now)
                 self.flush()
             chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
             with self.lock:
-                shelved = self.finish(OWN_DRAFT, encode_manifest(manifest))
+                stored = self.finish(LOCAL_SENDER, encode_manifest(manifest))
                 if follower is not None:
-                    follower.seal(shelved)
-            return shelved
+                    follower.seal(stored)
+            return stored
         except BaseException:
-            self.abort_draft(OWN_DRAFT, shard)
+            self.abort_incoming(LOCAL_SENDER, shard)
             self.give_back(sorted(left))
             raise
 
@@ -218,7 +198,7 @@ class ReplicaStore:
         Returns the shard too, if it is stored already.
         """
         with self.lock:
-            return self.index.find(shard), slots is not None and self.table.hand_over(owner, slots)
+            return self.index.find(shard), slots is not None and self.table.submit(owner, slots)
 
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
@@ -227,7 +207,7 @@ class ReplicaStore:
             self.flush()
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Free handed-over slots of a put that will not be stored."""
+        """Free submitted slots of a put that will not be stored."""
         with self.lock:
             for number in slots:
                 self.table.release(number)
@@ -235,30 +215,30 @@ class ReplicaStore:
 
     # -- receiving from a peer or from durable storage ------------------------------------------
 
-    def open_draft(
+    def open_incoming(
         self, name: str, shard: ShardId, digests: Sequence[bytes], sizes: Sequence[int], attempt: int,
-        excerpt: tuple[int, ...] | None = None,
+        part: tuple[int, ...] | None = None,
     ) -> IncomingReplica:  # fmt: skip
         """Begin to receive a shard for a restore, or a part of it; hold the good chunks that are here (R23)."""
         self.verify_old(digests, sizes, age_s=0.0)
         with self.lock:
-            draft = self.index.open_draft(name, shard, [b""] * len(digests), attempt=attempt, excerpt=excerpt)
-        self.expect(draft, draft.wanted, [digests[i] for i in draft.wanted], [sizes[i] for i in draft.wanted])
-        return draft
+            replica = self.index.open_incoming(name, shard, [b""] * len(digests), attempt=attempt, part=part)
+        self.expect(replica, replica.wanted, [digests[i] for i in replica.wanted], [sizes[i] for i in replica.wanted])
+        return replica
 
     def expect(
-        self, draft: IncomingReplica, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]
+        self, replica: IncomingReplica, indices: Sequence[int], digests: Sequence[bytes], sizes: Sequence[int]
     ) -> list[int]:
-        """Name chunks of a draft, hold those whose content is here, return the others (R13). IntegrityError."""
+        """Name chunks of an incoming replica, hold those that are here, return the others (R13). IntegrityError."""
         self.verify_old(digests, sizes)
         with self.lock:
-            if not any(draft is known for known in self.index.drafts.values()):
-                raise IntegrityError(f"the draft of {draft.shard} was aborted meanwhile: offer it again")
+            if not any(replica is known for known in self.index.incoming.values()):
+                raise IntegrityError(f"the incoming replica of {replica.shard} was aborted meanwhile: offer it again")
             for index, digest, size in zip(indices, digests, sizes, strict=True):
-                if not self.index.expect(draft, index, digest):
-                    raise IntegrityError(f"chunk {index} of {draft.shard} was announced with two digests")
-                self.index.hold_known(draft, index, size)
-            return [i for i in indices if draft.slots[i] is None]
+                if not self.index.expect(replica, index, digest):
+                    raise IntegrityError(f"chunk {index} of {replica.shard} was announced with two digests")
+                self.index.hold_known(replica, index, size)
+            return [i for i in indices if replica.slots[i] is None]
 
     def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int], *, age_s: float = VERIFY_AGE_S) -> None:
         """Digest old slots again before they answer for offered chunks (R13)."""
@@ -286,118 +266,136 @@ class ReplicaStore:
                 if count <= len(self.table.free):  # else others were quicker
                     return self.take_slots(count)
 
-    def keep_chunks(self, draft: IncomingReplica, came: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
-        """Keep received chunks (index, slot, bytes, digest) that are the draft's; free the others, return which."""
-        bad = [index for index, _, _, digest in came if digest != draft.digests[index]]
+    def keep_chunks(self, replica: IncomingReplica, arrived: Sequence[tuple[int, int, int, bytes]]) -> list[int]:
+        """Keep received chunks (index, slot, bytes, digest) of an incoming replica; free the others, return which."""
+        bad = [index for index, _, _, digest in arrived if digest != replica.digests[index]]
         with self.lock:
-            is_known = any(draft is known for known in self.index.drafts.values())
-            for index, number, nbytes, digest in came:
+            is_known = any(replica is known for known in self.index.incoming.values())
+            for index, number, nbytes, digest in arrived:
                 if is_known and index not in bad:
-                    self.index.fill(draft, index, number, digest, nbytes, self.clock.time())
+                    self.index.fill(replica, index, number, digest, nbytes, self.clock.time())
                 else:
                     self.table.release(number)
             self.flush()
         return bad
 
     def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
-        """Save the manifest and turn the draft into a stored replica.
+        """Save the manifest and turn the incoming replica into a stored replica.
 
         Under one lock: no abort comes between, and no drop of the same shard unlinks the manifest just saved.
 
         Raises:
-            IntegrityError: The draft was aborted meanwhile, lacks chunks, or has others than the manifest says.
+            IntegrityError: It was aborted meanwhile, lacks chunks, or has others than the manifest says.
         """
         manifest = decode_manifest(manifest_data)
         digest = shard_digest(manifest_data)
         with self.lock:
-            draft = self.index.draft(name, manifest.shard)
-            sizes = [self.table.slots[n].nbytes for n in (draft.slots if draft else ()) if n is not None]
-            if draft is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
-                what = "was aborted" if draft is None else f"lacks {len(draft.missing)} chunks or has other sizes"
+            replica = self.index.find_incoming(name, manifest.shard)
+            sizes = [self.table.slots[n].nbytes for n in (replica.slots if replica else ()) if n is not None]
+            if replica is None or sizes != [chunk.nbytes for chunk in manifest.chunks]:
+                what = "was aborted" if replica is None else f"lacks {len(replica.missing)} chunks or has other sizes"
                 raise IntegrityError(f"{manifest.shard} of {name} {what} before it was sealed: put it again")
             known = self.index.find(manifest.shard, digest)
             if known is None or known.is_nameless:  # else only lost chunks came back: it is there
                 self.manifests.save(ManifestFolder.name_of(manifest.shard, digest), manifest_data)
-            shelved = self.index.finish(name, manifest.shard, spec_of(manifest, digest))
+            stored = self.index.finish(name, manifest.shard, spec_of(manifest, digest))
             self.flush()
-        return shelved
+        return stored
 
-    def abort_draft(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
+    def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots; with `only`, if it is still that one."""
         with self.lock:
-            if only is None or self.index.draft(name, shard) is only:
-                self.index.abort_draft(name, shard)
+            if only is None or self.index.find_incoming(name, shard) is only:
+                self.index.abort_incoming(name, shard)
                 self.flush()
 
     # -- reading ------------------------------------------------------------------------------
 
-    def manifest(self, shelved: StoredReplica) -> bytes:
+    def manifest(self, stored: StoredReplica) -> bytes:
         """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
-        data = self.manifests.load(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+        data = self.manifests.load(ManifestFolder.name_of(stored.shard, stored.spec.digest))
         found = shard_digest(data)
-        if found != shelved.spec.digest:
+        if found != stored.spec.digest:
             raise DigestMismatch(
-                f"the manifest of {shelved.shard} has digest {found}, expected {shelved.spec.digest}: its file was "
+                f"the manifest of {stored.shard} has digest {found}, expected {stored.spec.digest}: its file was "
                 "damaged after it was written; call get() again, which brings it from another copy",
-                shard=str(shelved.shard),
+                shard=str(stored.shard),
             )
         return data
 
-    def mend_manifest(self, shelved: StoredReplica, data: bytes) -> None:
+    def tell_copy(self, copy: Copy | StoredReplica, notify: Callable[[StoredReplica], None]) -> None:
+        """Call `notify` with a replica as it is now, whole or with the chunks it lacks.
+
+        Not if it was dropped meanwhile.
+
+        It is called under the lock, as `tell_copies` is and drops are: what it queues is in the order in which it was
+        true.
+        """
+        with self.lock:
+            stored = self.index.find(copy.shard, copy.spec.digest)
+            if stored is not None and not stored.is_doomed:
+                notify(stored)
+
+    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
+        """Call `notify` with the replicas of a job under the lock, but for those that are to go."""
+        with self.lock:
+            notify(self.index.kept(job))
+
+    def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""
         with self.lock:
-            if self.index.find(shelved.shard, shelved.spec.digest) is shelved:
-                self.manifests.save(ManifestFolder.name_of(shelved.shard, shelved.spec.digest), data)
-                shelved.is_nameless = False
+            if self.index.find(stored.shard, stored.spec.digest) is stored:
+                self.manifests.save(ManifestFolder.name_of(stored.shard, stored.spec.digest), data)
+                stored.is_nameless = False
 
     def pin(
         self, shard: ShardId, digest: str | None = None, *, is_reader: bool = False
     ) -> tuple[StoredReplica, int] | None:
         """Pin a replica for reading; None if it is not here, or only for readers that came before its drop (R7)."""
         with self.lock:
-            shelved = self.index.find(shard, digest)
-            if shelved is None or shelved.is_doomed:
+            stored = self.index.find(shard, digest)
+            if stored is None or stored.is_doomed:
                 return None
-            return shelved, self.index.pin(shelved, self.clock.monotonic() + PIN_S, is_reader=is_reader)
+            return stored, self.index.pin(stored, self.clock.monotonic() + PIN_S, is_reader=is_reader)
 
-    def keep_staged(self, key: StagedKey, shelved: StoredReplica, pin: int) -> None:
+    def keep_staged(self, key: StagedKey, stored: StoredReplica, pin: int) -> None:
         """Keep a replica pinned for a restore; IntegrityError if it was dropped meanwhile (R23)."""
         with self.lock:
-            self._discard(self.index.keep_staged(key, shelved, pin))
+            self._discard(self.index.keep_staged(key, stored, pin))
             if key not in self.index.staged:
-                raise IntegrityError(f"{shelved.shard} was dropped while it was staged")
+                raise IntegrityError(f"{stored.shard} was dropped while it was staged")
 
     def staged(self, key: StagedKey) -> StoredReplica | None:
         """Return what is kept for the reader of a round."""
         return self.index.staged.get(key, (None, 0))[0]
 
-    def unpin(self, shelved: StoredReplica, pin: int) -> None:
+    def unpin(self, stored: StoredReplica, pin: int) -> None:
         """Release a pin."""
         with self.lock:
-            self._discard([gone] if (gone := self.index.unpin(shelved, pin)) is not None else [])
+            self._discard([gone] if (gone := self.index.unpin(stored, pin)) is not None else [])
 
-    def chunk_view(self, shelved: StoredReplica, index: int) -> memoryview | None:
+    def chunk_view(self, stored: StoredReplica, index: int) -> memoryview | None:
         """Return the bytes of a chunk of a pinned replica, or None if this host lacks it."""
-        number = shelved.slots[index]
-        return None if number is None else self.arena.view(number, shelved.spec.chunk_nbytes(index))
+        number = stored.slots[index]
+        return None if number is None else self.arena.view(number, stored.spec.chunk_nbytes(index))
 
-    def verify(self, shelved: StoredReplica, spread: Spread = map) -> list[int]:
+    def verify(self, stored: StoredReplica, map_chunks: MapChunks = map) -> list[int]:
         """Re-digest a pinned replica; quarantine what is bad; return the chunk indices this host now lacks (R30).
 
-        `on_hurt` gets the other replicas that used the same slots. `spread` is a `map` that may use threads.
+        `on_damaged` gets the other replicas that used the same slots. `map_chunks` is a `map` that may use threads.
         """
-        hurt: dict[int, StoredReplica] = {}
-        held = [(index, n) for index, n in enumerate(shelved.slots) if n is not None]
-        views = [self.arena.view(number, shelved.spec.chunk_nbytes(index)) for index, number in held]
-        for (index, number), digest in zip(held, spread(chunk_digest, views), strict=True):
-            if digest != shelved.digests[index]:
+        damaged: dict[int, StoredReplica] = {}
+        held = [(index, n) for index, n in enumerate(stored.slots) if n is not None]
+        views = [self.arena.view(number, stored.spec.chunk_nbytes(index)) for index, number in held]
+        for (index, number), digest in zip(held, map_chunks(chunk_digest, views), strict=True):
+            if digest != stored.digests[index]:
                 with self.lock:
-                    if shelved.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
-                        hurt.update({id(s): s for s in self.index.quarantine(number) if s is not shelved})
+                    if stored.slots[index] == number:  # else the scrub was faster, and the slot may be another's now
+                        damaged.update({id(s): s for s in self.index.quarantine(number) if s is not stored})
                         self.flush()
-        for other in hurt.values():
-            self.on_hurt(other)
-        return sorted(shelved.missing)
+        for other in damaged.values():
+            self.on_damaged(other)
+        return sorted(stored.missing)
 
     def verify_slot(self, number: int) -> list[StoredReplica]:
         """Re-digest one slot if it is sealed; return the replicas that it damages if it is bad (R30)."""
@@ -410,10 +408,10 @@ class ReplicaStore:
         is_good = chunk_digest(view) == digest
         with self.lock:
             slot.verified_s = self.clock.time() if is_good else slot.verified_s
-            hurt = [] if is_good else self.index.quarantine(number)
+            damaged = [] if is_good else self.index.quarantine(number)
             self.table.unhold(number)
             self.flush()
-        return hurt
+        return damaged
 
     # -- forks (R7, R32) ----------------------------------------------------------------------
 
@@ -424,10 +422,10 @@ class ReplicaStore:
         leaves the manifest whole or none, and references are counted from manifests (R6).
         """
         with self.lock:
-            shelved = self.index.find(shard, digest)
-            if shelved is None:
+            stored = self.index.find(shard, digest)
+            if stored is None:
                 return None
-            manifest = replace(decode_manifest(self.manifest(shelved)), shard=new)
+            manifest = replace(decode_manifest(self.manifest(stored)), shard=new)
             data = encode_manifest(manifest)
             spec = spec_of(manifest, shard_digest(data))
             known = self.index.find(new, spec.digest)
@@ -439,10 +437,10 @@ class ReplicaStore:
             return known
 
     def verify_slots(self, slots: Iterable[int]) -> None:
-        """Digest slots again and quarantine the bad ones; call `on_hurt` with the replicas that used them."""
+        """Digest slots again and quarantine the bad ones; call `on_damaged` with the replicas that used them."""
         for number in slots:
-            for hurt in self.verify_slot(number):
-                self.on_hurt(hurt)
+            for damaged in self.verify_slot(number):
+                self.on_damaged(damaged)
 
     # -- dropping -----------------------------------------------------------------------------
 
@@ -463,9 +461,9 @@ class ReplicaStore:
     def drop_step(self, job: str, attempt: int, step: int) -> None:
         """Remove what is stored of a step, and give up what is being received of it (R12)."""
         with self.lock:
-            for shard, name, _ in [key for key in self.index.drafts if len(key) == 3]:
+            for shard, name, _ in [key for key in self.index.incoming if len(key) == 3]:
                 if (shard.job, shard.attempt, shard.step) == (job, attempt, step):
-                    self.index.abort_draft(name, shard)
+                    self.index.abort_incoming(name, shard)
             for shard in sorted({shard for shard, _ in self.index.shards}):
                 if (shard.job, shard.attempt, shard.step) == (job, attempt, step):
                     self.drop(shard)
@@ -475,14 +473,14 @@ class ReplicaStore:
         """Let go of what readers kept past their deadline."""
         with self.lock:
             expired = self.index.expire_pins(self.clock.monotonic())
-            self.room.overlooked.update(n for shelved in expired for n in shelved.slots if n is not None)
+            self.room.overlooked.update(n for stored in expired for n in stored.slots if n is not None)
             self._discard(expired)
 
     def _discard(self, gone: Sequence[StoredReplica]) -> None:
         """Unlink, then free (R7); the caller holds the lock since it took the replicas out of the index."""
-        for shelved in gone:
-            self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
-            self.index.free(shelved)
+        for stored in gone:
+            self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+            self.index.free(stored)
             self.flush()
 
     def stats(self) -> dict[str, int]:

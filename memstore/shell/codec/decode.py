@@ -23,14 +23,14 @@ from memstore.shell.tensors.slot_stream import SlotStream
 WAITING_BYTES_MAX = 256 << 20  # host memory in transit to a device
 
 
-def check_into(layout: bytes, into: object) -> None:
-    """Check that a stored state fits the live one; writes nothing (R26).
+def check_into(layout: bytes, into: object, name: str = "state") -> None:
+    """Check that a stored state fits the live one; writes nothing (R26). Errors call it by its name.
 
     Raises:
         ManifestMismatch: names the first path that differs and both sides.
         ProtocolError: the layout is malformed.
     """
-    matched(decode_layout(layout), into)
+    matched(decode_layout(layout), into, name)
 
 
 def decode_state(
@@ -68,9 +68,9 @@ def decode_state(
     return build_state(decoded, stream, matched(decoded, into), is_alias=not copy)
 
 
-def matched(layout: Layout, into: object) -> StateMatch | None:
+def matched(layout: Layout, into: object, name: str = "state") -> StateMatch | None:
     """Find where a stored state goes in the live one, if one is given; raises what `check_into` does."""
-    return None if into is None else guarded(lambda: StateMatch(layout, into, StateBuild(layout, None).node))
+    return None if into is None else guarded(lambda: StateMatch(layout, into, name, StateBuild(layout, None).node))
 
 
 def build_state(layout: Layout, stream: ByteStream, match: StateMatch | None, *, is_alias: bool = False) -> Any:

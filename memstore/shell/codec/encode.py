@@ -21,7 +21,7 @@ from memstore.core.format.tensor_paths import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.walk import StateWalk
 from memstore.shell.device.side_stream import DeviceWrite, order_all
-from memstore.shell.tensors.memory import Leaf, Source, components, dense_bytes
+from memstore.shell.tensors.memory import Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.slot_stream import Move, SlotStream, address_of, move_all
 
 LARGE_BYTES = 64 << 10
@@ -35,7 +35,7 @@ class StatePlan:
 
     layout: bytes
     nbytes: int
-    placed: tuple[tuple[int, Source], ...]
+    placed: tuple[tuple[int, TensorSource], ...]
     shared_chunks: int | None = None  # leading chunks that other ranks put too; None: no shared shard (R34)
     parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
 
@@ -46,22 +46,22 @@ class StatePlan:
         return name_at(decode_layout(layout), offset - start, name)
 
 
-def plan_state(state: object) -> StatePlan:
-    """Lay out a state without copying it; calls state_dict() on Stateful objects.
+def plan_state(state: object, name: str = "state") -> StatePlan:
+    """Lay out a state without copying it; calls state_dict() on Stateful objects. Errors call it by its name.
 
     The plan refers to the state's memory: copy it before the state changes.
 
     Raises:
         UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
     """
-    walk = StateWalk(state)
+    walk = StateWalk(state, name)
     try:
         groups = components(walk.leaves)
     except ValueError as error:
-        raise UnsupportedState(f"the state cannot be stored: {error}. Nothing was copied.") from None
+        raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
     order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
     order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
-    placed: list[tuple[int, Source]] = []
+    placed: list[tuple[int, TensorSource]] = []
     extents, end = [], 0
     tensors = [_empty_row(leaf) for leaf in walk.leaves]
     for number, group in enumerate(order):
@@ -78,12 +78,12 @@ def plan_state(state: object) -> StatePlan:
     blobs = []
     for blob in walk.blobs:
         blobs.append((end, len(blob)))
-        placed.append((end, Source(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
+        placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
         end += len(blob)
     layout = encode_layout(end, extents, tensors, blobs, walk.tree)
     if len(layout) > LAYOUT_BYTES_MAX:
         raise UnsupportedState(
-            f"the state's plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+            f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
             "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
         )
     return StatePlan(layout, end, tuple(placed))

@@ -82,7 +82,7 @@ class _Passes:
 _passes = _Passes()
 
 
-def _begin_anew() -> None:
+def _reset() -> None:
     """Reset the passes in a forked child, which has neither the other threads nor the lock's owner."""
     global _passes
     _passes.restore()
@@ -92,7 +92,7 @@ def _begin_anew() -> None:
     _passes = _Passes()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset)
 
 
 @contextlib.contextmanager

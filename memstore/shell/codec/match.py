@@ -39,13 +39,13 @@ Places = dict[int, Any]  # id of a node -> the live tensor, array or subclass to
 
 
 class StateMatch:
-    """The places in `into` for what `layout` stores; `keys` turns a stored key node into a key.
+    """The places in `into` for what `layout` stores as `name`; `keys` turns a stored key node into a key.
 
     Raises:
         ManifestMismatch: names the first path that differs and both sides.
     """
 
-    def __init__(self, layout: Layout, into: object, keys: Callable[[Any], Any]) -> None:
+    def __init__(self, layout: Layout, into: object, name: str, keys: Callable[[Any], Any]) -> None:
         self.places: Places = {}
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
@@ -54,7 +54,7 @@ class StateMatch:
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
         self._homeless: list[tuple[str, Node]] = []
-        self._match(layout.tree, into, "state", is_strict=True, place=None)
+        self._match(layout.tree, into, name, is_strict=True, place=None)
         for path, node in self._homeless:
             if self.mesh_of(node) is None:
                 raise ManifestMismatch(
@@ -125,7 +125,7 @@ class StateMatch:
                 inner = entry(place, parts, name)
             self._match(child, getattr(target, name, None), f"{path}.{name}", is_strict=is_strict, place=inner)
         if is_tuple:
-            self.plain.make_anew(place, lambda: target._replace(**parts), since)
+            self.plain.rebuild(place, lambda: target._replace(**parts), since)
 
     def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place) -> None:
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
@@ -172,7 +172,7 @@ class StateMatch:
             else:
                 self.plain.take(child, None, where, inner)
         if not is_open:
-            self.plain.make_anew(place, lambda: tuple(parts), since)
+            self.plain.rebuild(place, lambda: tuple(parts), since)
 
     def _homeless_below(self, node: Any, path: str, is_strict: bool, stored: str, target: Any) -> None:
         """Refuse bytes without a place, or, inside a Stateful object, note what needs a mesh to exist."""

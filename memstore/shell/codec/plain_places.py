@@ -44,7 +44,7 @@ class PlainPlaces:
         if isinstance(node, Node):
             self.by_node[id(node)] = node
 
-    def make_anew(self, place: Place, make: Callable[[], Any], since: int) -> None:
+    def rebuild(self, place: Place, make: Callable[[], Any], since: int) -> None:
         """Note that a tuple is replaced in its entry if something goes into it: if more than `since` is noted."""
         if place is not None and place is not handled and len(self.assignments) > since:
             self.assignments.append((None, lambda _: place(make())))

@@ -34,7 +34,7 @@ from memstore.shell.device.side_stream import (
 )
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
-MEND_TRIES = 3  # the first may only show that this host's copy is bad; the next avoids it
+REPAIR_TRIES = 3  # the first may only show that this host's copy is bad; the next avoids it
 
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
 DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
@@ -57,7 +57,7 @@ class ChunkSource(Protocol):
     def pin(self, views: Views, device: int) -> None:
         """Register the slots of taken chunks with a CUDA device; not called in a thread that computes."""
 
-    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+    def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """Bring chunks again, from copies that were digested, and pass them to `use`."""
 
 
@@ -68,7 +68,7 @@ class CheckedStream:
         self._manifest, self._source = manifest, source
         self._copies = Copies({}, {})  # planned
         self._private: dict[int, bytes] = {}  # verified copies of the few chunks that plain objects lie in
-        self.mended: set[int] = set()  # chunks that were bad here and came from another copy
+        self.repaired: set[int] = set()  # chunks that were bad here and came from another copy
         self.has_written = False
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
@@ -141,10 +141,10 @@ class CheckedStream:
                 views = [v for v in views if v[0] not in copies.device]
                 size = max(1, -(-len(views) // threads_count))  # neighbours stay together: blocks copy a tenth faster
                 jobs = [views[first : first + size] for first in range(0, len(views), size)]
-                spread = map if len(jobs) == 1 else workers.map
-                bad += [index for found in spread(lambda job: self._copy_job(job, copies), jobs) for index in found]
+                map_jobs = map if len(jobs) == 1 else workers.map
+                bad += [index for found in map_jobs(lambda job: self._copy_job(job, copies), jobs) for index in found]
         if bad:
-            self._mend(sorted(bad), copies)
+            self._repair(sorted(bad), copies)
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
@@ -178,7 +178,7 @@ class CheckedStream:
     def _digest(self, index: int) -> bytes:
         return self._manifest.chunks[index].digest
 
-    def _mend(self, bad: list[int], copies: Copies) -> None:
+    def _repair(self, bad: list[int], copies: Copies) -> None:
         left = set(bad)
 
         def use(views: Mapping[int, memoryview]) -> None:
@@ -189,15 +189,15 @@ class CheckedStream:
                     left.discard(index)
 
         problem: MemstoreError | None = None
-        for _ in range(MEND_TRIES):
+        for _ in range(REPAIR_TRIES):
             try:
-                self._source.mend(sorted(left), use)
+                self._source.repair(sorted(left), use)
             except StepDropped:
                 raise
             except MemstoreError as exc:
                 problem = exc
             if not left:
-                self.mended.update(bad)
+                self.repaired.update(bad)
                 return
         raise DigestMismatch(
             f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"

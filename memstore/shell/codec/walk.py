@@ -45,7 +45,7 @@ class StateWalk:
         UnsupportedState: an object cannot be stored; names its path and type.
     """
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: object, name: str = "state") -> None:
         self.leaves: list[Leaf] = []
         self.blobs: list[bytes | bytearray] = []
         self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
@@ -75,7 +75,7 @@ class StateWalk:
         try:
             self.tree = self._node(state)
         except _Refused as refused:
-            path = "state" + "".join(reversed(refused.path))
+            path = name + "".join(reversed(refused.path))
             kind = type(refused.value)
             raise UnsupportedState(
                 f"{path} is a {kind.__module__}.{kind.__qualname__}: {refused.reason}. Nothing was copied.",

@@ -29,18 +29,18 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.messages import (
     Action,
     Answer,
+    CallReceived,
     DrainsSeen,
     Event,
     FactAck,
-    Heard,
+    HostBeat,
     HostInfo,
     HostLost,
     HostUp,
     LeaseRenewed,
-    Note,
-    RankCall,
+    LogLine,
     Report,
-    Tell,
+    SendOrder,
     Tick,
 )
 from memstore.core.wire.orders import CallAnswered, CallRefused
@@ -128,19 +128,19 @@ class Controller:
         # Heartbeats wait for no event: every tick takes all that were read by then.
         self._beats: deque[tuple[Session, Heartbeat]] = deque()
         self.event_log = EventLog()
-        self._new_catalog(membership.claim_term(0), membership.hosts())
+        self._new_machine(membership.claim_term(0), membership.hosts())
         self._threads = [
-            threading.Thread(target=self._run, name="memstore-catalog", daemon=True),
+            threading.Thread(target=self._run, name="memstore-controller", daemon=True),
             threading.Thread(target=self._dial_loop, name="memstore-dial", daemon=True),
             threading.Thread(target=self._lease_loop, name="memstore-lease", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
-    def _new_catalog(self, term: int, expected_hosts: Iterable[str]) -> None:
+    def _new_machine(self, term: int, expected_hosts: Iterable[str]) -> None:
         config, now = self.config, time.monotonic()
         self.term = term
-        self.catalog = ControllerMachine(
+        self.machine = ControllerMachine(
             term=term,
             now=now,
             wall_offset_s=time.time() - now,
@@ -175,7 +175,7 @@ class Controller:
 
     def is_serving(self) -> bool:
         """Return whether by now the machine has settled."""
-        return self.catalog.is_settled
+        return self.machine.is_settled
 
     def drains_seen(self, until_s: dict[str, float]) -> None:
         """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
@@ -212,7 +212,7 @@ class Controller:
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
                 identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S, tls=self.tls,
             )  # fmt: skip
-            session = Session(host, int(record["incarnation"]), channel, self._heard, asked_s=asked_s)
+            session = Session(host, int(record["incarnation"]), channel, self._received, asked_s=asked_s)
             with self.lock:
                 old = self.sessions.get(host)
                 self.sessions[host] = session
@@ -225,7 +225,7 @@ class Controller:
             with self.lock:
                 self.dialling.discard(host)
 
-    def _heard(self, session: Session, message: FromSession) -> None:
+    def _received(self, session: Session, message: FromSession) -> None:
         if isinstance(message, Heartbeat):
             self._beats.append((session, message))
         else:
@@ -259,7 +259,7 @@ class Controller:
     def _take_inside(self, taken: FromInside) -> None:
         """Take what this process tells itself."""
         if isinstance(taken, Future):
-            taken.set_result(self.catalog.parts.status.body())
+            taken.set_result(self.machine.parts.status.body())
         elif isinstance(taken, NewTerm):
             self._begin_term(taken.term, taken.hosts)
         elif isinstance(taken, LeaseRenewed | DrainsSeen):
@@ -280,14 +280,14 @@ class Controller:
         if isinstance(message, Outranked):
             if message.term > self.term:
                 self._stale_term = message.term
-                self.catalog.lease.is_outranked = True
+                self.machine.lease.is_outranked = True
                 self._is_stale.set()  # the lease thread asks the membership: that may block
             return
         if isinstance(message, Inventory):
             session.is_up, session.incarnation = True, message.incarnation
         self._handle(event_from(host, message, session.asked_s))
 
-    def _beats_taken(self) -> tuple[Heard, ...]:
+    def _beats_taken(self) -> tuple[HostBeat, ...]:
         """Return the last heartbeat of every session that has one."""
         found: dict[str, Heartbeat] = {}
         with self.lock:
@@ -295,26 +295,26 @@ class Controller:
                 session, beat = self._beats.popleft()
                 if self.sessions.get(session.host_id) is session:
                     found[session.host_id] = beat
-        return tuple(heard_from(host, beat) for host, beat in found.items())
+        return tuple(heartbeat_of(host, beat) for host, beat in found.items())
 
     def _handle(self, event: Event) -> None:
         try:
-            actions = self.catalog.handle(time.monotonic(), event)
+            actions = self.machine.handle(time.monotonic(), event)
         except Exception as exc:
             log.exception("the controller failed on %r", str(event)[:500])
-            actions = list(self.catalog.actions)
-            if isinstance(event, RankCall):  # the caller must not wait for an answer that never comes
+            actions = list(self.machine.actions)
+            if isinstance(event, CallReceived):  # the caller must not wait for an answer that never comes
                 error = ("InternalError", f"{tag_of(event.request)}: {exc!r}")
                 actions.append(Answer(event.host_id, event.call_id, None, error))
         frames: dict[int, bytes] = {}  # by identity of an order
         for action in actions:
             self._execute(action, frames)
-        self.event_log.take(self.catalog.parts.observer.chronicle)
+        self.event_log.take(self.machine.parts.recorder.recent_events)
         if isinstance(event, Tick | HostLost):  # nothing else ends a host, and seals come by the thousand
             self._close_dead()
 
     def _execute(self, action: Action, frames: dict[int, bytes]) -> None:
-        if isinstance(action, Note):
+        if isinstance(action, LogLine):
             log.log(logging.WARNING if action.level == "warning" else logging.INFO, "%s", action.text)
             return
         with self.lock:
@@ -322,7 +322,7 @@ class Controller:
         if session is None or not session.is_up:
             return
         try:
-            if isinstance(action, Tell):
+            if isinstance(action, SendOrder):
                 key = id(action.order)  # the actions are there as long as the frames
                 if key not in frames:
                     frames[key] = encode_frame(Kind.EVENT, action.order)
@@ -344,7 +344,7 @@ class Controller:
         with self.lock:
             dead = [
                 s for h, s in self.sessions.items()
-                if (state := self.catalog.hosts.states.get(h)) is not None and state.status == "dead"
+                if (state := self.machine.hosts.states.get(h)) is not None and state.status == "dead"
                 and state.info.incarnation == s.incarnation
             ]  # fmt: skip
             for session in dead:
@@ -387,7 +387,7 @@ class Controller:
             sessions, self.sessions = list(self.sessions.values()), {}
         for session in sessions:
             session.close()
-        self._new_catalog(term, expected_hosts)
+        self._new_machine(term, expected_hosts)
 
     def _exit(self, why: str) -> None:
         log.warning("controller exits: %s", why)
@@ -395,11 +395,11 @@ class Controller:
         self.on_exit(why)
 
 
-def heard_from(host: str, beat: Heartbeat) -> Heard:
+def heartbeat_of(host: str, beat: Heartbeat) -> HostBeat:
     """Return the event of a heartbeat."""
     clock_s = beat.clock_s if beat.clock_s is not None else -math.inf
     trained = {job: (newest.attempt, newest.step) for job, newest in beat.trained.items()}
-    return Heard(host, beat.stats, clock_s, trained)
+    return HostBeat(host, beat.stats, clock_s, trained)
 
 
 def event_from(host: str, message: FromSession, asked_s: float) -> Event:
@@ -414,7 +414,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
         case FactsWritten():
             return FactAck(host, message.seq)
         case Called():
-            return RankCall(host, message.id, message.call)
+            return CallReceived(host, message.id, message.call)
         case SessionEnded():
             return HostLost(host, message.why or "connection closed")
         case Inventory():
@@ -427,7 +427,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
                 info, copies, message.journal, message.ranks, asked_s, message.up_s, message.idle_s, message.dropped
             )
         case Heartbeat():
-            return heard_from(host, message)
+            return heartbeat_of(host, message)
         case InventoryPage() | Outranked():
             raise ProtocolError(f"{type(message).__name__} of host {host} is no event")
     return Report(host, message)

@@ -1,7 +1,7 @@
 """Writes events as JSON lines and passes them to the metrics, on a thread of its own.
 
 Lines go through the logger `memstore.events`: INFO, but DEBUG for the one or two that every step leaves (put, commit,
-durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller hands over and
+durable), which would drown a console. MEMSTORE_EVENTS names a file that gets them all. The controller submits and
 goes on: a disk that hangs costs lines, which are counted, never a decision.
 """
 
@@ -35,17 +35,17 @@ class EventLog:
         self._thread = threading.Thread(target=self._run, name="memstore-events", daemon=True)
         self._thread.start()
 
-    def take(self, chronicle: RecentEvents) -> None:
+    def take(self, recent_events: RecentEvents) -> None:
         """Queue new events, dropping those beyond the writer's backlog; never waits."""
-        if chronicle.last_seq <= self._seen_seq:
+        if recent_events.last_seq <= self._seen_seq:
             return
-        for happening in chronicle.since(self._seen_seq):
+        for event in recent_events.since(self._seen_seq):
             try:
-                self._waiting.put_nowait(happening)
+                self._waiting.put_nowait(event)
             except queue.Full:
                 self.dropped_count += 1
-        self._seen_seq = chronicle.last_seq
-        chronicle.unwritten_count = self.dropped_count + self.failed_count
+        self._seen_seq = recent_events.last_seq
+        recent_events.unwritten_count = self.dropped_count + self.failed_count
 
     def close(self) -> None:
         """Write what waits, as far as it can be written soon."""
@@ -57,18 +57,18 @@ class EventLog:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (happening := self._waiting.get()) is not None:
+        while (event := self._waiting.get()) is not None:
             for work in (self._write, *self.counters):
                 try:
-                    work(happening)
+                    work(event)
                 except Exception as exc:
                     self._complain(exc)
 
-    def _write(self, happening: StoreEvent) -> None:
-        level = logging.DEBUG if happening.kind in ROUTINE else logging.INFO
+    def _write(self, event: StoreEvent) -> None:
+        level = logging.DEBUG if event.kind in ROUTINE else logging.INFO
         if not self.path and not log.isEnabledFor(level):
             return
-        line = json.dumps(happening.to_dict(), ensure_ascii=False, default=str)
+        line = json.dumps(event.to_dict(), ensure_ascii=False, default=str)
         log.log(level, "%s", line)
         if self.path:
             with open(self.path, "a", encoding="utf-8") as file:

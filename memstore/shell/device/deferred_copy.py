@@ -267,7 +267,7 @@ class DeferredCopy:
                 try:
                     name = next((self._name_of(n) for n, s in enumerate(self._sources) if s.is_counted_change()), "")
                     self._verdict = name and changed_message(name)
-                except Exception as exc:  # a state that may mix two moments is not handed over
+                except Exception as exc:  # a state that may mix two moments is not submitted
                     self._verdict = f"its sources could not be compared: {exc!r}"
                     if is_of_handler(exc):
                         raise

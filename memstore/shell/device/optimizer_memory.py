@@ -11,7 +11,7 @@ from memstore.core.format.layout import is_dense
 from memstore.errors import ConfigError
 from memstore.shell.device.side_stream import has_streams
 from memstore.shell.tensors import subclasses
-from memstore.shell.tensors.memory import Source, is_flat
+from memstore.shell.tensors.memory import TensorSource, is_flat
 
 # Smaller ones in host memory are copied at once: that costs less than to watch them. On a device it would
 # make the host wait for what training has queued there.
@@ -56,7 +56,7 @@ class OptimizerMemory:
         self._starts = sorted(found)
         self._found = [found[start] for start in self._starts]
 
-    def owners_of(self, source: Source) -> tuple[torch.Tensor, ...]:
+    def owners_of(self, source: TensorSource) -> tuple[torch.Tensor, ...]:
         """Return the tensors whose version counters tell of writes to a source, the one with its memory last, or ()."""
         if source.address is not None:
             if source.nbytes < STEADY_BYTES_MIN:

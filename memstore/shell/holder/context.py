@@ -38,11 +38,10 @@ class HolderContext:
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
-    # The lock of `state`. A thread takes locks in this order only, and may leave any out:
-    #   RankConnection.grants, ClaimedMemory.lock -> changed -> ReplicaStore.lock, Traffic._lock, queues
-    # A procedure changes the state between two yields, when its runner holds this lock. It does not hold the lock
-    # while an effect is carried out: the call of an `OnStore` changes the store alone, under the store's own lock.
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))  # of `state`
+    # The lock of `state`: the runner holds it from one yield of a procedure to the next, and wakes waiters after each.
+    # Locks are taken in this order: a claim of memory, a link's `grants`, this one, `replicas.lock`, single objects (a
+    # channel, an outbox, Traffic). What may take long is done without it: by effects, and on the store by OnStore.
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
 
     @property
     def host_id(self) -> str:
@@ -68,12 +67,8 @@ class HolderContext:
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
 
-        The report is queued under the replica store's lock, as inventories and drops are. So the controller gets all
-        of them in the order in which they were true.
+        The report is queued under the replica store's lock, as inventories and reports of drops are. So the controller
+        gets them in the order in which they were true.
         """
         self.idle.used()
-        with self.replicas.lock:
-            shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
-            if shelved is not None and not shelved.is_doomed:
-                held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-                self.report(Sealed(copy=WireCopy.of(held), put=put))
+        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))

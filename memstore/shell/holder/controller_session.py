@@ -19,8 +19,8 @@ from msgspec import structs
 from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import ORDINAL_LIMIT
-from memstore.core.wire.orders import JournalOrder, Order, TellClock, decode_order
+from memstore.core.wire.ids import UNSIGNED_LIMIT
+from memstore.core.wire.orders import EchoClock, JournalOrder, Order, decode_order
 from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, InventoryPage, Outranked
 from memstore.errors import PeerUnreachable, ProtocolError, TransportError
 from memstore.shell.arena.journal_file import Journal
@@ -28,7 +28,7 @@ from memstore.shell.net.channel import Channel
 
 log = logging.getLogger("memstore")
 SEND_S = 5.0  # a controller that does not read for this long has lost its session
-FAREWELL_S = 0.2  # the new controller waits for it
+OUTRANKED_SEND_S = 0.2  # the new controller waits for it
 
 
 class ControllerSession:
@@ -66,7 +66,7 @@ class ControllerSession:
     def replaced(self, term: int) -> None:
         """End the session, since another controller has begun one; send its term to the old one, if it reads (R17)."""
         try:
-            self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=FAREWELL_S)
+            self.channel.send(Kind.EVENT, 0, Outranked(term=term), deadline_s=OUTRANKED_SEND_S)
         except TransportError as exc:
             log.info("the former controller could not be sent that term %d has come: %s", term, exc)
         self.close()
@@ -130,11 +130,6 @@ class ControllerSessions(Sessions[ControllerSession]):
                     self._obey(session, order, obey)
         except PeerUnreachable:
             log.info("host %s: the controller's session ended", self.host_id)
-        except ProtocolError as exc:
-            log.warning(
-                "host %s: the session of the controller at %s ended by a message that is none (%s): %s",
-                self.host_id, channel.peer, type(exc).__name__, exc,
-            )  # fmt: skip
         finally:
             with self._lock:
                 self.end(session)
@@ -144,7 +139,7 @@ class ControllerSessions(Sessions[ControllerSession]):
         """Carry out one order. Facts that broke in the writing end the session: the next one sends them again."""
         if isinstance(order, JournalOrder):
             self.facts.take(order)
-        elif isinstance(order, TellClock):
+        elif isinstance(order, EchoClock):
             session.clock_s = order.clock_s
         else:
             try:
@@ -172,6 +167,6 @@ class ControllerSessions(Sessions[ControllerSession]):
 def term_of(identity: dict[str, Any]) -> int:
     """Return the term a controller names; ProtocolError for what none can have."""
     term = identity.get("term")
-    if type(term) is not int or not 0 < term < ORDINAL_LIMIT:
+    if type(term) is not int or not 0 < term < UNSIGNED_LIMIT:
         raise ProtocolError(f"a controller of term {str(term)[:80]!r}: a term is a whole number from 1 to 2**62")
     return term

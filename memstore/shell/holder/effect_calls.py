@@ -14,15 +14,13 @@ from memstore.core.durable.storage_ports import DurableTier
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect
-from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.reports import Fenced
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.rank_connections import RankConnection, RankConnections
-from memstore.shell.holder.send_gate import Traffic
+from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import Peer, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 
@@ -34,8 +32,13 @@ DIGEST_THREADS = min(4, os.cpu_count() or 1)  # two fill a small machine's memor
 class EffectCalls:
     """The calls that carry out the effects of one holder's procedures."""
 
-    def __init__(self, context: HolderContext, connections: RankConnections, traffic: Traffic) -> None:
-        self.context, self.replicas, self.connections, self.traffic = context, context.replicas, connections, traffic
+    def __init__(self, context: HolderContext, connections: RankConnections, send_gate: SendGate) -> None:
+        self.context, self.replicas, self.connections, self.send_gate = (
+            context,
+            context.replicas,
+            connections,
+            send_gate,
+        )
         self.ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="memstore-range")
         self.digesters = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="memstore-digest")
         self.repair_limit = RateLimit(context.config.repair_bytes_per_s, context.stopping)
@@ -62,20 +65,20 @@ class EffectCalls:
         return self.context.peers.peer(effect.host)
 
     @_call.register
-    def _(self, effect: effects.Ask) -> Any:
+    def _(self, effect: effects.CallPeer) -> Any:
         return effect.peer.call(effect.request, timeout_s=effect.limit_s)
 
     @_call.register
     def _(self, effect: effects.SendChunks) -> None:
         shipment = cast(OutgoingReplica, effect.source)
-        held = contextlib.nullcontext() if effect.is_repair else self.traffic.sending(shipment)
+        held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
         throttle = self.repair_limit if effect.is_repair else _unthrottled
         with held as gate:
             effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
 
     @_call.register
     def _(self, effect: effects.ReceiveChunks) -> list[int]:
-        return cast(Peer, effect.peer).fetch_into(self.replicas, effect.draft, effect.digest, effect.chunks)
+        return cast(Peer, effect.peer).fetch_into(self.replicas, effect.replica, effect.digest, effect.chunks)
 
     @_call.register
     def _(self, effect: effects.ReadDurableManifest) -> bytes:
@@ -85,7 +88,7 @@ class EffectCalls:
     def _(self, effect: effects.ReceiveDurable) -> list[int]:
         read = functools.partial(self._read_durable, open_tier(effect.place), effect)
         futures = [self.ranges.submit(read, index) for index in effect.chunks]
-        wait(futures)  # none may still write to the draft when it is given up
+        wait(futures)  # none may still write to the incoming replica when it is given up
         return [index for future in futures for index in future.result()]
 
     def _read_durable(self, tier: DurableTier, effect: effects.ReceiveDurable, index: int) -> list[int]:
@@ -94,14 +97,14 @@ class EffectCalls:
         number = self.replicas.take_slots_growing(1)[0]
         view = self.replicas.arena.view(number, nbytes)
         try:
-            tier.read_chunk_into(effect.draft.shard, effect.spec, index, view)
+            tier.read_chunk_into(effect.replica.shard, effect.spec, index, view)
         except IntegrityError:
             self.replicas.give_back([number])
             return [index]
         except BaseException:
             self.replicas.give_back([number])
             raise
-        return self.replicas.keep_chunks(effect.draft, [(index, number, nbytes, chunk_digest(view))])
+        return self.replicas.keep_chunks(effect.replica, [(index, number, nbytes, chunk_digest(view))])
 
     @_call.register
     def _(self, effect: effects.OnStore) -> Any:
@@ -113,21 +116,21 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
-        return self.replicas.verify(effect.shelved, self.digesters.map)
+        return self.replicas.verify(effect.stored, self.digesters.map)
 
     @_call.register
-    def _(self, effect: effects.OpenDraft) -> IncomingReplica:
-        return self.replicas.open_draft(
+    def _(self, effect: effects.OpenIncoming) -> IncomingReplica:
+        return self.replicas.open_incoming(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
 
     @_call.register
     def _(self, effect: effects.KeepStaged) -> None:
-        self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
+        self.replicas.keep_staged(effect.key, effect.stored, effect.pin)
 
     @_call.register
     def _(self, effect: effects.OpenNotifier) -> ChunkNotifier | None:
-        return self.connections.notifier(effect.listener, effect.manifest, effect.draft)
+        return self.connections.notifier(effect.listener, effect.manifest, effect.replica)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:
@@ -150,13 +153,7 @@ class EffectCalls:
         return StreamingReplica(self.replicas, effect.shard, effect.slots, effect.sizes)
 
     @_call.register
-    def _(self, effect: effects.AnswerFence) -> None:
-        with self.replicas.lock:  # a seal that comes after the inventory is reported after it
-            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.context.host_id, effect.job)))
-            self.context.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
-
-    @_call.register
-    def _(self, effect: effects.Tell) -> None:
+    def _(self, effect: effects.SendToRank) -> None:
         cast(RankConnection, effect.link).send(effect.message)
 
     @_call.register

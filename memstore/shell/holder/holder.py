@@ -55,8 +55,8 @@ from memstore.shell.holder.room_orders import RoomOrders
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
-from memstore.shell.holder.send_gate import Traffic
-from memstore.shell.holder.shared_shards import Twins
+from memstore.shell.holder.send_gate import SendGate
+from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
@@ -64,7 +64,7 @@ from memstore.shell.host.identity import HostIdentity
 from memstore.shell.host.interface import resolve_interface
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_unix
-from memstore.shell.net.pacing import Lane
+from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
@@ -111,19 +111,19 @@ class Holder:
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
         self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
-        self.damage, self.lane = Damage(), Lane(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
+        self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
         self.state = HolderState(
             identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
-            sealed=lambda shelved, put: self.context.sealed(shelved, put), is_stopping=self.stopping.is_set,
+            sealed=lambda stored, put: self.context.sealed(stored, put), is_stopping=self.stopping.is_set,
             is_alive=lambda owner: is_alive(owner.pid, owner.start), pin_numbers=itertools.count(secrets.randbits(60)),
             fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
             self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
         )
-        self.replicas.on_hurt = self.context.sealed
+        self.replicas.on_damaged = self.context.sealed
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
         self._compose()
@@ -149,12 +149,12 @@ class Holder:
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
         self.trained, self.calls = TrainedSteps(), Calls(self._relay)
         self.connections = RankConnections(context)
-        self.traffic = Traffic(self.folder, self.config.collective_hold_max_s)
-        self.twins = Twins(self.replicas, context.stopping, self.connections.tell_twin)
-        self.effect_calls = EffectCalls(context, self.connections, self.traffic)
+        self.send_gate = SendGate(self.folder, self.config.collective_hold_max_s)
+        self.shared_shards = HolderSharedShards(self.replicas, context.stopping, self.connections.send_replicas_differ)
+        self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
         self.runner = Runner(self.effect_calls, context.changed)
-        self.pusher = Pusher(context, self.runner, self.traffic, self.twins)
-        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.twins)
+        self.pusher = Pusher(context, self.runner, self.send_gate, self.shared_shards)
+        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.shared_shards)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
@@ -162,19 +162,30 @@ class Holder:
             connect=lambda job: self.workers.submit(context.logged, self.pusher.connect, job),
         )  # fmt: skip
         self.ranks = RankServer(
-            context, self.runner, self.calls, self.sealer, self.traffic, self.trained,
+            context, self.runner, self.calls, self.sealer, self.send_gate, self.trained,
             release_room=self.rooms.release,
         )  # fmt: skip
         self.peer_server = PeerServer(
             self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-            before_offer=self.twins.await_own, damage=self.damage,
+            before_offer=self.shared_shards.await_own, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
-            context, self.runner, workers=self.workers, rank_server=self.ranks,
-            rooms=self.rooms, twins=self.twins, pusher=self.pusher, sealer=self.sealer, stager=self.stager,
-            persister=self.persister, scrubber=self.scrubber, trained=self.trained, peer_server=self.peer_server,
-            tombstones=self.tombstones, begin_again=self.begin_again,
-        )  # fmt: skip
+            context,
+            self.runner,
+            workers=self.workers,
+            rank_server=self.ranks,
+            rooms=self.rooms,
+            shared_shards=self.shared_shards,
+            pusher=self.pusher,
+            sealer=self.sealer,
+            stager=self.stager,
+            persister=self.persister,
+            scrubber=self.scrubber,
+            trained=self.trained,
+            peer_server=self.peer_server,
+            tombstones=self.tombstones,
+            begin_again=self.begin_again,
+        )
 
     def _relay(self, number: int, request: RankCall) -> None:
         """Send the controller a rank's call, or one of the holder's own."""
@@ -183,7 +194,7 @@ class Holder:
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(
             host, address, port, secret=self.secret, store=self.config.store, identity=dict(self._identity),
-            streams=self.config.streams, damage=self.damage, lane=self.lane, tls=self.tls,
+            streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
         )  # fmt: skip
 
     def _start_loops(self) -> list[threading.Thread]:
@@ -196,7 +207,7 @@ class Holder:
     def stop_serving(self) -> None:
         """End every connection: from now on this holder sends and receives nothing."""
         self.stopping.set()
-        self.twins.wake()
+        self.shared_shards.wake()
         self.listener.close()
         self.rank_listener.close()
         self.sessions.close()
@@ -265,7 +276,7 @@ class Holder:
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
         self.context.sealed(copy)
-        self.twins.compare(copy.shard)
+        self.shared_shards.compare(copy.shard)
 
     # -- periodic work --------------------------------------------------------------------------
 
@@ -278,7 +289,7 @@ class Holder:
         """Return the heartbeat of this moment."""
         why, warning = self.limit_words
         counts: dict[str, Any] = {
-            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.traffic.stats(),
+            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.send_gate.stats(),
             **descriptor_stats(),
         }  # fmt: skip
         stats = HostStats(
@@ -291,9 +302,8 @@ class Holder:
     def _reap_loop(self) -> None:
         while not self.stopping.wait(REAP_S):
             for work in (
-                self.ranks.reap, self.peer_server.give_up_idle,
-                self.idle.keep, self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
-                self.ranks.expire,
+                self.ranks.reap, self.ranks.expire_reads, self.peer_server.give_up_idle, self.idle.keep,
+                self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
             ):  # fmt: skip
                 self.context.logged(work)
 

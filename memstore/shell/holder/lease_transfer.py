@@ -1,10 +1,10 @@
 """Leases that a rank's process offers to a child of it, such as DCP's save process (R8, R20).
 
-    offered --adopt, by a child of the owner--> the child's own: it hands over, and its death frees them
+    offered --adopt, by a child of the owner--> the child's own: it submits, and its death frees them
          '--withdraw--> the owner's again          '--the owner sends bye or is dead--> free
 
 The owner fills the slots, then offers them; from the adoption on it may not write them. No slot has two owners: an
-adoption and an `unlend` are decided here, under one lock, and both are answered.
+adoption and a withdrawal (`withdraw`) are decided here, under one lock, and both are answered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.wire.rank_messages import LendSlots
+from memstore.core.wire.rank_messages import OfferSlots
 from memstore.errors import ConfigError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.slot_sample import differing
@@ -22,55 +22,59 @@ ANCESTORS_MAX = 16
 
 
 class LeaseTransfers:
-    """The offers of leases on one host.
-
-    Callers hold the state's lock (`HolderContext.changed`), under which alone leases begin and end.
-    """
+    """The offers of leases on one host. Callers hold the lock of the holder's state, but for `check`."""
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
-        self.lent: dict[tuple[Owner, int], Sequence[int]] = {}  # (lender, step) -> slots
+        self.offered: dict[tuple[Owner, int], Sequence[int]] = {}  # (lender, step) -> slots
 
-    def lend(self, lender: Owner, offer: LendSlots) -> None:
-        """Offer filled slots to a child of the lender, in place of older offers of any of them.
+    def check(self, owner: Owner, offer: OfferSlots) -> None:
+        """Look whether this host sees in the slots of an offer what the lender has seen there.
 
-        LookupError if it filled them in another arena than this host's, or has seen (`sample`) other bytes there.
+        Raises:
+            LookupError: It filled them in another arena than this host's, or has seen (`sample`) other bytes there.
         """
         step, slots = offer.step, offer.slots
         if offer.arena != self.replicas.arena.identity:
             raise LookupError(f"what was staged for step {step} lies in an arena that this host does not have any more")
-        with self.replicas.lock:
-            is_its_own = self.replicas.table.leases.get(lender, set()).issuperset(slots)
         arena_slots = self.replicas.arena.mapping
-        # No slot can be freed and given to another between these two looks: leases change under the caller's lock.
-        if is_its_own and differing(arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample):
+        if self._is_leased(owner, slots) and differing(
+            arena_slots, slots, len(slots) * arena_slots.chunk_bytes, offer.sample
+        ):
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
-        for key, old in list(self.lent.items()):
-            if key[0] == lender and not set(old).isdisjoint(slots):
-                del self.lent[key]
-        if slots and is_its_own:  # else a child has them already
-            self.lent[lender, step] = slots
 
-    def unlend(self, lender: Owner, step: int, slots: Sequence[int]) -> list[int]:
-        """Take the offer back; return which of the slots are leased to the lender."""
-        self.lent.pop((lender, step), None)
+    def offer_slots(self, owner: Owner, step: int, slots: Sequence[int]) -> None:
+        """Offer filled slots to a child of the lender, in place of older offers of any of them."""
+        for key, old in list(self.offered.items()):
+            if key[0] == owner and not set(old).isdisjoint(slots):
+                del self.offered[key]
+        if slots and self._is_leased(owner, slots):  # else a child has them already
+            self.offered[owner, step] = slots
+
+    def _is_leased(self, owner: Owner, slots: Sequence[int]) -> bool:
         with self.replicas.lock:
-            mine = self.replicas.table.leases.get(lender, set())
+            return self.replicas.table.leases.get(owner, set()).issuperset(slots)
+
+    def withdraw(self, owner: Owner, step: int, slots: Sequence[int]) -> list[int]:
+        """Take the offer back; return which of the slots are leased to the lender."""
+        self.offered.pop((owner, step), None)
+        with self.replicas.lock:
+            mine = self.replicas.table.leases.get(owner, set())
             return sorted(mine.intersection(slots))
 
-    def adopt(self, lender: Owner | None, heir: Owner, step: int) -> Sequence[int]:
+    def adopt(self, owner: Owner | None, child: Owner, step: int) -> Sequence[int]:
         """Move the leases to the child, and return the slots. LookupError if they are not offered."""
-        slots = self.lent.pop((lender, step), None) if lender is not None else None
+        slots = self.offered.pop((owner, step), None) if owner is not None else None
         with self.replicas.lock:
-            if lender is None or slots is None or not self.replicas.table.transfer(lender, heir, slots):
+            if owner is None or slots is None or not self.replicas.table.transfer(owner, child, slots):
                 raise LookupError(f"nothing staged for step {step} is on offer any more: its process took it back")
             self.replicas.flush()
         return slots
 
-    def forget(self, lender: Owner) -> None:
+    def forget(self, owner: Owner) -> None:
         """Forget the offers of an owner that is gone."""
-        for key in [key for key in self.lent if key[0] == lender]:
-            del self.lent[key]
+        for key in [key for key in self.offered if key[0] == owner]:
+            del self.offered[key]
 
 
 def check_child(pid: int, parent_pid: int, nonce: str) -> None:

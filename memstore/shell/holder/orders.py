@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from memstore.core.holder import drop, effects, fork, ranks, stage
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.core.wire.orders import (
     AbandonStep,
     AllHosts,
     CallAnswered,
     CallRefused,
     DropJob,
+    EchoClock,
     Fence,
     ForgetStory,
     FreeCopies,
@@ -41,7 +42,6 @@ from memstore.core.wire.orders import (
     Reserve,
     StageShard,
     TakeIncarnation,
-    TellClock,
     VerifyCopies,
 )
 from memstore.core.wire.reports import CopiesVerified
@@ -55,7 +55,7 @@ from memstore.shell.holder.room_orders import RoomOrders
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
-from memstore.shell.holder.shared_shards import Twins
+from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.peer.server import PeerServer
@@ -68,14 +68,14 @@ class OrderRouter:
 
     def __init__(
         self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, rank_server: RankServer,
-        rooms: RoomOrders, twins: Twins, pusher: Pusher, sealer: Sealer, stager: Stager,
+        rooms: RoomOrders, shared_shards: HolderSharedShards, pusher: Pusher, sealer: Sealer, stager: Stager,
         persister: Persister, scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer,
         tombstones: Tombstones, begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
         self.context, self.workers = context, workers
         self.runner = runner.extended({effects.ForgetJob: self._forget_job})
-        self.rank_server, self.rooms, self.twins = rank_server, rooms, twins
+        self.rank_server, self.rooms, self.shared_shards = rank_server, rooms, shared_shards
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
         self.tombstones, self.begin_again = tombstones, begin_again
@@ -91,7 +91,7 @@ class OrderRouter:
                 self.sealer.open_fence(order.job, order.attempt)
                 self._later(self.sealer.fence, order.job, order.attempt, order.members)
             case PushTargets():
-                self.twins.declare(order)
+                self.shared_shards.declare(order)
             case Reserve():
                 self.rooms.reserve(order)
             case Grow():
@@ -107,7 +107,7 @@ class OrderRouter:
             case OrderCheck():
                 self.runner.run(stage.check(state, order))
             case RaiseLevel():
-                self.runner.run(ranks.tell_attempt(state, order.job, ranks.raised(order)))
+                self.runner.run(ranks.send_to_attempt(state, order.job, ranks.raised(order)))
             case AbandonStep():
                 self._begin(drop.abandon(state, order))
             case FreeCopies():
@@ -128,7 +128,7 @@ class OrderRouter:
                 self.tombstones.take(order.job, "")
             case TakeIncarnation():
                 self._later(self.begin_again, order.above)
-            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep() | TellClock():
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep() | EchoClock():
                 raise InternalError(f"{type(order).__name__} is the session's")
             case _:
                 self.persister.order(order)
@@ -136,11 +136,11 @@ class OrderRouter:
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         self.workers.submit(self.context.logged, work, *args)
 
-    def _begin(self, steps: Steps[None]) -> None:
+    def _begin(self, steps: Procedure[None]) -> None:
         self._later(self.runner.run, steps)
 
     def _forget_job(self, effect: effects.ForgetJob) -> None:
-        self.twins.forget(effect.job, effect.attempt)
+        self.shared_shards.forget(effect.job, effect.attempt)
         if not effect.is_refused_fork:
             self.trained.forget(effect.job)
 

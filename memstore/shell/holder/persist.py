@@ -97,16 +97,16 @@ class Persister:
     # -- effects ------------------------------------------------------------------------------
 
     def _turn(self, effect: effects.SliceTurn) -> float:
-        nbytes = slice_nbytes(effect.shelved.spec, effect.number)
+        nbytes = slice_nbytes(effect.stored.spec, effect.number)
         with self.lock:
             return take_turn(self.free_s, effect.job, time.monotonic(), nbytes, effect.bytes_per_s)
 
     def _copy(self, effect: effects.CopySlice) -> tuple[list[bytes], int | None]:
         chunks: list[bytes] = []
-        for index in slice_range(effect.shelved.spec, effect.number):
-            view = self.replicas.chunk_view(effect.shelved, index)
+        for index in slice_range(effect.stored.spec, effect.number):
+            view = self.replicas.chunk_view(effect.stored, index)
             chunk = bytes(view) if view is not None else None  # digested after it left the slot (R7)
-            if chunk is None or chunk_digest(chunk) != effect.shelved.digests[index]:
+            if chunk is None or chunk_digest(chunk) != effect.stored.digests[index]:
                 return [], index
             chunks.append(chunk)
         return chunks, None

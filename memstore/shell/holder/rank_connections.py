@@ -11,7 +11,7 @@ from typing import cast
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
-from memstore.core.holder.state import HandOver
+from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import HolderEvent, ReplicasDiffer, RoomGrown, SlotsLeased, Welcome
@@ -36,14 +36,9 @@ class RankConnection:
     attempt: int = 0
     parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
-    handovers: queue.Queue[HandOver | None] = field(default_factory=queue.Queue)
+    submitted_puts: queue.Queue[SubmittedPut | None] = field(default_factory=queue.Queue)
     grants: threading.Lock = field(default_factory=threading.Lock)  # orders messages about a rank's leases
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
-
-    @property
-    def order(self) -> int:
-        """Return the number of its channel: a listener makes channels in the order in which it accepts connections."""
-        return self.channel.number
 
     @property
     def is_open(self) -> bool:
@@ -82,15 +77,17 @@ class RankConnections:
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
 
-    def notifier(self, listener: ChunkListener | None, manifest: bytes, draft: IncomingReplica) -> ChunkNotifier | None:
+    def notifier(
+        self, listener: ChunkListener | None, manifest: bytes, replica: IncomingReplica
+    ) -> ChunkNotifier | None:
         """Return the notifier of a reader on this host; None if it did not ask for one, or is gone."""
         if listener is None:
             return None
         with self.context.changed:
             link = self.state.ranks.links.get(listener.nonce)
-        return ChunkNotifier(cast(RankConnection, link).send, listener.number, manifest, draft) if link else None
+        return ChunkNotifier(cast(RankConnection, link).send, listener.number, manifest, replica) if link else None
 
-    def tell_twin(self, shard: ShardId, event: ReplicasDiffer) -> None:
+    def send_replicas_differ(self, shard: ShardId, event: ReplicasDiffer) -> None:
         """Send an event to the process that put a shard, if it is still connected in that attempt."""
         for link in self.of_job(shard.job):
             if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:

@@ -1,6 +1,6 @@
-"""The holder's side of its ranks' links: leases, hand-overs, calls to the controller, levels (R4, R8, R11, R15).
+"""The holder's side of its ranks' links: leases, submissions, calls to the controller, levels (R4, R8, R11, R15).
 
-One thread per link reads; another digests hand-overs in order (seal.py), so that no put waits for an answer. What is
+One thread per link reads; another digests submissions in order (seal.py), so that no put waits for an answer. What is
 said: core/wire/rank_messages.py.
 """
 
@@ -19,12 +19,12 @@ from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
-    Ask,
     AskAnswered,
     AskRefused,
     Bye,
-    LendSlots,
+    ForwardCall,
     MarksMade,
+    OfferSlots,
     PutReady,
     PutWaiting,
     RankHello,
@@ -32,9 +32,9 @@ from memstore.core.wire.rank_messages import (
     SlotsMoved,
     StepTrained,
     ToolHello,
-    UnlendSlots,
     Unpin,
     Welcome,
+    WithdrawSlots,
     decode_hello,
     decode_rank_message,
 )
@@ -48,7 +48,7 @@ from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.rank_connections import SEND_S, RankConnection
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.seal import Sealer
-from memstore.shell.holder.send_gate import Traffic
+from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
 
@@ -59,15 +59,15 @@ class RankServer:
     """The server of one holder's ranks: each link is read by a thread of its own."""
 
     def __init__(
-        self, context: HolderContext, runner: Runner, calls: Calls, sealer: Sealer, traffic: Traffic,
+        self, context: HolderContext, runner: Runner, calls: Calls, sealer: Sealer, send_gate: SendGate,
         trained: TrainedSteps, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
         self.context, self.state, self.replicas = context, context.state, context.replicas
         self.calls, self.sealer = calls, sealer
-        self.traffic, self.trained, self.release_room = traffic, trained, release_room
-        self.runner = runner.extended({effects.TellWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
-        self.lendings = LeaseTransfers(self.replicas)
+        self.send_gate, self.trained, self.release_room = send_gate, trained, release_room
+        self.runner = runner.extended({effects.SendWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
+        self.lease_transfers = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -87,9 +87,9 @@ class RankServer:
             return
         finally:
             with self.runner.state():
-                link.handovers.put(None)
-                if ranks.end(self.state, link):  # inside the lock: marks of the next link are not forgotten with these
-                    self.traffic.forget(link.nonce, link.job, link.rank)
+                link.submitted_puts.put(None)
+                if ranks.end(self.state, link):  # with it under the lock: a new link's marks are not forgotten
+                    self.send_gate.forget(link.nonce, link.job, link.rank)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
         """Take the link."""
@@ -109,7 +109,7 @@ class RankServer:
             raise ConfigError(f"no process has joined as {link.parent!r}: connect the training process first")
         check_child(link.owner.pid, lender.pid, link.parent)
 
-    def _welcome(self, effect: effects.TellWelcome) -> None:
+    def _welcome(self, effect: effects.SendWelcome) -> None:
         config = self.context.config
         cast(RankConnection, effect.link).send(
             Welcome(
@@ -120,9 +120,9 @@ class RankServer:
 
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
-            case Ask(id=number, call=request):
+            case ForwardCall(id=number, call=request):
                 self.calls.ask(Call(link.owner, link.nonce, number, request))
-            case LendSlots() | AdoptSlots() | UnlendSlots():
+            case OfferSlots() | AdoptSlots() | WithdrawSlots():
                 self._transfer(link, message)
             case PutReady():
                 self.sealer.add(link, message)
@@ -130,41 +130,41 @@ class RankServer:
                 with self.runner.state():
                     reads.give_back(link, pin)
             case StepTrained(step=step):
-                self.trained.hear(link.job, link.attempt, step)
+                self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):
-                with self.runner.state():
-                    if self.state.ranks.is_current(link):  # else the newer link has brought its own file
-                        self.traffic.watch(link.nonce, file)
+                self.send_gate.watch(link.nonce, file)
             case PutWaiting(step=step):
-                self.traffic.release(link.job, link.rank, (link.attempt, step))
+                self.send_gate.release(link.job, link.rank, (link.attempt, step))
             case IntoChecked():
                 self.context.report(message)
             case Bye():
                 self.runner.run(ranks.leave(self.state, link))
 
-    def _transfer(self, link: RankConnection, question: LendSlots | AdoptSlots | UnlendSlots) -> None:
+    def _transfer(self, link: RankConnection, question: OfferSlots | AdoptSlots | WithdrawSlots) -> None:
         """Offer, adopt or give back slots, and answer before any other message on the link's leases."""
         answer: SlotsMoved | AskRefused
         with link.grants:
             try:
+                if isinstance(question, OfferSlots):
+                    self.lease_transfers.check(link.owner, question)
                 with self.runner.state():
                     answer = SlotsMoved(id=question.id, slots=tuple(self._moved(link, question)))
             except (LookupError, IntegrityError) as exc:
                 answer = AskRefused(id=question.id, error="CommitError", message=str(exc))
-                if isinstance(question, LendSlots):  # a child that asks for it learns only that there is none
+                if isinstance(question, OfferSlots):  # a child that asks for it learns only that there is none
                     log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send(answer)
 
-    def _moved(self, link: RankConnection, question: LendSlots | AdoptSlots | UnlendSlots) -> Sequence[int]:
+    def _moved(self, link: RankConnection, question: OfferSlots | AdoptSlots | WithdrawSlots) -> Sequence[int]:
         """Return the slots that are the asking process's by the answer."""
         match question:
-            case LendSlots():
-                self.lendings.lend(link.owner, question)
+            case OfferSlots(step=step, slots=slots):
+                self.lease_transfers.offer_slots(link.owner, step, slots)
                 return ()
-            case UnlendSlots(step=step, slots=slots):
-                return self.lendings.unlend(link.owner, step, slots)
+            case WithdrawSlots(step=step, slots=slots):
+                return self.lease_transfers.withdraw(link.owner, step, slots)
             case AdoptSlots(step=step):
-                return self.lendings.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
+                return self.lease_transfers.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
 
     def answer(self, call_id: int, data: bytes | None, error: list[str] | None) -> None:
         """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
@@ -191,11 +191,11 @@ class RankServer:
 
     def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
         """Pin what was brought here for a rank, and say where it lies."""
-        lent = self.runner.run(reads.lend(self.state, link, staged))
+        pinned = self.runner.run(reads.pin_staged(self.state, link, staged))
         return ShardPlaced(
             step=staged.step, attempt=staged.attempt, verdict=staged.verdict, why=staged.why,
-            report=staged.report if isinstance(staged, ShardStaged) else None, manifest=lent.manifest,
-            slots=tuple(lent.slots), pin=lent.pin,
+            report=staged.report if isinstance(staged, ShardStaged) else None, manifest=pinned.manifest,
+            slots=tuple(pinned.slots), pin=pinned.pin,
         )  # fmt: skip
 
     # -- processes that are gone ----------------------------------------------------------------
@@ -204,13 +204,13 @@ class RankServer:
         """Reclaim what processes leased that are proved dead."""
         self.runner.run(ranks.reap(self.state))
 
-    def expire(self) -> None:
-        """Release what readers kept for too long."""
+    def expire_reads(self) -> None:
+        """Let go of what readers kept for too long."""
         self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
         with self.runner.state():
-            self.lendings.forget(effect.owner)
+            self.lease_transfers.forget(effect.owner)
         self.calls.forget(effect.owner)
         self.release_room()
 

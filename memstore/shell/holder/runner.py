@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from memstore.core.holder.effects import Effect, Steps, Together, WaitFor
-from memstore.shell.holder.chunk_notifier import TELL_S
+from memstore.core.holder.effects import Effect, Procedure, Together, WaitFor
+from memstore.shell.holder.chunk_notifier import NOTIFY_S
 
 T = TypeVar("T")
 SIDE_THREADS = 8
@@ -54,7 +54,7 @@ class Runner:
         with self.state():
             pass
 
-    def run(self, steps: Steps[T]) -> T:
+    def run(self, steps: Procedure[T]) -> T:
         """Run a procedure to its end and return its result; raise its errors here."""
         value: Any = None
         error: BaseException | None = None
@@ -85,13 +85,13 @@ class Runner:
     def _together(self, effect: Together) -> list[Any]:
         """Run procedures on other threads until all have ended.
 
-        Returning earlier would let one still running write into a draft that was given up.
+        Returning earlier would let one still running write into an incoming replica that was given up.
         """
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
-        tell = effect.notifier.tell if effect.notifier is not None else lambda: None
-        tell()
+        notify = effect.notifier.notify if effect.notifier is not None else lambda: None
+        notify()
         pending = set(futures)
         while pending:
-            pending = wait(pending, TELL_S if effect.notifier is not None else None).not_done
-            tell()
+            pending = wait(pending, NOTIFY_S if effect.notifier is not None else None).not_done
+            notify()
         return [future.result() for future in futures]

@@ -40,47 +40,49 @@ class Scrubber:
         for number in range(len(self.context.replicas.table.slots)):
             if self.context.replicas.table.slots[number].state is SlotState.SEALED:
                 yield partial(self._check, number)
-        for shelved in self._shelved(None):
-            yield partial(self._check_manifest, shelved)
+        for stored in self._stored(None):
+            yield partial(self._check_manifest, stored)
 
-    def _shelved(self, job: str | None) -> list[StoredReplica]:
+    def _stored(self, job: str | None) -> list[StoredReplica]:
         replicas = self.context.replicas
         with replicas.lock:
             return [s for s in replicas.index.shards.values() if job in (None, s.shard.job) and not s.is_doomed]
 
-    def _check_manifest(self, shelved: StoredReplica) -> bool:
+    def _check_manifest(self, stored: StoredReplica) -> bool:
         """Compare a copy's manifest with its digest; True if it is damaged, which was not known."""
         replicas = self.context.replicas
         try:
-            replicas.manifest(shelved)
+            replicas.manifest(stored)
         except FileNotFoundError:  # dropped meanwhile
             return False
         except (ConfigError, DigestMismatch) as exc:
             with replicas.lock:
-                is_here = replicas.index.find(shelved.shard, shelved.spec.digest) is shelved
-                if not is_here or shelved.is_nameless:
+                is_here = replicas.index.find(stored.shard, stored.spec.digest) is stored
+                if not is_here or stored.is_nameless:
                     return False
-                shelved.is_nameless = True
+                stored.is_nameless = True
             self.found_count += 1
             log.warning("host %s: %s", self.context.host_id, exc)
-            self.context.sealed(shelved)
+            self.context.sealed(stored)
             return True
         return False
 
     def _check(self, number: int) -> int:
-        hurt = self.context.replicas.verify_slot(number)
-        if hurt:
+        damaged = self.context.replicas.verify_slot(number)
+        if damaged:
             self.found_count += 1
-            log.warning("host %s: slot %d is damaged, and with it %d copies", self.context.host_id, number, len(hurt))
-        for shelved in hurt:
-            self.context.sealed(shelved)
-        return len(hurt)
+            log.warning(
+                "host %s: slot %d is damaged, and with it %d copies", self.context.host_id, number, len(damaged)
+            )
+        for stored in damaged:
+            self.context.sealed(stored)
+        return len(damaged)
 
     def verify_all(self, job: str | None) -> HostVerified:
         """Re-digest everything (of one job) now; return the counts of checked and damaged chunks."""
-        shards = self._shelved(job)
+        shards = self._stored(job)
         with self.context.replicas.lock:
             numbers = sorted({n for s in shards for n in s.slots if n is not None})
         damaged = sum(1 for number in numbers if self._check(number))
-        manifests = sum(1 for shelved in shards if self._check_manifest(shelved))
+        manifests = sum(1 for stored in shards if self._check_manifest(stored))
         return HostVerified(shards=len(shards), chunks=len(numbers), damaged=damaged, damaged_manifests=manifests)

@@ -1,4 +1,4 @@
-"""Runs core/holder/seal.py, which turns hand-overs into sealed shards, on one thread for each link."""
+"""Runs core/holder/seal.py, which turns submissions into sealed shards, on one thread for each link."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
-from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Call, Calls
@@ -15,17 +14,19 @@ from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.holder.runner import Runner
-from memstore.shell.holder.shared_shards import Twins
+from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 
 
 class Sealer:
-    """The hand-overs of all links of one holder, and its fences."""
+    """The submissions of all links of one holder, and its fences."""
 
-    def __init__(self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, twins: Twins) -> None:
+    def __init__(
+        self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, shared_shards: HolderSharedShards
+    ) -> None:
         self.context, self.replicas = context, context.replicas
-        self.calls, self.pusher, self.twins = calls, pusher, twins
+        self.calls, self.pusher, self.shared_shards = calls, pusher, shared_shards
         self.meter = PutMeter()
         self.runner = runner.extended(
             {
@@ -42,11 +43,11 @@ class Sealer:
         threading.Thread(target=self._run, args=(link,), name=f"memstore-seal-{link.nonce}", daemon=True).start()
 
     def add(self, link: RankConnection, ready: PutReady) -> None:
-        """Queue a hand-over that came completely; a fence that comes now waits for it (R21)."""
+        """Queue a submission that came completely; a fence that comes now waits for it (R21)."""
         with self.runner.state():
             put = procedure.add(self.context.state, link, ready)
             if put is not None:
-                link.handovers.put(put)
+                link.submitted_puts.put(put)
 
     def open_fence(self, job: str, attempt: int) -> None:
         """Refuse older attempts from now on."""
@@ -54,12 +55,12 @@ class Sealer:
             procedure.open_fence(self.context.state, job, attempt)
 
     def fence(self, job: str, attempt: int, members: list[str]) -> None:
-        """Finish what older attempts handed over, and answer the controller's fence (R21)."""
+        """Finish what older attempts submitted, and answer the controller's fence (R21)."""
         self.runner.run(procedure.fence(self.context.state, job, attempt, members))
 
     def _run(self, link: RankConnection) -> None:
         lower_thread_priority()
-        while (put := link.handovers.get()) is not None:
+        while (put := link.submitted_puts.get()) is not None:
             self.runner.run(procedure.run(self.context.state, put))
 
     # -- effects ------------------------------------------------------------------------------
@@ -72,24 +73,19 @@ class Sealer:
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> StoredReplica:
         ready, shard = effect.ready, effect.shard
-        shelved = self.replicas.seal_local(
+        stored = self.replicas.seal_local(
             shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
             attempt=shard.attempt,
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,
         )  # fmt: skip
         self.meter.count(shard.job, ready.stall_s, ready.nbytes)
-        return shelved
+        return stored
 
     def _note_put(self, effect: effects.NotePut) -> int | None:
-        return self.twins.put_sealed(effect.shelved, effect.shared_count)
+        return self.shared_shards.put_sealed(effect.stored, effect.shared_count)
 
     def _compare(self, effect: effects.CompareShared) -> None:
-        self.twins.compare(effect.shard)
+        self.shared_shards.compare(effect.shard)
 
     def _give_up(self, effect: effects.GiveUpPut) -> None:
-        shard = effect.shard
-        request = SkipStep(
-            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
-            is_failed=effect.is_failed,
-        )  # fmt: skip
-        self.calls.ask(Call(None, "", 0, request))
+        self.calls.ask(Call(None, "", 0, effect.request))

@@ -20,7 +20,7 @@ log = logging.getLogger("memstore")
 Pace = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-class Traffic:
+class SendGate:
     """The marks of this host's ranks and the pushes of their puts; any thread may use it."""
 
     def __init__(self, folder: Path, hold_s: float) -> None:
@@ -107,8 +107,8 @@ class Traffic:
 class PushGate:
     """The gate of one push: its bytes leave when no collective is under way."""
 
-    def __init__(self, traffic: Traffic, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
-        self._traffic, self._sending, self._pace = traffic, sending, pace
+    def __init__(self, send_gate: SendGate, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
+        self._traffic, self._sending, self._pace = send_gate, sending, pace
 
     def paced(self, pace: Pace) -> PushGate:
         """Return a gate that is inside `pace` while its bytes are sent."""

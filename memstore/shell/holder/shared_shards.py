@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.wire.orders import CopierTargets, PushTargets
+from memstore.core.wire.orders import PushTargets, WriterTargets
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.shell.arena.replica_store import ReplicaStore
 from recovery.inventory import ShardId
 
-TWIN_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
-TOLD_CHUNKS_MAX = 64
+WRITER_WAIT_S = 3.0  # longest wait of an offer for this host's own put of the step, which may never come
+NAMED_CHUNKS_MAX = 64
 
 
 @dataclass(slots=True)
@@ -30,17 +30,17 @@ class Newest:
     is_flagged: bool = False  # its chunks are those of the put before, and that was said
 
 
-class Twins:
+class HolderSharedShards:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(
-        self, replicas: ReplicaStore, stopping: threading.Event, tell: Callable[[ShardId, ReplicasDiffer], None]
+        self, replicas: ReplicaStore, stopping: threading.Event, notify: Callable[[ShardId, ReplicasDiffer], None]
     ) -> None:
-        """`tell`: sends an event to the process that put a shard here."""
-        self.replicas, self.stopping, self.tell = replicas, stopping, tell
+        """`notify`: sends an event to the process that put a shard here."""
+        self.replicas, self.stopping, self.notify = replicas, stopping, notify
         self.changed = threading.Condition()
         self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
-        self.declared: dict[str, tuple[int, dict[int, CopierTargets]]] = {}  # job -> attempt, local copiers
+        self.declared: dict[str, tuple[int, dict[int, WriterTargets]]] = {}  # job -> attempt, local writers
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: reported and not equal since
@@ -50,7 +50,7 @@ class Twins:
         job, attempt = order.job, order.attempt
         self.ordinary[job] = list(order.targets)
         with self.changed:
-            self.declared[job] = (attempt, {row.rank: row for row in order.copiers})
+            self.declared[job] = (attempt, {row.rank: row for row in order.writers})
             self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
 
     def targets(self, shard: ShardId) -> list[str]:
@@ -59,10 +59,10 @@ class Twins:
         return list(row.targets if row is not None else self.ordinary_targets(shard.job))
 
     def ordinary_targets(self, job: str) -> list[str]:
-        """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared copiers."""
+        """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared writers."""
         return list(self.ordinary.get(job, ()))
 
-    def _row(self, shard: ShardId) -> CopierTargets | None:
+    def _row(self, shard: ShardId) -> WriterTargets | None:
         attempt, table = self.declared.get(shard.job, (0, {}))
         return table.get(shard.rank) if attempt == shard.attempt else None
 
@@ -71,7 +71,7 @@ class Twins:
         attempt, table = self.declared.get(shard.job, (0, {}))
         if attempt == shard.attempt:
             for rank, row in table.items():
-                if shard.rank in row.twins:
+                if shard.rank in row.other_writers:
                     return rank
         return None
 
@@ -86,7 +86,7 @@ class Twins:
         if own is None:
             return
         with self.changed:
-            if not self.changed.wait_for(lambda: self.stopping.is_set() or self.is_over(shard, own), TWIN_WAIT_S):
+            if not self.changed.wait_for(lambda: self.stopping.is_set() or self.is_over(shard, own), WRITER_WAIT_S):
                 self.gave_up(shard, own)
                 self.changed.notify_all()
 
@@ -117,14 +117,14 @@ class Twins:
 
     # -- seals ----------------------------------------------------------------------------------
 
-    def put_sealed(self, shelved: StoredReplica, shared_count: int | None) -> int | None:
+    def put_sealed(self, stored: StoredReplica, shared_count: int | None) -> int | None:
         """Note a local rank's sealed put; return the step before if this put is the first to repeat its chunks."""
-        shard = shelved.shard
-        now = Newest(shard, shelved.digests, shared_count)
+        shard = stored.shard
+        now = Newest(shard, stored.digests, shared_count)
         with self.changed:
             before = self.newest.get((shard.job, shard.rank))
             if before is not None and before.shard == shard:
-                return None  # handed over again by a link that came back
+                return None  # submitted again by a link that came back
             is_same = before is not None and before.shard.attempt == shard.attempt and _repeats(before, now)
             now.is_flagged = is_same
             self.newest[shard.job, shard.rank] = now
@@ -145,24 +145,26 @@ class Twins:
 
     def _compare(self, own: Newest, other: StoredReplica) -> None:
         """Notify the rank if its shared chunks and those of another writer differ, or are equal again."""
-        job, attempt, rank, twin = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
+        job, attempt, rank, other_rank = own.shard.job, own.shard.attempt, own.shard.rank, other.shard.rank
         row, count = self._row(own.shard), own.shared_count
-        if row is None or count is None or twin not in row.twins or rank > twin:
+        if row is None or count is None or other_rank not in row.other_writers or rank > other_rank:
             return  # the host of the higher rank compares the same two
         theirs = (*other.digests[:count], *[b""] * (count - len(other.digests)))
         unequal = [i for i, (a, b) in enumerate(zip(own.digests[:count], theirs, strict=True)) if a != b]
-        key = (job, attempt, rank, twin)
+        key = (job, attempt, rank, other_rank)
         with self.changed:
             is_new = bool(unequal) != (key in self.differing)
             self.differing.add(key) if unequal else self.differing.discard(key)
         if is_new:
-            self._tell(own.shard, twin, unequal)
+            self._notify(own.shard, other_rank, unequal)
 
-    def _tell(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
+    def _notify(self, shard: ShardId, other_rank: int, unequal: list[int]) -> None:
         """Notify the rank which chunks differ, or that none does any more; the rank finds the tensors in them."""
-        told = tuple(unequal[:TOLD_CHUNKS_MAX])
-        event = ReplicasDiffer(attempt=shard.attempt, step=shard.step, twin=twin, count=len(unequal), chunks=told)
-        self.tell(shard, event)
+        named = tuple(unequal[:NAMED_CHUNKS_MAX])
+        event = ReplicasDiffer(
+            attempt=shard.attempt, step=shard.step, other_rank=other_rank, count=len(unequal), chunks=named
+        )
+        self.notify(shard, event)
 
 
 def _step(shard: ShardId) -> tuple[str, int, int]:

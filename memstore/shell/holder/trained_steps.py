@@ -11,7 +11,7 @@ class TrainedSteps:
     def __init__(self) -> None:
         self._newest: dict[str, tuple[int, int]] = {}
 
-    def hear(self, job: str, attempt: int, step: int) -> None:
+    def report(self, job: str, attempt: int, step: int) -> None:
         """Note a step that a rank has trained."""
         self._newest[job] = max((attempt, step), self._newest.get(job, (0, -1)))
 

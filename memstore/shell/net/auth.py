@@ -153,7 +153,7 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
         identity: dict[str, Any] = side(handshake)
     except errors.AuthenticationError:
         # The refusal names nothing: the other side has proved nothing.
-        _tell_refused(channel)
+        _send_refused(channel)
         channel.close()
         raise
     except BaseException:
@@ -164,7 +164,7 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
     return identity
 
 
-def _tell_refused(channel: Channel) -> None:
+def _send_refused(channel: Channel) -> None:
     try:
         refused = ErrorMessage(error="AuthenticationError", message="refused", context={})
         channel.send(Kind.ERROR, 0, refused, deadline_s=0.1)

@@ -215,6 +215,8 @@ class Listener:
             with self._room:
                 self._forget(channel)
             self._on_channel(channel, identity)
+        except errors.ProtocolError as error:  # the peer has shown who it is: this is a mistake of ours
+            _log.warning("the connection of %s is closed: %s", channel.peer, error)
         except (errors.TransportError, errors.ClosedError) as error:
             _log.debug("%s: %s", channel.peer, error)
         except OSError as error:  # the machine's, such as a full table of descriptors

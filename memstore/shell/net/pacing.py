@@ -17,7 +17,7 @@ CHUNK_S = 10.0  # a chunk may be in transit for this long at most: its receiver 
 BULK_NICE = 10  # a thread that computes gets ten times the share of one of these
 
 
-class Lane:
+class Pacing:
     """All outgoing bulk connections of one host; any thread may use it."""
 
     def __init__(self, dscp: int, bytes_per_s: int, chunk_bytes: int) -> None:

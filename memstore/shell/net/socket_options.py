@@ -64,10 +64,10 @@ def _set(sock: socket.socket | TlsStream, level: int, option: int, value: int | 
         sock.setsockopt(level, option, value)
     except OSError as exc:
         if sock.fileno() >= 0:  # else the connection is closed, and the next send says so
-            _tell_refused(what, str(exc))
+            _log_refused(what, str(exc))
 
 
 @functools.cache
-def _tell_refused(what: str, why: str) -> None:
+def _log_refused(what: str, why: str) -> None:
     """Log once for each reason: every connection would repeat it."""
     log.warning("memstore: this host's kernel refuses %s for copies (%s): they leave without it", what, why)

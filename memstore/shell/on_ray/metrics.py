@@ -68,8 +68,8 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
     """Begin to export the controller's metrics, until `stopping`."""
     instruments = Instruments(controller.config.store)
 
-    def count(happening: StoreEvent) -> None:
-        instruments.record(counted(happening))
+    def count(event: StoreEvent) -> None:
+        instruments.record(counted(event))
 
     def stand() -> None:
         events = controller.event_log

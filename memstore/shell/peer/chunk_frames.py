@@ -74,7 +74,7 @@ def send_run(
 
 
 def receive_run(
-    channel: Channel, replicas: ReplicaStore, draft: IncomingReplica, indices: Sequence[int], *,
+    channel: Channel, replicas: ReplicaStore, replica: IncomingReplica, indices: Sequence[int], *,
     take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
@@ -93,21 +93,21 @@ def receive_run(
     sizes = _sizes(channel, replicas, frame, len(indices))
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
-    came: list[tuple[int, int, int, bytes]] = []
+    arrived: list[tuple[int, int, int, bytes]] = []
     try:
         for (index, size), number in zip(wanted, numbers, strict=False):
             view = replicas.arena.view(number, size)
             hasher = chunk_hasher()
             channel.recv_bulk_into(view, timeout_s=timeout_s, seen=hasher.update)
-            came.append((index, number, size, hasher.digest()))
+            arrived.append((index, number, size, hasher.digest()))
         channel.skip_bulk(timeout_s=timeout_s)
     finally:
-        replicas.give_back(numbers[len(came) :])
-        bad = replicas.keep_chunks(draft, came)
+        replicas.give_back(numbers[len(arrived) :])
+        bad = replicas.keep_chunks(replica, arrived)
     for _ in bad:
         damage.chunk()
-    here = {index for index, *_ in came}.difference(bad)
-    return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], sum(size for _, _, size, _ in came))
+    here = {index for index, *_ in arrived}.difference(bad)
+    return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], sum(size for _, _, size, _ in arrived))
 
 
 def _sizes(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -> tuple[int, ...]:

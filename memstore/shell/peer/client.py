@@ -1,7 +1,7 @@
 """Copies shards to and from peers over several streams, every byte digested on arrival (R13, R14).
 
 A `Peer` keeps a pool of authenticated connections to one holder. `send_chunks` sends what the peer lacks of a
-shard that it was offered; `fetch_into` pulls chunk runs into a draft. Both block, in threads of the caller.
+shard that it was offered; `fetch_into` pulls chunk runs into an incoming replica. Both block, in threads of the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.net.pacing import Lane, lower_thread_priority
+from memstore.shell.net.pacing import Pacing, lower_thread_priority
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
@@ -51,13 +51,13 @@ class Peer:
         identity: dict[str, Any],
         streams: int,
         damage: Damage,
-        lane: Lane,
+        pacing: Pacing,
         tls: Tls | None = None,
     ) -> None:
         self.host_id, self.address, self.port = host_id, address, port
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
-        self._tls, self._lane = tls, lane
+        self._tls, self._pacing = tls, pacing
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class Peer:
                 self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
                 timeout_s=CONNECT_TIMEOUT_S, tls=self._tls,
             )  # fmt: skip
-            self._lane.enter(channel)
+            self._pacing.enter(channel)
         with self._lock:
             self._borrowed.add(channel)
         try:
@@ -216,7 +216,7 @@ class Peer:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
                 nbytes = sum(shipment.sizes[i] for i in lack[part])
                 throttle(nbytes)
-                paced = functools.partial(self._lane.sending, channel)
+                paced = functools.partial(self._pacing.sending, channel)
                 with paced() if gate is None else contextlib.nullcontext():
                     held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'
                     send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held)
@@ -228,8 +228,10 @@ class Peer:
 
     # -- fetch --------------------------------------------------------------------------------
 
-    def fetch_into(self, replicas: ReplicaStore, draft: IncomingReplica, digest: str, want: Sequence[int]) -> list[int]:
-        """Pull chunks into the draft over several streams; return the indices that came damaged or not at all.
+    def fetch_into(
+        self, replicas: ReplicaStore, replica: IncomingReplica, digest: str, want: Sequence[int]
+    ) -> list[int]:
+        """Pull chunks into a replica over several streams; return the indices that came damaged or not at all.
 
         Raises:
             IntegrityError: the peer does not hold the shard.
@@ -237,21 +239,23 @@ class Peer:
             CapacityError: no room here.
         """
         bad: list[int] = []
-        fetch = functools.partial(self._fetch_batch, replicas, draft, digest)
+        fetch = functools.partial(self._fetch_batch, replicas, replica, digest)
         self.over_streams(batches(want, self._streams), lambda batch: bad.extend(fetch(batch)))
         return bad
 
-    def _fetch_batch(self, replicas: ReplicaStore, draft: IncomingReplica, digest: str, batch: list[int]) -> list[int]:
+    def _fetch_batch(
+        self, replicas: ReplicaStore, replica: IncomingReplica, digest: str, batch: list[int]
+    ) -> list[int]:
         """Return the indices that came damaged or not at all."""
 
         def fetch(channel: Channel) -> list[int]:
             bad: list[int] = []
-            want = [i for i in batch if draft.slots[i] is None]
-            request = FetchChunks(shard=WireShard.of(draft.shard), digest=digest, chunks=tuple(want))
+            want = [i for i in batch if replica.slots[i] is None]
+            request = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(want))
             channel.send(Kind.CALL, next_request_id(), request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
-                    channel, replicas, draft, want, take=replicas.take_slots_growing, damage=self._damage,
+                    channel, replicas, replica, want, take=replicas.take_slots_growing, damage=self._damage,
                     timeout_s=CALL_TIMEOUT_S,
                 )  # fmt: skip
                 bad += run.bad

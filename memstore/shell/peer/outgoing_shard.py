@@ -1,6 +1,6 @@
 """What a push sends: a stored replica, or a fresh one whose digests come while its first chunks are on the wire.
 
-    Fresh: handed over --digested--> sealed, pinned once for every push --a push ends--> one pin less
+    Fresh: submitted --digested--> sealed, pinned once for every push --a push ends--> one pin less
                  '--> failed: its pushes abort at the peers
 
 A peer checks every chunk on arrival and seals nothing before it has the manifest, which exists only once this
@@ -23,27 +23,27 @@ DIGEST_S = 60.0  # longest wait for this host's own digests
 class SealedReplica:
     """A stored replica, pinned until it is released."""
 
-    def __init__(self, replicas: ReplicaStore, shelved: StoredReplica, pin: int) -> None:
-        self.replicas, self.shelved, self._pin = replicas, shelved, pin
-        self.shard, self.digest = shelved.shard, shelved.spec.digest
-        self.sizes = [shelved.spec.chunk_nbytes(i) for i in range(shelved.spec.chunks_count)]
+    def __init__(self, replicas: ReplicaStore, replica: StoredReplica, pin: int) -> None:
+        self.replicas, self.replica, self._pin = replicas, replica, pin
+        self.shard, self.digest = replica.shard, replica.spec.digest
+        self.sizes = [replica.spec.chunk_nbytes(i) for i in range(replica.spec.chunks_count)]
 
     def digests(self, batch: Sequence[int]) -> list[bytes]:
         """Return the digests of these chunks."""
-        return [self.shelved.digests[i] for i in batch]
+        return [self.replica.digests[i] for i in batch]
 
     def view(self, index: int) -> memoryview | None:
         """Return a chunk's bytes, or None if this host lacks it."""
-        return self.replicas.chunk_view(self.shelved, index)
+        return self.replicas.chunk_view(self.replica, index)
 
     def manifest(self) -> bytes:
         """Return the manifest."""
-        return self.replicas.manifest(self.shelved)
+        return self.replicas.manifest(self.replica)
 
     @property
     def stored(self) -> StoredReplica:
         """Return the stored replica."""
-        return self.shelved
+        return self.replica
 
     def has_digests(self, batch: Sequence[int]) -> bool:
         """Return whether `digests` answers at once: always."""
@@ -55,7 +55,7 @@ class SealedReplica:
 
     def release(self) -> None:
         """End the push."""
-        self.replicas.unpin(self.shelved, self._pin)
+        self.replicas.unpin(self.replica, self._pin)
 
 
 class StreamingReplica:
@@ -68,7 +68,7 @@ class StreamingReplica:
         self.slots, self.sizes = list(slots), list(sizes)
         self._changed = threading.Condition()
         self._known: list[bytes] = []
-        self._shelved: StoredReplica | None = None
+        self._replica: StoredReplica | None = None
         self._readers = 0  # pushes that have begun and not ended
         self._pins: list[int] = []
         self._why = ""
@@ -79,12 +79,12 @@ class StreamingReplica:
             self._known.append(digest)
             self._changed.notify_all()
 
-    def seal(self, shelved: StoredReplica) -> None:
+    def seal(self, replica: StoredReplica) -> None:
         """Pin the stored replica for every push, before it could be dropped; needs the replica store's lock."""
         with self._changed:
             deadline_s = self.replicas.clock.monotonic() + PIN_S
-            self._pins = [self.replicas.index.pin(shelved, deadline_s) for _ in range(self._readers)]
-            self._shelved = shelved
+            self._pins = [self.replicas.index.pin(replica, deadline_s) for _ in range(self._readers)]
+            self._replica = replica
             self._changed.notify_all()
 
     def fail(self, why: str) -> None:
@@ -101,7 +101,7 @@ class StreamingReplica:
     @property
     def stored(self) -> StoredReplica | None:
         """Return the stored replica, if there is one yet."""
-        return self._shelved
+        return self._replica
 
     def has_digests(self, batch: Sequence[int]) -> bool:
         """Return whether `digests` answers at once, if only by its error."""
@@ -109,7 +109,7 @@ class StreamingReplica:
 
     def is_settled(self) -> bool:
         """Return whether the shard is stored, or never will be."""
-        return bool(self._why) or self._shelved is not None
+        return bool(self._why) or self._replica is not None
 
     def digests(self, batch: Sequence[int]) -> list[bytes]:
         """Return the digests of these chunks as soon as they are known; PeerRefused if the put failed here."""
@@ -123,9 +123,9 @@ class StreamingReplica:
         under a send, the peer's digest refuses the chunk and it is sent again from where it lies then.
         """
         with self._changed:
-            shelved = self._shelved
-        if shelved is not None:
-            return self.replicas.chunk_view(shelved, index)
+            replica = self._replica
+        if replica is not None:
+            return self.replicas.chunk_view(replica, index)
         return self.replicas.arena.view(self.slots[index], self.sizes[index])
 
     def manifest(self) -> bytes:
@@ -135,17 +135,17 @@ class StreamingReplica:
     def sealed(self) -> StoredReplica:
         """Return the stored replica as soon as there is one; PeerRefused if the put failed here."""
         self._wait(self.is_settled)
-        if self._shelved is None:
+        if self._replica is None:
             raise PeerRefused(f"{self.shard} was not sealed here", is_final=True)
-        return self._shelved
+        return self._replica
 
     def release(self) -> None:
         """End one push."""
         with self._changed:
             self._readers -= 1
-            pin, shelved = (self._pins.pop() if self._pins else None), self._shelved
-        if pin is not None and shelved is not None:
-            self.replicas.unpin(shelved, pin)
+            pin, replica = (self._pins.pop() if self._pins else None), self._replica
+        if pin is not None and replica is not None:
+            self.replicas.unpin(replica, pin)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:

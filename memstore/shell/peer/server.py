@@ -26,12 +26,12 @@ from memstore.core.wire.peer_messages import (
     ChunksWanted,
     CopySealed,
     Done,
-    DraftRequest,
     FetchChunks,
     FetchManifest,
     HasCopy,
+    IncomingRequest,
     ManifestFound,
-    NoDraft,
+    NoIncoming,
     Offer,
     PeerRequest,
     Ping,
@@ -50,9 +50,9 @@ from memstore.shell.peer.corruption_counts import Damage
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")
-CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its draft
+CHUNK_TIMEOUT_S = 30.0  # a sender that stalls this long inside a batch loses its incoming replica
 REPLY_TIMEOUT_S = 30.0
-DRAFT_IDLE_S = 120.0  # longer than a batch may take, and than a sender waits for its own digests
+INCOMING_IDLE_S = 120.0  # longer than a batch may take, and than a sender waits for its own digests
 
 
 Key = tuple[str, ShardId]  # sender and shard
@@ -60,11 +60,11 @@ Key = tuple[str, ShardId]  # sender and shard
 
 @dataclass(slots=True)
 class Incoming:
-    """A draft that a peer feeds: all its connections, and when data for it last arrived."""
+    """An incoming replica that a peer feeds: all its connections, and when data for it last arrived."""
 
-    draft: IncomingReplica
+    replica: IncomingReplica
     channels: set[Channel]
-    heard_s: float
+    last_frame_s: float
 
 
 class PeerServer:
@@ -88,7 +88,7 @@ class PeerServer:
         self.damage = damage or Damage()
 
     def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
-        """Answer requests until the peer goes away; its drafts go with its last connection (R13)."""
+        """Answer requests until the peer goes away; its incoming replicas go with its last connection (R13)."""
         lower_thread_priority()
         try:
             host = identity.get("host")
@@ -102,7 +102,7 @@ class PeerServer:
                 if frame.kind is not Kind.CALL:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
                 request = decode_request(frame.data)
-                if isinstance(request, DraftRequest) and request.sender != host:
+                if isinstance(request, IncomingRequest) and request.sender != host:
                     raise ProtocolError(f"{channel.peer} is {host} and speaks for {request.sender[:80]!r}")
                 self._answer(channel, frame.request_id, request)
         except PeerUnreachable:
@@ -161,10 +161,10 @@ class PeerServer:
             )  # or dropped by now
             has_it = known is not None and not known.missing and not known.is_doomed
             if not has_it:
-                self.replicas.index.abort_draft(sender, shard)  # of a try that broke: its room is this one's
-            why = None if has_it else self.replicas.index.guest_refusal(shard, count)
+                self.replicas.index.abort_incoming(sender, shard)  # of a try that broke: its room is this one's
+            why = None if has_it else self.replicas.index.peer_refusal(shard, count)
             if not has_it and why is None:
-                draft = self.replicas.index.open_draft(sender, shard, [b""] * count, attempt=attempt)
+                replica = self.replicas.index.open_incoming(sender, shard, [b""] * count, attempt=attempt)
         if known is not None and has_it:
             # The controller may not know of this copy: its report may be lost with a controller or a session.
             self.on_sealed(Copy(shard, known.spec, self.host_id))
@@ -172,27 +172,27 @@ class PeerServer:
         if why is not None:
             return Refused(why=why, is_final=False)
         with self.lock:
-            self.incoming[sender, shard] = Incoming(draft, self._life(channel), self.replicas.clock.monotonic())
+            self.incoming[sender, shard] = Incoming(replica, self._life(channel), self.replicas.clock.monotonic())
         return Admitted()
 
-    def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> BatchReceived | NoDraft:
+    def _chunks(self, channel: Channel, request_id: int, batch: ChunkBatch) -> BatchReceived | NoIncoming:
         """Say which chunks are lacking, then receive each straight into a slot and check its digest (R14)."""
         shard, sender = batch.shard.id, batch.sender
-        draft = self.replicas.index.draft(sender, shard)
-        if draft is None:
-            return NoDraft()
-        want = self._named(batch, len(draft.slots))
+        replica = self.replicas.index.find_incoming(sender, shard)
+        if replica is None:
+            return NoIncoming()
+        want = self._named(batch, len(replica.slots))
         with self.lock:
-            incoming = self.incoming.setdefault((sender, shard), Incoming(draft, self._life(channel), 0.0))
-            incoming.heard_s = self.replicas.clock.monotonic()
-        lack = self.replicas.expect(draft, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
+            incoming = self.incoming.setdefault((sender, shard), Incoming(replica, self._life(channel), 0.0))
+            incoming.last_frame_s = self.replicas.clock.monotonic()
+        lack = self.replicas.expect(replica, want, [c.digest for c in batch.chunks], [c.nbytes for c in batch.chunks])
         channel.send(Kind.EVENT, request_id, ChunksWanted(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
         damaged: list[int] = []
         while lack:
             run = receive_run(
-                channel, self.replicas, draft, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
+                channel, self.replicas, replica, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S
             )
-            incoming.heard_s = self.replicas.clock.monotonic()
+            incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
             damaged += run.bad
             lack = lack[run.answered :]
@@ -203,7 +203,7 @@ class PeerServer:
         indices = [chunk.index for chunk in batch.chunks]
         if any(index >= chunks_count for index in indices) or len({*indices}) != len(indices):
             raise ProtocolError(
-                f"the draft has chunks 0 to {chunks_count - 1}, each once; the peer names {indices[:64]}"
+                f"the incoming replica has chunks 0 to {chunks_count - 1}, each once; the peer names {indices[:64]}"
             )
         sizes = [chunk.nbytes for chunk in batch.chunks if chunk.nbytes > self.replicas.chunk_bytes]
         if sizes:
@@ -223,34 +223,34 @@ class PeerServer:
         """Seal a complete copy with its manifest (R7, R14)."""
         shard, sender = seal.shard.id, seal.sender
         manifest = decode_manifest(seal.manifest)
-        draft = self.replicas.index.draft(sender, shard)
-        if draft is None:
-            return Refused(why="no such draft: it was aborted or fenced", is_final=True)
-        if manifest.shard != shard or [c.digest for c in manifest.chunks] != draft.digests:
+        replica = self.replicas.index.find_incoming(sender, shard)
+        if replica is None:
+            return Refused(why="no such incoming replica: it was aborted or fenced", is_final=True)
+        if manifest.shard != shard or [c.digest for c in manifest.chunks] != replica.digests:
             self._abort(seal)
             return Refused(why="the manifest names other chunks than the offer", is_final=True)
-        if self.is_fenced(shard.job, draft.attempt):
+        if self.is_fenced(shard.job, replica.attempt):
             self._abort(seal)
-            return Refused(why=f"attempt {draft.attempt} is fenced here", is_final=True)
-        if draft.missing:
-            return ChunksMissing(chunks=tuple(draft.missing))
+            return Refused(why=f"attempt {replica.attempt} is fenced here", is_final=True)
+        if replica.missing:
+            return ChunksMissing(chunks=tuple(replica.missing))
         try:
-            shelved = self.replicas.finish(sender, seal.manifest)
+            stored = self.replicas.finish(sender, seal.manifest)
         except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
-            if draft.missing:
-                return ChunksMissing(chunks=tuple(draft.missing))
+            if replica.missing:
+                return ChunksMissing(chunks=tuple(replica.missing))
             self._abort(seal)
             return Refused(why=str(exc), is_final=True)
         with self.lock:
             self.incoming.pop((sender, shard), None)
-        self.on_sealed(Copy(shard, shelved.spec, self.host_id))
+        self.on_sealed(Copy(shard, stored.spec, self.host_id))
         return CopySealed()
 
     def _abort(self, request: Abort | Seal) -> Done:
         sender, shard = request.sender, request.shard.id
         with self.lock:
             self.incoming.pop((sender, shard), None)
-        self.replicas.abort_draft(sender, shard)
+        self.replicas.abort_incoming(sender, shard)
         return Done()
 
     def _arrive(self, channel: Channel, life: tuple[str, str]) -> None:
@@ -265,7 +265,8 @@ class PeerServer:
     def _leave(self, channel: Channel) -> None:
         """Note the end of a connection; with a peer's last one its incoming replicas free their slots.
 
-        Not with the ones that fed a draft: a peer's pushes share its connections, and it closes surplus ones.
+        Not with the ones that fed an incoming replica: a peer's pushes share its connections, and it closes surplus
+        ones.
         """
         with self.lock:
             self.life_of.pop(channel, set()).discard(channel)
@@ -278,16 +279,16 @@ class PeerServer:
 
     def give_up_idle(self) -> None:
         """Free the incoming replicas of silent senders, so that they keep no room for ever (R13)."""
-        late_s = self.replicas.clock.monotonic() - DRAFT_IDLE_S
-        self._give_up(lambda key, incoming: incoming.heard_s < late_s)
+        late_s = self.replicas.clock.monotonic() - INCOMING_IDLE_S
+        self._give_up(lambda key, incoming: incoming.last_frame_s < late_s)
 
     def _give_up(self, is_orphan: Callable[[Key, Incoming], bool]) -> None:
         with self.lock:
             orphans = {key: incoming for key, incoming in self.incoming.items() if is_orphan(key, incoming)}
             for key in orphans:
                 del self.incoming[key]
-        for (sender, shard), incoming in orphans.items():  # that draft, not one offered again meanwhile
-            self.replicas.abort_draft(sender, shard, only=incoming.draft)
+        for (sender, shard), incoming in orphans.items():  # that incoming replica, not one offered again meanwhile
+            self.replicas.abort_incoming(sender, shard, only=incoming.replica)
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -298,33 +299,33 @@ class PeerServer:
         return pinned
 
     def _manifest(self, request: FetchManifest) -> ManifestFound:
-        shelved, pin = self._pinned(request)
+        stored, pin = self._pinned(request)
         try:
-            return ManifestFound(manifest=self.replicas.manifest(shelved))
+            return ManifestFound(manifest=self.replicas.manifest(stored))
         finally:
-            self.replicas.unpin(shelved, pin)
+            self.replicas.unpin(stored, pin)
 
     def _verify(self, request: Verify) -> Verified:
         """Check a replica after a peer got damaged bytes or none, and report missing chunks to the controller (R25)."""
-        shelved, pin = self._pinned(request)
+        stored, pin = self._pinned(request)
         try:
-            missing = self.replicas.verify(shelved)
+            missing = self.replicas.verify(stored)
         finally:
-            self.replicas.unpin(shelved, pin)
-        self.on_sealed(Copy(shelved.shard, shelved.spec, self.host_id, frozenset(missing)))
+            self.replicas.unpin(stored, pin)
+        self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, frozenset(missing)))
         return Verified(missing=tuple(missing))
 
     def _fetch(self, channel: Channel, request_id: int, request: FetchChunks) -> ChunksSent:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
-        shelved, pin = self._pinned(request)
+        stored, pin = self._pinned(request)
         lacking: list[int] = []
         try:
             want = request.chunks
-            sizes = [shelved.spec.chunk_nbytes(i) if i < len(shelved.slots) else 0 for i in want]
+            sizes = [stored.spec.chunk_nbytes(i) if i < len(stored.slots) else 0 for i in want]
             for part in runs(sizes):
-                views = [self.replicas.chunk_view(shelved, i) if i < len(shelved.slots) else None for i in want[part]]
+                views = [self.replicas.chunk_view(stored, i) if i < len(stored.slots) else None for i in want[part]]
                 lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
                 send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
-            self.replicas.unpin(shelved, pin)
+            self.replicas.unpin(stored, pin)
         return ChunksSent(lacking=tuple(lacking))

@@ -78,4 +78,6 @@ def any_tool(config: Config, avoid: Collection[str] = ()) -> Iterator[Tool]:
         return
     detail = "; ".join(problems) or f"there is no arena under {root}"
     advice = config.commands("Run `memstore up`")
+    if not os.path.isdir(config.arena_dir):
+        detail, advice = f"{config.arena_dir} is no directory", "Name that of its arenas: --arena-dir, arena_dir="
     raise PeerUnreachable(f"no holder of store {config.store!r} answers on this machine: {detail}. {advice}")

@@ -45,19 +45,19 @@ class RankMapping:
         try:
             return self.open().view(slot, nbytes)
         except IndexError:
-            return self._open_anew().view(slot, nbytes)
+            return self._reopen().view(slot, nbytes)
 
     def prefault(self, slots: Sequence[int]) -> int:
         """Enter the pages of the first slots, some 64 MiB; return how many slots that were. A closed one does nothing.
 
-        Little at a time: the thread that does it also sends what this rank hands over.
+        Little at a time: the thread that does it also sends what this rank submits.
         """
         step = slots[: max(1, STEP_NBYTES // self.open().chunk_bytes)]
         with contextlib.suppress(ClosedError):
             try:
                 self.open().prefault(step)
             except IndexError:
-                self._open_anew().prefault(step)
+                self._reopen().prefault(step)
             if self._device is None:
                 self._unpinned.update(step)
             else:
@@ -123,7 +123,7 @@ class RankMapping:
             )
         self._mapping, self._pinned = mapping, PinnedSlots(mapping)
 
-    def _open_anew(self) -> ArenaMapping:
+    def _reopen(self) -> ArenaMapping:
         """Map the arena again, as its limit was raised; views of the old mapping stay valid."""
         if self._mapping is not None:
             self._outgrown.append((self._mapping, self._pinned))

@@ -14,7 +14,7 @@ from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRo
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
 from memstore.core.wire.replies import Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
-from memstore.errors import ClosedError, PeerTimeout
+from memstore.errors import PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
 
@@ -74,7 +74,7 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
     if not future.done():
         link.forget_call(future)
         raise PeerTimeout(
-            f"get() of job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
+            f"{roll.name} job {request.job!r} was decided but not carried out within {2 * timeout_s:g} s: see "
             f"{link.commands('`memstore status`')}, or raise timeout_s",
             operation="get", limit_s=timeout_s,
         )  # fmt: skip
@@ -88,8 +88,6 @@ def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limi
     Raises:
         PeerTimeout: No answer within `limit_s`, and ANSWER_S for the controller's reply; OPEN_S more if all have come.
     """
-    if link.closed.is_set():
-        raise ClosedError("this store is closed: connect again")
     future, roll = link.call_soon(request), RollCall(link, request, limit_s)
     roll.wait([future], limit_s + ANSWER_S)
     if roll.look([future]) and roll.is_complete:
@@ -118,7 +116,7 @@ class RollCall:
         """The call is made already; `limit_s` is what the log says."""
         self._link, self._verb, self._job, self._limit_s = link, tag_of(request), request.job, limit_s
         is_agreement = isinstance(request, Get) and request.is_agreement
-        self.name = "agree of" if is_agreement else _NAMES.get(type(request), f"{self._verb} of")
+        self.name = "agree_on_step of" if is_agreement else _NAMES.get(type(request), f"{self._verb} of")
         self._began_s, self._word_s = time.monotonic(), FIRST_WORD_S
         self.words, self.is_complete = "", False
 

@@ -1,4 +1,4 @@
-"""A rank's side of its link to the holder: leased slots, hand-overs, calls, levels (R4, R8, R11).
+"""A rank's side of its link to the holder: leased slots, submissions, calls, levels (R4, R8, R11).
 
 `put` only takes free slots and appends to `outbox`; one thread writes and pre-faults, one
 reads. If the holder goes away the link comes back by itself: it confirms which slots are still its
@@ -30,14 +30,14 @@ from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
-    Ask,
     AskAnswered,
     AskRefused,
     AttemptFenced,
     Bye,
     ChunksArrived,
+    ForwardCall,
     HolderEvent,
-    LendSlots,
+    OfferSlots,
     PutReady,
     Question,
     RankHello,
@@ -46,13 +46,13 @@ from memstore.core.wire.rank_messages import (
     SlotsMoved,
     StepLevel,
     ToolHello,
-    UnlendSlots,
     Unpin,
     Welcome,
+    WithdrawSlots,
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import decode_placed, unpack_reply
+from memstore.core.wire.replies import Joined, decode_placed, unpack_reply
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -67,14 +67,14 @@ from memstore.shell.arena.slot_sample import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
-from memstore.shell.rank.lease_pool import CHILD, NOBODY, Handover, LeasedSlots, Tenant
+from memstore.shell.rank.lease_pool import CHILD, NO_TENANT, LeasedSlots, Tenant, UnsealedPut
 from memstore.shell.threads.answers import Answer, answer_of
 
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0
 SEND_S = 30.0
 RECONNECT_S = 0.1
-SEED_BITS = 62  # what an Ordinal has
+SEED_BITS = 62  # what an Unsigned has
 REFUSED_S = 2.0  # after a refusal wait this long, instead of RECONNECT_S, before the next try
 
 
@@ -97,7 +97,7 @@ class HolderLink(LeasedSlots):
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
-        self.heir = Tenant()  # gets what this process adopts
+        self.adopter = Tenant()  # gets what this process adopts
         self.channel, self.welcome = self._connect(None)
         _LINKS.add(self)
         self._threads = [
@@ -147,10 +147,6 @@ class HolderLink(LeasedSlots):
         """Return `text` with this store named in the `memstore` commands that it tells to run."""
         return commands_for(self.folder, text)
 
-    def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return a slot's bytes."""
-        return self.mapping.view(slot, nbytes)
-
     def _read_loop(self) -> None:
         while not self.closed.is_set():
             try:
@@ -175,16 +171,16 @@ class HolderLink(LeasedSlots):
                 self.closed.wait(REFUSED_S)
                 continue
             with self.room:
-                again = [h for _, h in sorted(self.handovers.items())]
-                for handover in again:
-                    handover.is_sent = False
+                again = [h for _, h in sorted(self.unsealed_puts.items())]
+                for unsealed in again:
+                    unsealed.is_sent = False
                 calls = [question for _, (_, question) in sorted(self.calls.items())]
                 self.room.notify_all()
-                offers = [offer for offer in self.offers.values() if self.lent.issuperset(offer.slots)]
+                offers = [offer for offer in self.offers.values() if self.offered.issuperset(offer.slots)]
             for offer in offers:
                 self.ask_soon(offer)
-            for handover in again:
-                self.outbox.put(lambda h=handover: self._send_handover(h))  # type: ignore[misc]
+            for unsealed in again:
+                self.outbox.put(lambda h=unsealed: self._send_put(h))  # type: ignore[misc]
             for question in calls:
                 self.notify(question)
             return
@@ -201,9 +197,9 @@ class HolderLink(LeasedSlots):
             except Exception:
                 log.exception("memstore: the link thread could not do its work")
 
-    def _send_handover(self, handover: Handover) -> None:
-        if self.begin_sending(handover):
-            self._send(handover.message)
+    def _send_put(self, unsealed: UnsealedPut) -> None:
+        if self.begin_sending(unsealed):
+            self._send(unsealed.message)
 
     def _send(self, message: RankMessage) -> None:
         self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
@@ -239,7 +235,7 @@ class HolderLink(LeasedSlots):
         with self.room:
             future, asked = self.calls.pop(event.id, (None, None))
             if isinstance(asked, AdoptSlots) and isinstance(event, SlotsMoved):  # before the link can break again
-                self.tenants.update(dict.fromkeys(event.slots, self.heir))
+                self.tenants.update(dict.fromkeys(event.slots, self.adopter))
         if isinstance(event, AskRefused):
             error = ErrorMessage(error=event.error, message=self.commands(event.message), context={}).rebuilt()
             if future is not None:
@@ -253,12 +249,15 @@ class HolderLink(LeasedSlots):
             self.room.notify_all()  # a thread waits for this or something else
 
     def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
-        """Give a future its answer."""
+        """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
         try:
             if isinstance(event, SlotsMoved):
                 future.set_result(event.slots)
-            elif isinstance(asked, Ask):
-                future.set_result(unpack_reply(asked.call, event.reply))
+            elif isinstance(asked, ForwardCall):
+                reply = unpack_reply(asked.call, event.reply)
+                if isinstance(reply, Joined):
+                    self.attempt, self.rank = reply.attempt, reply.rank
+                future.set_result(reply)
         except ProtocolError as exc:
             future.set_exception(exc)
 
@@ -297,25 +296,42 @@ class HolderLink(LeasedSlots):
         try:
             decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
-            raise ConfigError(f"{tag_of(request)} of job {self.job!r} cannot be asked for: {exc}") from exc
-        return self.ask_soon(Ask(id=0, call=request), then)
+            raise ConfigError(f"{self._named(request)} cannot be asked for: {exc.__cause__ or exc}") from exc
+        return self.ask_soon(ForwardCall(id=0, call=request), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
-        """Ask under a number of its own; the future is passed to `then` before it can be forgotten."""
+        """Ask under a number of its own; the future is passed to `then` before it can be forgotten.
+
+        If the link is closed, the future holds a ClosedError at once.
+        """
         future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
         numbered = msgspec.structs.replace(question, id=next(self.call_ids))
-        with self.room:
-            self.calls[numbered.id] = (future, numbered)
-        self.notify(numbered)
+        if self._note_call(future, numbered):
+            self.notify(numbered)
+        else:
+            future.set_exception(ClosedError("this store is closed: connect again"))
         return future
+
+    def _note_call(self, future: Future[Any], question: Question) -> bool:
+        """Have a question answered, or failed by `close`; False if the link is closed."""
+        if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
+            return False
+        with self.room:
+            if self.closed.is_set():  # `close` has failed the calls, or does so next
+                return False
+            self.calls[question.id] = (future, question)
+        return True
 
     def call(self, request: RankCall, timeout_s: float) -> Any:
         """Ask and wait; PeerTimeout names the question and the limit."""
-        if self.closed.is_set():
-            raise ClosedError("this store is closed: connect again")
-        return self._await(self.call_soon(request), tag_of(request), timeout_s)
+        return self._await(self.call_soon(request), self._named(request), timeout_s)
+
+    def _named(self, request: RankCall) -> str:
+        """Return what an error calls a question: a tool's link is of no job, and asks about many."""
+        job = getattr(request, "job", None) or self.job
+        return f"{tag_of(request)} of job {job!r}" if job else tag_of(request)
 
     def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         try:
@@ -325,12 +341,12 @@ class HolderLink(LeasedSlots):
                 raise
             self.forget_call(future)
             raise PeerTimeout(
-                f"{what} of job {self.job!r} was not answered within {timeout_s:g} s: is the controller running? "
+                f"{what} was not answered within {timeout_s:g} s: is the controller running? "
                 f"({self.commands('memstore status')})",
-                operation=what, waited_s=timeout_s, limit_s=timeout_s,
+                operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
 
-    def hear(self, listener: queue.SimpleQueue[Any]) -> int:
+    def subscribe(self, listener: queue.SimpleQueue[Any]) -> int:
         """Have what the holder says of a read put there; return the number to ask it under."""
         number = next(self.call_ids)
         with self.room:
@@ -348,11 +364,11 @@ class HolderLink(LeasedSlots):
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def lend(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any]:
+    def offer_slots(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any]:
         """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
         filled = mapping.open()
         seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(SEED_BITS))
-        offer = LendSlots(id=0, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen)
+        offer = OfferSlots(id=0, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen)
         with self.room:
             if mapping is self.mapping:
                 self._move(slots, tenant, CHILD)
@@ -360,8 +376,8 @@ class HolderLink(LeasedSlots):
         return self.ask_soon(offer)
 
     def adopt(self, step: int, timeout_s: float) -> list[int]:
-        """Take over the slots of a step that the parent process offers, for `heir`."""
-        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), "adopt", timeout_s))
+        """Take over the slots of a step that the parent process offers, for `adopter`."""
+        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), f"adopt of job {self.job!r}", timeout_s))
 
     def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
         """End an offer; when the holder has answered which slots no child took, those are free again."""
@@ -369,18 +385,18 @@ class HolderLink(LeasedSlots):
             if mapping is not self.mapping:
                 return  # the slots of that step may be another offer's by now
             self.offers.pop(step, None)
-        ended = UnlendSlots(id=0, step=step, slots=tuple(slots))
+        ended = WithdrawSlots(id=0, step=step, slots=tuple(slots))
         self.ask_soon(ended, lambda answer: self._taken_back(slots, mapping, answer))
 
     def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[Any]) -> None:
         ours = set(answer.result()) if answer.exception() is None else set[int]()
         with self.room:
             if mapping is self.mapping:
-                self._move(list(ours.intersection(slots)), CHILD, NOBODY)
+                self._move(list(ours.intersection(slots)), CHILD, NO_TENANT)
                 self._drop([n for n in slots if self.tenants.get(n) is CHILD])
             self.room.notify_all()
 
-    def hand_over(
+    def submit(
         self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
         layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
     ) -> bool:  # fmt: skip
@@ -392,20 +408,20 @@ class HolderLink(LeasedSlots):
             seen = sample(mapping.open(), slots, nbytes, secrets.randbits(SEED_BITS))
         except (ClosedError, IndexError):  # the store is closed
             return False
-        handover = Handover(
+        unsealed = UnsealedPut(
             PutReady(
                 attempt=attempt, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen, layout=layout,
                 nbytes=nbytes, world_size=world_size, shared_chunks=shared_chunks, began_s=began_s, stall_s=stall_s,
             ), tuple(slots),
         )  # fmt: skip
-        passed_on: dict[int, Tenant] = dict.fromkeys(slots, handover)
+        passed_on: dict[int, Tenant] = dict.fromkeys(slots, unsealed)
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
                 return False
-            # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole hand-over
+            # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole submission
             # and sends nothing.
-            self.outbox.put(lambda: self._send_handover(handover))
-            self.handovers[attempt, step] = handover
+            self.outbox.put(lambda: self._send_put(unsealed))
+            self.unsealed_puts[attempt, step] = unsealed
             self.tenants.update(passed_on)
         return True
 

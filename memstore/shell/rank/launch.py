@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from memstore.config import check_given_whole
 from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import read_boot_id
@@ -137,8 +138,7 @@ def _agree(rank: int | None, world_size: int | None, found: Launch | None, env: 
     """Merge the caller's arguments with the detected values; a contradiction or a gap is a ConfigError."""
     given = {"rank": rank, "world_size": world_size}
     for field, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{field}={value!r} must be an integer", field=field, value=value)
+        value = check_given_whole(field, value)
         detected = None if found is None else getattr(found, field)
         if None not in (value, detected) and value != detected:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Which slots of the arena a rank may write, and what became of the others (R8, R11).
 
-    granted --pages mapped in (pre-faulted)--> free --acquire--> a put's --hand_over--> the holder's
+    granted --pages mapped in (pre-faulted)--> free --acquire--> a put's --submit--> the holder's
                                                 ^                  |--offer--> a child may have them
                                                 '-- the put is over'
 
@@ -8,7 +8,7 @@ Every leased slot has one tenant, in one table, and all slots of a put change ha
 is over still has is free: a put that a signal's handler ends by an exception, wherever it was, loses nothing.
 
 All of it belongs to one arena, that of `mapping`. With another arena earlier leases end: a put that still copies into
-the old one, through the mapping that it began with, is refused when it hands over.
+the old one, through the mapping that it began with, is refused when it submits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memstore.core.wire.rank_messages import LendSlots, PutReady
+from memstore.core.wire.rank_messages import OfferSlots, PutReady
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
@@ -33,13 +33,13 @@ class Tenant:
         self.is_over = is_over
 
 
-NOBODY = Tenant(is_over=True)
+NO_TENANT = Tenant(is_over=True)
 ENTERING = Tenant()  # their pages are being entered
 CHILD = Tenant()  # offered to a child, which may have them, or be done with them, by now
 
 
 @dataclass(eq=False)
-class Handover(Tenant):
+class UnsealedPut(Tenant):
     """Slots on their way to the holder; kept until sealed, to be sent again if the holder dies."""
 
     message: PutReady
@@ -63,8 +63,8 @@ class LeasedSlots:
         self.mapping = mapping
         self._retired: list[RankMapping] = []  # of earlier arenas, as far as CUDA knows them
         self.tenants: dict[int, Tenant] = {}  # of every slot that is leased to us, as far as we know
-        self.offers: dict[int, LendSlots] = {}  # by step; a holder that restarts forgets them
-        self.handovers: dict[tuple[int, int], Handover] = {}  # (attempt, step) -> not yet sealed
+        self.offers: dict[int, OfferSlots] = {}  # by step; a holder that restarts forgets them
+        self.unsealed_puts: dict[tuple[int, int], UnsealedPut] = {}  # (attempt, step) -> not yet sealed
         self.closed = threading.Event()
         self.fenced_by = 0
 
@@ -78,7 +78,7 @@ class LeasedSlots:
         """Slots of puts that are not over."""
         return {
             n for n, tenant in list(self.tenants.items())
-            if not tenant.is_over and tenant not in (ENTERING, CHILD) and not isinstance(tenant, Handover)
+            if not tenant.is_over and tenant not in (ENTERING, CHILD) and not isinstance(tenant, UnsealedPut)
         }  # fmt: skip
 
     @property
@@ -87,7 +87,7 @@ class LeasedSlots:
         return {n for n, tenant in list(self.tenants.items()) if tenant is ENTERING}
 
     @property
-    def lent(self) -> set[int]:
+    def offered(self) -> set[int]:
         """Slots that are offered to a child."""
         return {n for n, tenant in list(self.tenants.items()) if tenant is CHILD}
 
@@ -115,12 +115,12 @@ class LeasedSlots:
 
     def _drop_stale(self, stale: set[int]) -> None:
         self._drop(stale)
-        # A hand-over has a stale slot: the holder has taken it already. Send it again only to learn its level; slots
+        # A submission has a stale slot: the holder has taken it already. Send it again only to learn its level; slots
         # of it that were leased to us again may be filled.
-        for key, handover in self.handovers.items():
-            if stale.intersection(handover.slots):
-                self._move(handover.slots, handover, NOBODY)
-                self.handovers[key] = Handover(msgspec.structs.replace(handover.message, is_lost=True), ())
+        for key, unsealed in self.unsealed_puts.items():
+            if stale.intersection(unsealed.slots):
+                self._move(unsealed.slots, unsealed, NO_TENANT)
+                self.unsealed_puts[key] = UnsealedPut(msgspec.structs.replace(unsealed.message, is_lost=True), ())
 
     def _drop(self, slots: Collection[int]) -> None:
         for n in slots:
@@ -140,7 +140,7 @@ class LeasedSlots:
         """Offer entered slots to puts, as far as they are ours: the link may have broken meanwhile (R8)."""
         with self.room:
             if mapping is self.mapping:
-                self._move(slots, ENTERING, NOBODY)
+                self._move(slots, ENTERING, NO_TENANT)
             self.room.notify_all()
 
     def acquire(self, tenant: Tenant, count: int, budget_s: float) -> Taken | None:
@@ -169,28 +169,28 @@ class LeasedSlots:
     def put_back(self, slots: Collection[int], tenant: Tenant) -> None:
         """Free some slots of a put, or all if it is over, and notify the waiting threads."""
         with self.room:
-            self._move(slots, tenant, NOBODY)
+            self._move(slots, tenant, NO_TENANT)
             self.room.notify_all()
 
-    def begin_sending(self, handover: Handover) -> bool:
-        """Note that a hand-over is sent now; False if it is not to be: it was answered, or torn, and is forgotten."""
+    def begin_sending(self, unsealed: UnsealedPut) -> bool:
+        """Note that a submission is sent now; False if it is not to be: it was answered, or torn, and is forgotten."""
         with self.room:
-            key = handover.message.attempt, handover.message.step
-            if self.handovers.get(key) is not handover:
+            key = unsealed.message.attempt, unsealed.message.step
+            if self.unsealed_puts.get(key) is not unsealed:
                 return False
-            handover.is_sent = all(self.tenants.get(n) is handover for n in handover.slots)
-            if not handover.is_sent:
-                del self.handovers[key]
-            return handover.is_sent
+            unsealed.is_sent = all(self.tenants.get(n) is unsealed for n in unsealed.slots)
+            if not unsealed.is_sent:
+                del self.unsealed_puts[key]
+            return unsealed.is_sent
 
     def answered(self, attempt: int, step: int) -> None:
         """The holder has said how a put went: what was sent is leased to us no more, what was not yet is free."""
         with self.room:
-            handover = self.handovers.pop((attempt, step), None)
-            if handover is not None and handover.is_sent:
-                self._drop([n for n in handover.slots if self.tenants.get(n) is handover])
-            elif handover is not None:
-                self._move(handover.slots, handover, NOBODY)
+            unsealed = self.unsealed_puts.pop((attempt, step), None)
+            if unsealed is not None and unsealed.is_sent:
+                self._drop([n for n in unsealed.slots if self.tenants.get(n) is unsealed])
+            elif unsealed is not None:
+                self._move(unsealed.slots, unsealed, NO_TENANT)
                 self.room.notify_all()
 
     def close_mappings(self) -> None:

@@ -10,6 +10,7 @@ chunk after its copy. So a reader that was fenced, or too slow, returns no bytes
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +30,13 @@ from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDrop
 from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import CheckedStream, Views
+from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
 
-MEND_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
+REPAIR_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
 
 
 class ShardRead:
@@ -55,26 +57,33 @@ class ShardRead:
         Args:
             answer: What a get() that all ranks made was answered, in place of a request.
         """
-        self.link, self._request, self._timeout_s = link, request, timeout_s
+        self.link, self._timeout_s = link, timeout_s
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
         self._slots: dict[int, int] = {}  # of chunks that have come
+        self._mapping: RankMapping | None = None  # of the arena that these slots are of
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
         self._pin: int | None = None
-        self._is_closed = False
-        self._heard: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
+        self._is_answered = self._is_closed = False
+        self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
         self._number: int | None = None
         self._future: Future[ShardPlaced] = Future()
         if request is None:
             assert answer is not None
+            request = ReadStep(job=link.job, step=answer.step, of_attempt=answer.attempt, rank=link.rank)
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
-            self._number = link.hear(self._heard)
-            self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            self._number = link.subscribe(self._events)
+            try:
+                self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
+            except BaseException:
+                link.unsubscribe(self._number)
+                raise
         else:
             self._future = link.call_soon(request)
-        self._future.add_done_callback(self._heard.put)
+        self._request = request
+        self._future.add_done_callback(self._events.put)
 
     def __enter__(self) -> ShardRead:
         return self
@@ -139,13 +148,13 @@ class ShardRead:
             [address_of(np.frombuffer(view, np.uint8)) for _, view in views if view.nbytes], device
         )
 
-    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+    def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
         self.answer()
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
         request = ReadRanges(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks)
-        with ShardRead(self.link, request, MEND_TIMEOUT_S) as again:
+        with ShardRead(self.link, request, REPAIR_TIMEOUT_S) as again:
             try:
                 again.answer()
             except RecoveryError:
@@ -158,7 +167,7 @@ class ShardRead:
     def _check_kept(self) -> None:
         """Raise StepDropped if newer steps took the place of this one."""
         shard = self.manifest().shard
-        rows = self.link.call(AskSteps(job=shard.job), MEND_TIMEOUT_S).steps
+        rows = self.link.call(AskSteps(job=shard.job), REPAIR_TIMEOUT_S).steps
         kept = [(row.attempt, row.step) for row in rows if row.committed and row.copies]
         if not kept or max(kept) <= (shard.attempt, shard.step) or (shard.attempt, shard.step) in kept:
             return
@@ -166,9 +175,12 @@ class ShardRead:
 
     def _view(self, index: int) -> memoryview:
         slot = self._slots.get(index)
-        if slot is not None:
-            return self.link.view(slot, self.manifest().chunks[index].nbytes)
-        if isinstance(self._request, ReadRanges):
+        if slot is not None and self._mapping is not None:
+            with contextlib.suppress(IndexError):  # named of a former arena, just before the holder took this one
+                return self._mapping.view(slot, self.manifest().chunks[index].nbytes)
+            return memoryview(b"")
+        asked = self._request
+        if isinstance(asked, ReadRanges) and not any(0 <= index - run.first < run.count for run in asked.chunks):
             raise IntegrityError(f"chunk {index} of {self.manifest().shard} is not among the chunks read")
         return memoryview(b"")
 
@@ -179,42 +191,45 @@ class ShardRead:
         if self._until_s is None:
             self._until_s = time.monotonic() + self._timeout_s
         try:
-            if self._heard.empty():
+            event: ChunksArrived | Future[ShardPlaced]
+            if self._is_answered:
+                event = self._future  # the last to come: if it is a refusal, each later wait meets it again at once
+            elif self._events.empty():
                 with waiting():
-                    heard = self._heard.get(timeout=max(0.0, self._until_s - time.monotonic()))
+                    event = self._events.get(timeout=max(0.0, self._until_s - time.monotonic()))
             else:
-                heard = self._heard.get_nowait()
+                event = self._events.get_nowait()
         except queue.Empty:
-            job = self._request.job if self._request is not None else self.link.job
             raise PeerTimeout(
-                f"read of job {job!r} was not answered within {self._timeout_s:g} s: is the controller running? "
-                f"({self.link.commands('memstore status')}) If it is, raise timeout_s",
+                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller "
+                f"running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
                 operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
             ) from None  # fmt: skip
-        if isinstance(heard, Future):
-            self._take_answer(answer_of(heard))
+        if isinstance(event, Future):
+            self._is_answered = True
+            self._take_answer(answer_of(event))
             return
-        if heard.manifest is not None:
-            self._name(heard.manifest)
-        self._add({chunk.index: chunk.slot for chunk in heard.chunks})
+        if event.manifest is not None:
+            self._name(event.manifest)
+        self._add({chunk.index: chunk.slot for chunk in event.chunks})
 
     def _take_answer(self, answer: ShardPlaced) -> None:
         self._pin = answer.pin  # first: it is given back even if the rest is malformed
-        manifest = self._name(answer.manifest)
+        manifest = self._name(answer.manifest, answer)
         slots = answer.slots
         if len(slots) != len(manifest.chunks):
             raise IntegrityError(
                 f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
                 "call get() again"
             )
-        self._check_asked(manifest, answer)
         self._slots = {}
         self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
         self._answer = answer
 
-    def _name(self, data: bytes) -> Manifest:
+    def _name(self, data: bytes, answer: ShardPlaced | None = None) -> Manifest:
         """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
         named = decode_manifest(data)
+        self._check_asked(named.shard, answer)
         if self._manifest is not None and self._manifest != named:
             raise IntegrityError(
                 f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
@@ -223,19 +238,25 @@ class ShardRead:
         self._manifest = named
         return named
 
-    def _check_asked(self, manifest: Manifest, answer: ShardPlaced) -> None:
-        """Refuse another shard than the one that was asked for; which one a get() has, the round decides."""
-        asked = self._request
-        if asked is None:
-            return
-        step = answer.step if asked.step is None else asked.step
-        attempt = answer.attempt if asked.of_attempt is None else asked.of_attempt
+    def _check_asked(self, shard: ShardId, answer: ShardPlaced | None) -> None:
+        """Refuse another shard than the one that was asked for, or than the one that the answer says it is."""
+        asked, chosen = self._request, answer or shard
+        step = chosen.step if asked.step is None else asked.step
+        attempt = chosen.attempt if asked.of_attempt is None else asked.of_attempt
         wanted = ShardId(asked.job, attempt, step, asked.rank)
-        if manifest.shard != wanted:
-            raise IntegrityError(f"asked for {wanted}, and {manifest.shard} came: read again")
+        if shard != wanted:
+            raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
 
     def _add(self, slots: Mapping[int, int]) -> None:
-        """Take slots that chunks have come to; their pages stay while this reads (R9)."""
-        self._hold = self._hold or self.link.mapping.open().reading()
+        """Take slots that chunks have come to; their pages stay while this reads (R9).
+
+        If the holder has another arena by now, the slots of the former one are forgotten: their numbers mean others.
+        """
+        mapping = self.link.mapping
+        if self._hold is None or mapping is not self._mapping:
+            hold = mapping.open().reading()
+            if self._hold is not None:
+                self._hold.close()
+            self._mapping, self._hold, self._slots = mapping, hold, {}
         self._hold.add(slots.values())
         self._slots.update(slots)

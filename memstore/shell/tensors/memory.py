@@ -39,7 +39,7 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Source:
+class TensorSource:
     """Bytes to be stored: host memory at `address`, or, if None, the bytes of `owner`, gathered at the copy."""
 
     nbytes: int
@@ -53,7 +53,7 @@ class Component:
 
     leaves: list[int]
     rows: list[tuple[int, tuple[int, ...] | None, int]]  # offset, strides, flags
-    source: Source
+    source: TensorSource
 
 
 def leaf_of_tensor(tensor: torch.Tensor) -> Leaf:
@@ -159,7 +159,7 @@ def components(leaves: Sequence[Leaf]) -> list[Component]:
         if len(group) > 1 or leaf.strides is not None or leaf.device or leaf.flags & Flag.VIEWS:
             found.append(_component(leaves, group))
         else:  # nearly every tensor of a model: one of a thousand, so spare it the general case
-            source = Source(leaf.high - leaf.low, leaf.low, leaf.owner)
+            source = TensorSource(leaf.high - leaf.low, leaf.low, leaf.owner)
             found.append(Component(group, [(0, None, leaf.flags)], source))
     return found
 
@@ -194,7 +194,7 @@ def _same_place(one: Leaf, other: Leaf) -> bool:
     return one.flags & Flag.VIEWS == other.flags & Flag.VIEWS
 
 
-def _lone(leaf: Leaf) -> tuple[tuple[int, tuple[int, ...] | None, int], Source]:
+def _lone(leaf: Leaf) -> tuple[tuple[int, tuple[int, ...] | None, int], TensorSource]:
     """Store only the leaf's own elements: as they lie if they are dense, else gathered in row-major order."""
     is_view = bool(leaf.flags & Flag.VIEWS)
     if leaf.strides is None and not is_view:
@@ -210,13 +210,13 @@ def _lone(leaf: Leaf) -> tuple[tuple[int, tuple[int, ...] | None, int], Source]:
     nbytes = leaf.itemsize * int(np.prod(base, dtype=np.int64))
     flags = leaf.flags & ~Flag.VIEWS  # gathering resolves lazy conjugation and negation
     rows = strides if 0 in strides else None
-    return (0, rows, flags), Source(nbytes, None, leaf.owner[where] if 0 in strides else leaf.owner)
+    return (0, rows, flags), TensorSource(nbytes, None, leaf.owner[where] if 0 in strides else leaf.owner)
 
 
-def _raw(leaf: Leaf, low: int, high: int) -> Source:
+def _raw(leaf: Leaf, low: int, high: int) -> TensorSource:
     if not leaf.device:
-        return Source(high - low, low, leaf.owner)
-    return Source(high - low, None, flat_bytes(leaf, low, high))
+        return TensorSource(high - low, low, leaf.owner)
+    return TensorSource(high - low, None, flat_bytes(leaf, low, high))
 
 
 def flat_bytes(leaf: Leaf, low: int, high: int) -> torch.Tensor:
@@ -226,7 +226,7 @@ def flat_bytes(leaf: Leaf, low: int, high: int) -> torch.Tensor:
     return flat.set_(storage, low - storage.data_ptr(), (high - low,), (1,))
 
 
-def flat_source(tensor: torch.Tensor) -> Source:
+def flat_source(tensor: torch.Tensor) -> TensorSource:
     """Return a tensor's elements in row-major order, as they lie if they lie so, else gathered.
 
     Raises:
@@ -234,11 +234,11 @@ def flat_source(tensor: torch.Tensor) -> Source:
     """
     leaf = leaf_of_tensor(tensor.detach())
     if leaf.high == leaf.low:
-        return Source(0, None, tensor)
+        return TensorSource(0, None, tensor)
     if leaf.strides is None and not leaf.flags & Flag.VIEWS:
         return _raw(leaf, leaf.low, leaf.high)
     flat = dense_bytes(tensor.detach())
-    return Source(flat.numel(), flat.data_ptr() if flat.is_cpu else None, flat)
+    return TensorSource(flat.numel(), flat.data_ptr() if flat.is_cpu else None, flat)
 
 
 def is_flat(owner: Any) -> bool:

@@ -121,9 +121,9 @@ class ForkedProcess:
 def fork_children(fd: int, serve: Callable[[socket.socket], None], *, keeps_codes: bool = False) -> None:
     """Fork a child for every request, which calls `serve`, until the test that started this ends.
 
-    Without `keeps_codes` no child can be reaped: the kernel does it, so a killed one is gone at once.
+    Without `keeps_codes` no child can be reaped: the kernel does it, so a killed one is gone at once. That the test has
+    ended is seen at the channel: PR_SET_PDEATHSIG would kill this process once the *thread* that started it ends.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL if keeps_codes else signal.SIG_IGN)
     channel = socket.socket(fileno=fd)
     channel.sendall(b"r")

@@ -47,7 +47,7 @@ class Fault:
 
 
 @dataclass
-class Lane:
+class Direction:
     """The rules of one direction, for all connections; any of them may be changed at any time."""
 
     delay_s: float = 0.0
@@ -88,8 +88,8 @@ class Lane:
 class _Flow:
     """One direction of one connection: bytes that were read and are due later, and where the next frame begins."""
 
-    def __init__(self, source: socket.socket, sink: socket.socket, lane: Lane) -> None:
-        self.source, self.sink, self.lane = source, sink, lane
+    def __init__(self, source: socket.socket, sink: socket.socket, direction: Direction) -> None:
+        self.source, self.sink, self.direction = source, sink, direction
         self.queue: deque[tuple[float, bytes | None]] = deque()  # (due, bytes); None: reset the connection
         self.queued_bytes = 0
         self.is_over = False  # the source has ended
@@ -102,18 +102,18 @@ class _Flow:
         self._pending: tuple[Fault, int] | None = None  # a fault and its byte of the connection
 
     def wants_read(self) -> bool:
-        return not (self.is_over or self.lane.stall) and self.queued_bytes < QUEUE_BYTES_MAX
+        return not (self.is_over or self.direction.stall) and self.queued_bytes < QUEUE_BYTES_MAX
 
     def due_s(self) -> float | None:
         """When the next bytes may be written; None if nothing waits."""
-        if not self.queue or self.lane.stall:
+        if not self.queue or self.direction.stall:
             return None
-        return max(self.queue[0][0], self.lane._due_s if self.lane.rate_bytes_per_s else 0.0)
+        return max(self.queue[0][0], self.direction._due_s if self.direction.rate_bytes_per_s else 0.0)
 
     def take(self, data: bytes, now: float) -> None:
         """Queue bytes that were read, with the faults that fall into them."""
-        if self.lane.drop:
-            self.lane.dropped_count += len(data)
+        if self.direction.drop:
+            self.direction.dropped_count += len(data)
             self._has_lost = True
             return
         self._held += data
@@ -145,7 +145,7 @@ class _Flow:
         self._frame_left = begins["end"]
         if self._pending is not None:
             return
-        found = self.lane._take(
+        found = self.direction._take(
             lambda f: begins[f.part] + f.at if f.part in begins and header.bulk_bytes >= f.payload_min else None
         )
         if found is not None:
@@ -155,23 +155,25 @@ class _Flow:
         """Queue bytes, broken where a fault is due."""
         start, end = self._position, self._position + len(data)
         if self._pending is None:
-            self._pending = self.lane._take(lambda f: f.at if f.part == "connection" and start <= f.at < end else None)
+            self._pending = self.direction._take(
+                lambda f: f.at if f.part == "connection" and start <= f.at < end else None
+            )
         self._position = end
         is_reset = False
         if self._pending is not None and start <= self._pending[1] <= end:
             fault, at = self._pending
             if fault.kind == "reset":
                 data, is_reset = data[: at - start], True
-                self.lane.resets_count += 1
+                self.direction.resets_count += 1
                 self._pending = None
             elif at < end:
                 broken = bytearray(data)
                 broken[at - start] ^= 1 << fault.bit
                 data = bytes(broken)
-                self.lane.flips_count += 1
+                self.direction.flips_count += 1
                 self._pending = None
-        lane = self.lane
-        due_s = now + lane.delay_s + (lane.rng.uniform(0, lane.jitter_s) if lane.jitter_s else 0.0)
+        direction = self.direction
+        due_s = now + direction.delay_s + (direction.rng.uniform(0, direction.jitter_s) if direction.jitter_s else 0.0)
         if self.queue:
             due_s = max(due_s, self.queue[-1][0])  # a stream keeps its order
         if data:
@@ -183,27 +185,27 @@ class _Flow:
 
     def write(self, now: float) -> None:
         """Write what is due; ConnectionResetError when the reset is."""
-        if self._has_lost and not self.lane.drop:
+        if self._has_lost and not self.direction.drop:
             raise ConnectionResetError("bytes of it are lost for good")
         while self.queue and (due_s := self.due_s()) is not None and due_s <= now:
             data = self.queue[0][1]
             if data is None:
                 raise ConnectionResetError("as asked")
-            rate = self.lane.rate_bytes_per_s
+            rate = self.direction.rate_bytes_per_s
             part = data[: max(1, int(rate * SLICE_S))] if rate else data
             try:
                 sent = self.sink.send(part)
             except BlockingIOError:
                 return
             self.queued_bytes -= sent
-            self.lane.bytes_count += sent
+            self.direction.bytes_count += sent
             if sent == len(data):
                 self.queue.popleft()
             else:
                 self.queue[0] = (self.queue[0][0], data[sent:])
             if rate:
-                self.lane._due_s = max(now, self.lane._due_s) + sent / rate
-        if self.is_over and not self.queue and not self.is_shut and not self.lane.drop:
+                self.direction._due_s = max(now, self.direction._due_s) + sent / rate
+        if self.is_over and not self.queue and not self.is_shut and not self.direction.drop:
             self.is_shut = True
             self.sink.shutdown(socket.SHUT_WR)
 
@@ -213,7 +215,7 @@ class FaultProxy:
 
     def __init__(self, target: Callable[[], tuple[str, int]], *, address: str = "127.0.0.1") -> None:
         self.target = target
-        self.up, self.down = Lane(), Lane()
+        self.up, self.down = Direction(), Direction()
         self.refuse = False  # new connections are reset at once
         self.connections_count = 0
         self.refused_count = 0

@@ -40,7 +40,7 @@ class RestoreCheck:
         self.check_bytes(got)
         first = got[0]
         found: Step | None = None if first["step"] is None else (int(first["attempt"]), int(first["step"]))
-        self.story.tell(
+        self.story.log(
             f"restored {found} in {ended_s - began_s:.2f} s: {first.get('why', 'no history')}"
             f" (newest commit {self.ledger.newest_commit()}, demanded {demanded})"
         )
@@ -79,7 +79,7 @@ class RestoreCheck:
         if lost and demanded is not None:
             self.story.violate("lost-step", f"{demanded} was committed and within the promise; get raised {words}")
         else:
-            self.story.tell(f"get failed on {len(failed)} ranks: {words}")
+            self.story.log(f"get failed on {len(failed)} ranks: {words}")
         foreign = [f for f in failed if f.error in ("TypeError", "KeyError", "ValueError", "AttributeError",
                                                     "AssertionError", "IndexError", "OSError")]  # fmt: skip
         if foreign:
@@ -117,7 +117,7 @@ def check_read(rows: Sequence[dict[str, Any]], story: Story, where: str) -> None
     for row in rows:
         if "error" in row:
             story.add("reads_refused")
-            story.tell(f"reader on {where}: rank {row['rank']}: {row['error'][:300]}")
+            story.log(f"reader on {where}: rank {row['rank']}: {row['error'][:300]}")
             continue
         story.add("reads")
         story.add("bytes_compared", int(row["nbytes"]))

@@ -67,7 +67,7 @@ class FaultBase:
     def start(self, host: str) -> None:
         """Start a host's holder unless it was started meanwhile."""
         if host in self.hosts.down:
-            self.story.tell(f"holder {host} is started")
+            self.story.log(f"holder {host} is started")
             self.hosts.start_holder(host)
 
     def up(self, rng: random.Random, planned: Planned) -> str:
@@ -94,12 +94,12 @@ class FaultBase:
             if newest is None:
                 return ""
             since_s = self.ledger.commits[newest].safe_since_s
-            open_rot = {h.domain for h in self.ledger.harms if h.kind.startswith("rot") and not h.is_mended}
+            open_rot = {h.domain for h in self.ledger.harms if h.kind.startswith("rot") and not h.is_repaired}
             floor_s = self.reading.observer.complete_s if since_s is None else since_s
-            hurt = {h.domain for h in self.ledger.harms
+            damaged = {h.domain for h in self.ledger.harms
                     if h.at_s >= floor_s or (h.kind == "away" and h.until_s is None)}  # fmt: skip
-        hurt |= open_rot | {self.hosts.domain[host]}
-        return host if len(hurt) < self.scenario.replicas else ""
+        damaged |= open_rot | {self.hosts.domain[host]}
+        return host if len(damaged) < self.scenario.replicas else ""
 
     def harmed(self, host: str, kind: str) -> None:
         """Note in the ledger that memory of a host is lost or rotten."""
@@ -223,7 +223,7 @@ class ProcessFaults(FaultBase):
     def lose_everything(self, rng: random.Random, planned: Planned) -> Iterator[str]:
         """Lose the memory of all hosts with all processes; the newest durable step must come back."""
         if not self.ledger.durable:
-            self.story.tell("nothing is durable yet: nothing is destroyed")
+            self.story.log("nothing is durable yet: nothing is destroyed")
             return
         self.job.hold("all memory is lost")
         self.held_for_restart = True
@@ -291,24 +291,24 @@ class LinkFaults(FaultBase):
     def cut_link(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Lose or hold back what peers send to a host, or what it answers, for a while."""
         proxy = self.hosts.cluster.proxies[host]
-        lanes = rng.choice(((proxy.up,), (proxy.down,), (proxy.up, proxy.down)))
+        directions = rng.choice(((proxy.up,), (proxy.down,), (proxy.up, proxy.down)))
         field = rng.choice(("drop", "stall"))
         self.hosts.cut.add(host)
         self.hosts.mark_away(host)
-        for lane in lanes:
-            setattr(lane, field, True)
-        yield f"{host}: {len(lanes)} directions {field}"
-        for lane in lanes:
-            setattr(lane, field, False)
+        for direction in directions:
+            setattr(direction, field, True)
+        yield f"{host}: {len(directions)} directions {field}"
+        for direction in directions:
+            setattr(direction, field, False)
         self.hosts.cut.discard(host)
 
     @on("proxied")
     def slow_link(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:
         """Make a host's link late and slow for a while."""
-        lane = self.hosts.cluster.proxies[host].up
-        lane.delay_s, lane.rate_bytes_per_s = rng.choice((0.0, 0.05, 0.3)), rng.choice((0.0, 2e5, 2e6))
-        yield f"{host}: {lane.delay_s:g} s late, {lane.rate_bytes_per_s:g} B/s"
-        lane.delay_s = lane.rate_bytes_per_s = 0.0
+        direction = self.hosts.cluster.proxies[host].up
+        direction.delay_s, direction.rate_bytes_per_s = rng.choice((0.0, 0.05, 0.3)), rng.choice((0.0, 2e5, 2e6))
+        yield f"{host}: {direction.delay_s:g} s late, {direction.rate_bytes_per_s:g} B/s"
+        direction.delay_s = direction.rate_bytes_per_s = 0.0
 
     @on("proxied")
     def reset_links(self, rng: random.Random, planned: Planned, host: str) -> Iterator[str]:

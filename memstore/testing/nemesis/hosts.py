@@ -223,7 +223,7 @@ class Hosts:
             return False
         del self._gone_s[who]
         code = "" if process is None else f" with {process.returncode}"
-        self.story.tell(f"the process of {who} ended by itself{code}; a successor is started")
+        self.story.log(f"the process of {who} ended by itself{code}; a successor is started")
         return True
 
 

@@ -50,7 +50,7 @@ class Job(threading.Thread):
         self.ranks: list[RankProcess] = []
         self.place: list[str] = []  # host by rank
         self.attempt = -1
-        self._skips_told: set[str] = set()  # reasons since the last commit
+        self._skips_logged: set[str] = set()  # reasons since the last commit
         self.is_broken = False
         self.lives_count = 0
         self.commit_s = 0.0  # when a new commit was last reported
@@ -66,7 +66,7 @@ class Job(threading.Thread):
 
     def hold(self, why: str) -> None:
         """Kill all ranks and start none until `release`."""
-        self.story.tell(f"the job is killed: {why}")
+        self.story.log(f"the job is killed: {why}")
         self._held.set()
         self.kill_ranks()
         if not self._is_dead.wait(REPLY_S):
@@ -74,7 +74,7 @@ class Job(threading.Thread):
 
     def close(self) -> None:
         """Let all ranks leave the job after their current step, and start none until `release`."""
-        self.story.tell("the job is closed")
+        self.story.log("the job is closed")
         self._closing.set()
         self._held.set()
         if not self._is_dead.wait(REPLY_S):
@@ -111,7 +111,7 @@ class Job(threading.Thread):
             try:
                 self._live()
             except JobEnded as exc:
-                self.story.tell(f"job: {exc}")
+                self.story.log(f"job: {exc}")
             except Exception as exc:  # a defect of the nemesis must not count as a clean round
                 self.story.violate("nemesis-broke", f"{type(exc).__name__}: {exc}")
                 self.is_broken = True
@@ -127,7 +127,7 @@ class Job(threading.Thread):
 
     def _live(self) -> None:
         self.lives_count += 1
-        self._seat()
+        self._place_ranks()
         self._connect()
         step = self._restore()
         while not self._closing.is_set():
@@ -150,7 +150,7 @@ class Job(threading.Thread):
                 self._take_levels(reply["levels"])
         raise JobEnded("closed")
 
-    def _seat(self) -> None:
+    def _place_ranks(self) -> None:
         """Start the ranks on the hosts that are up, in turn or shuffled, as the scenario says."""
         usable = [host for host in self.hosts if host not in self.hosts.down] or sorted(self.hosts)
         if self.lives_count > 1 and self.rng.random() < self.scenario.shuffle_share:
@@ -158,7 +158,7 @@ class Job(threading.Thread):
         elif len(usable) > self.scenario.world_size and self.scenario.leaves_hosts_without_ranks:
             usable = usable[: self.scenario.world_size]
         self.place = [usable[rank % len(usable)] for rank in range(self.scenario.world_size)]
-        self.story.tell(f"launch {self.lives_count}: ranks on {' '.join(self.place)}")
+        self.story.log(f"launch {self.lives_count}: ranks on {' '.join(self.place)}")
         self.paused_s = []
         self.ranks = [
             self.nursery.start(rank, {**self._clock(rank), "MEMSTORE_HOST": host, **LAUNCHER})
@@ -253,12 +253,12 @@ class Job(threading.Thread):
             if reply["raised"]:
                 raise JobEnded(f"put raised on rank {rank}: {reply['raised']}")
 
-    def _tell_skip(self, step: int, level: str, reason: str) -> None:
+    def _log_skip(self, step: int, level: str, reason: str) -> None:
         """Add a line about skipped steps to the story: one for each reason until the next commit."""
         shape = re.sub(r"[0-9a-f]{8,}|\d+", "#", f"{level}: {reason}")
-        if level != "superseded" and shape not in self._skips_told:
-            self._skips_told.add(shape)
-            self.story.tell(f"step {step} {level}: {reason}")
+        if level != "superseded" and shape not in self._skips_logged:
+            self._skips_logged.add(shape)
+            self.story.log(f"step {step} {level}: {reason}")
 
     def _take_levels(self, levels: list[list[Any]]) -> None:
         for step, level, is_degraded, reason in levels:
@@ -266,11 +266,11 @@ class Job(threading.Thread):
             if level in ("committed", "durable"):
                 if self.ledger.committed(key, degraded=bool(is_degraded)):
                     self.commit_s = time.monotonic()
-                    self._skips_told.clear()
+                    self._skips_logged.clear()
                     self.story.add("steps_committed")
                 if level == "durable":
                     self.ledger.became_durable(key)
                     self.story.add("tickets_durable")
             elif level in ("skipped", "superseded", "failed"):
                 self.story.add(f"tickets_{level}")
-                self._tell_skip(int(step), str(level), str(reason))
+                self._log_skip(int(step), str(level), str(reason))

@@ -30,7 +30,7 @@ class Harm:
     at_s: float
     kind: str  # "lost": memory destroyed; "rot": slots changed; "rot-file": other files; "away": holder does not serve
     until_s: float | None = None  # away: when it was seen live again
-    is_mended: bool = False  # rot: everything was verified since
+    is_repaired: bool = False  # rot: everything was verified since
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Ledger:
         """Note that everything was digested again and repaired, so that earlier rot is over."""
         with self.lock:
             for harm in self.harms:
-                harm.is_mended = harm.is_mended or (harm.kind == "rot" and harm.at_s < now_s)
+                harm.is_repaired = harm.is_repaired or (harm.kind == "rot" and harm.at_s < now_s)
 
     def restored(self, attempt: int, step: Step | None) -> None:
         """Note the step that an attempt restored; later steps of the timeline leave its lineage."""
@@ -146,7 +146,7 @@ class Ledger:
             h.domain for h in self.harms
             if (h.kind == "lost" and h.at_s >= (since_s if since_s is not None else put_s))
             or (h.kind == "rot-file" and h.at_s >= put_s)
-            or (h.kind == "rot" and not h.is_mended)
+            or (h.kind == "rot" and not h.is_repaired)
         }  # fmt: skip
         gone_now = {h.domain for h in self.harms if h.kind == "away" and _overlaps(h, from_s, to_s)}
         if not lost | gone_now:

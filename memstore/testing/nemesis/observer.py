@@ -12,7 +12,7 @@ from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
 
 PERIOD_S = 0.5
-HEARD_S = 1.0
+SILENT_MAX_S = 1.0
 SETTLED_S = 1.0  # a status this soon after a fault may not know of it yet
 
 
@@ -62,7 +62,7 @@ class Observer:
         found = set()
         for row in status["hosts"]:
             host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
-            is_here = row["status"] == "live" and float(row["heard_s"]) < HEARD_S
+            is_here = row["status"] == "live" and float(row["silent_s"]) < SILENT_MAX_S
             is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.holder(host) is None
             if not is_here or is_held or (harm is not None and asked_s < harm.at_s + SETTLED_S):
                 continue
@@ -74,7 +74,7 @@ class Observer:
     def _note(self, why: str) -> None:
         if why != self._why:
             self._why = why
-            self.story.tell(why)
+            self.story.log(why)
 
 
 def incomplete(row: dict[str, Any] | None, live: set[str], wanted: set[str]) -> str:

@@ -36,7 +36,7 @@ class Rank(CommandedRank):
         super().__init__(channel)
         self.seed, self.kib, self.is_overlapped = 0, 64, False
         self.tensors: dict[str, Any] = {}
-        self.told: dict[int, tuple[Any, ...]] = {}
+        self.reported: dict[int, tuple[Any, ...]] = {}
         self.has_put = False
 
     def do_connect(
@@ -108,8 +108,8 @@ class Rank(CommandedRank):
         changed = []
         for step, ticket in list(self.tickets.items()):
             now = (ticket.level, bool(ticket.degraded), str(ticket.reason)[:200])
-            if self.told.get(step) != now:
-                self.told[step] = now
+            if self.reported.get(step) != now:
+                self.reported[step] = now
                 changed.append([step, *now])
         return changed
 

@@ -49,13 +49,13 @@ class Reading:
             try:
                 work()
             except Exception as exc:
-                self.story.tell(f"reading: {type(exc).__name__}: {exc}")
+                self.story.log(f"reading: {type(exc).__name__}: {exc}")
 
     def _begin(self, work: Callable[[], object]) -> None:
         try:
             self._work.put_nowait(work)
         except queue.Full:
-            self.story.tell("reading: the last question is still under way")
+            self.story.log("reading: the last question is still under way")
 
     def begin_read(self, host: str, rng: random.Random) -> None:
         """Read some ranks' newest shards on a host."""

@@ -53,7 +53,7 @@ class Round:
 
     def play(self) -> Story:
         """Play the round; count and remove what it leaves behind."""
-        self.story.tell(self.scenario.text())
+        self.story.log(self.scenario.text())
         known = leaks.processes(self.run)
         self.arena_dir.mkdir(mode=0o700)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Round:
             self.story.violate("no-commits", f"nothing was committed in {FIRST_COMMIT_S:g} s before any fault")
             return
         self._break_things()
-        self._mend_and_check()
+        self._repair_and_check()
 
     def _processes(self) -> ProcessCluster:
         scenario = self.scenario
@@ -111,10 +111,10 @@ class Round:
             self.faults.play(planned)
         self._until(lambda: not self.faults.undo, 15.0, "")
 
-    def _mend_and_check(self) -> None:
+    def _repair_and_check(self) -> None:
         self.faults.heal()
         healed_s = max(time.monotonic(), self.faults.last_s)
-        self.story.tell("everything is repaired")
+        self.story.log("everything is repaired")
         if self.faults.held_for_restart or self.scenario.ending == "dead":
             self.job.hold("the round ends with a dead job")
             self._await_hosts()
@@ -140,7 +140,7 @@ class Round:
         self.job.close()
         leaks.check_rank_growth(self.job.first_counts, self.job.last_counts, self.story)
         leaks.check_processes_at_rest(self.hosts, self.story)
-        self.story.tell("the round is over")
+        self.story.log("the round is over")
 
     def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
         """Keep the round going until a condition holds; False if that took longer than the limit and the load."""
@@ -152,7 +152,7 @@ class Round:
             time.sleep(TICK_S)
             if time.monotonic() - began_s > wait_limit_s(limit_s, self.meter, began_s):
                 if what:
-                    self.story.tell(f"waited {time.monotonic() - began_s:.1f} s in vain for {what}")
+                    self.story.log(f"waited {time.monotonic() - began_s:.1f} s in vain for {what}")
                 return False
         return True
 
@@ -202,9 +202,7 @@ class Round:
         """Digest everything again, so that all rot is found."""
         before_s = time.monotonic()
         code, answer = self.reading.cli(["verify"])
-        self.story.tell(
-            f"verify exits with {code}: {answer.get('damaged') if isinstance(answer, dict) else answer} bad"
-        )
+        self.story.log(f"verify exits with {code}: {answer.get('damaged') if isinstance(answer, dict) else answer} bad")
         if code in (0, 4):
             self.ledger.verified(before_s)
 

@@ -32,7 +32,7 @@ class Story:
         """Return the seconds since the round began."""
         return time.monotonic() - self.began_s
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Add a line."""
         with self.lock:
             self.lines.append(f"{self.now_s():8.2f}  {text}")
@@ -41,13 +41,13 @@ class Story:
         """Add a fault."""
         with self.lock:
             self.faults[kind] += 1
-        self.tell(f"FAULT {kind}: {text}")
+        self.log(f"FAULT {kind}: {text}")
 
     def violate(self, kind: str, text: str) -> None:
         """Note that a promise was broken; the round goes on, to show the consequences."""
         with self.lock:
             self.violations.append(Violation(kind, self.now_s(), text))
-        self.tell(f"VIOLATION {kind}: {text}")
+        self.log(f"VIOLATION {kind}: {text}")
 
     def add(self, what: str, count: int = 1) -> None:
         """Count something."""

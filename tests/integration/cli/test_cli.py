@@ -123,10 +123,10 @@ def test_up_refuses_a_durable_directory_it_cannot_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["up", "down", "status"])
-def test_a_ray_address_where_nobody_listens_is_refused_at_once(verb: str) -> None:
+def test_a_ray_address_where_no_process_listens_is_refused_at_once(verb: str) -> None:
     """Ray would try for minutes; the command says which address and what to start."""
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it meanwhile
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: no other process can take it meanwhile
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         result = run(None, verb, "--address", address)
     assert result.exit_code == 1
@@ -134,7 +134,7 @@ def test_a_ray_address_where_nobody_listens_is_refused_at_once(verb: str) -> Non
 
 
 def test_a_fault_of_ours_is_one_line_that_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception nobody foresaw is exit code 1 and no traceback either, unless --debug."""
+    """An exception no process foresaw is exit code 1 and no traceback either, unless --debug."""
 
     def broken(self: Where) -> dict[str, Any]:
         raise ZeroDivisionError("planted")
@@ -155,7 +155,7 @@ def test_drill_gets_its_arguments_and_its_exit_code_through(monkeypatch: pytest.
 
     @click.group()
     def drill() -> None:
-        """A stand-in."""
+        """A substitute."""
 
     @drill.command("kill-host")
     @click.option("--seed", type=int)
@@ -295,7 +295,7 @@ def test_leftovers_spares_arenas_of_running_holders(store: ProcessCluster) -> No
     assert "no arena of host 'h9'" in result.stderr
 
 
-def test_watch_shows_it_anew_until_interrupted(store: ProcessCluster) -> None:
+def test_watch_shows_it_again_until_interrupted(store: ProcessCluster) -> None:
     """--watch --json writes one document after the other; Ctrl-C ends it without an error."""
     command = [sys.executable, "-m", "memstore.cli", "status", "--watch", "--json", "--store", store.config.store]
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
@@ -313,7 +313,7 @@ def test_watch_shows_it_anew_until_interrupted(store: ProcessCluster) -> None:
 # -- a store that things happen to ------------------------------------------------------------
 
 
-def test_a_lost_host_degrades_the_store_until_it_is_mended(tmp_path: Path) -> None:
+def test_a_lost_host_degrades_the_store_until_it_is_repaired(tmp_path: Path) -> None:
     """A host lost is exit code 4 with the copies missing; then rm, no controller, and leftovers."""
     with ProcessCluster(tmp_path, {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}) as cluster:
         for rank in train(cluster.config):
@@ -364,7 +364,7 @@ def damage(cluster: ProcessCluster, host: str) -> None:
 
 
 def test_verify_finds_damage_and_says_whether_anything_is_lost(tmp_path: Path) -> None:
-    """Damage on one host is exit code 4 and mended from the other; on both it is exit code 3 (R30)."""
+    """Damage on one host is exit code 4 and repaired from the other; on both it is exit code 3 (R30)."""
     hosts = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}
     with ProcessCluster(tmp_path, hosts, scrub_bytes_per_s=0) as cluster:
         ranks = train(cluster.config)

@@ -50,7 +50,7 @@ def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nur
 def test_hosts_drained_one_after_another_never_end_with_no_copy_and_exit_code_0(
     tmp_path: Path, nursery: RankNursery
 ) -> None:
-    """Two hosts, two copies: the first is told of one copy of two at once, the last of none (exit 4, both)."""
+    """Two hosts, two copies: the first is informed of one copy of two at once, the last of none (exit 4, both)."""
     with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)

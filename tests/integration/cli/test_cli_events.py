@@ -132,24 +132,24 @@ def test_follow_goes_on_over_a_controller_that_dies(tmp_path: Path, nursery: Ran
 
 
 def test_every_kind_has_a_line() -> None:
-    """A kind that nobody wrote a line for would be shown as raw fields; one that is gone would never be shown."""
+    """A kind that no process wrote a line for would be shown as raw fields; one that is gone would never be shown."""
     assert set(LINES) == KINDS
     assert "odd {'host': 'h1'}" in line({"seq": 1, "event": "odd", "wall_s": 0.0, "host": "h1"})
 
 
 def test_a_log_that_hangs_costs_lines_never_the_controller(tmp_path: Path) -> None:
-    """Nobody reads the pipe that the file is: the queue fills, the rest is dropped and counted (R11)."""
+    """No process reads the pipe that the file is: the queue fills, the rest is dropped and counted (R11)."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    log, chronicle = EventLog(str(pipe)), RecentEvents(1)
+    log, recent_events = EventLog(str(pipe)), RecentEvents(1)
     for step in range(2 * WAITING_MAX):
-        chronicle.add("host_dead", 0.0, host="h1", step=step)
+        recent_events.add("host_dead", 0.0, host="h1", step=step)
         began_s = time.monotonic()
-        log.take(chronicle)
+        log.take(recent_events)
         assert time.monotonic() - began_s < 10.0
     assert WAITING_MAX - 1 <= log.dropped_count <= WAITING_MAX
-    assert chronicle.page(0, None)["unwritten"] == log.dropped_count
-    with pipe.open() as reader:  # somebody reads at last: the writer goes on and can end
+    assert recent_events.page(0, None)["unwritten"] == log.dropped_count
+    with pipe.open() as reader:  # a process reads at last: the writer goes on and can end
         text = reader.readline()
         assert json.loads(text)["step"] == 0
         log._waiting.queue.clear()
@@ -159,11 +159,11 @@ def test_a_log_that_hangs_costs_lines_never_the_controller(tmp_path: Path) -> No
 
 def test_routine_lines_are_debug_and_the_rest_info(caplog: pytest.LogCaptureFixture) -> None:
     """A commit a step would drown a console; a death must be seen there."""
-    log, chronicle = EventLog(""), RecentEvents(1)
+    log, recent_events = EventLog(""), RecentEvents(1)
     with caplog.at_level(logging.DEBUG, logger="memstore.events"):
-        chronicle.add("commit", 0.0, job="a", step=1)
-        chronicle.add("host_dead", 0.0, host="h1")
-        log.take(chronicle)
+        recent_events.add("commit", 0.0, job="a", step=1)
+        recent_events.add("host_dead", 0.0, host="h1")
+        log.take(recent_events)
         log.close()
     found = {json.loads(record.getMessage())["event"]: record.levelno for record in caplog.records}
     assert found == {"commit": logging.DEBUG, "host_dead": logging.INFO}
@@ -175,12 +175,12 @@ def test_a_file_that_cannot_be_written_is_said_once_and_counted(
 ) -> None:
     """The controller goes on; the count is in what `memstore events` answers."""
     caplog.set_level(logging.WARNING, logger="memstore")
-    log, chronicle = EventLog(str(tmp_path / "no" / "folder")), RecentEvents(1)
+    log, recent_events = EventLog(str(tmp_path / "no" / "folder")), RecentEvents(1)
     for _ in range(3):
-        chronicle.add("host_dead", 0.0, host="h1")
-    log.take(chronicle)
+        recent_events.add("host_dead", 0.0, host="h1")
+    log.take(recent_events)
     log.close()
     assert [r.levelname for r in caplog.records if "could not be written" in r.getMessage()] == ["WARNING"]
-    chronicle.add("host_dead", 0.0, host="h1")
-    log.take(chronicle)
-    assert chronicle.unwritten_count == 3
+    recent_events.add("host_dead", 0.0, host="h1")
+    log.take(recent_events)
+    assert recent_events.unwritten_count == 3

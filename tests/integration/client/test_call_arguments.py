@@ -1,39 +1,179 @@
-"""Arguments that no message can hold: refused where they are given (R20)."""
+"""Values of arguments that a public call cannot take, or takes as the plain number that they are (R20)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from link_site import WAIT_S, Site, state
 
+import memstore
+from memstore.client.connect import Reader
 from memstore.client.store import Store
-from memstore.errors import ConfigError
+from memstore.config import Config
+from memstore.core.wire.calls import AskEvents
+from memstore.errors import ConfigError, StepConflict
+from memstore.shell.rank.admin_link import Tool
 
-TOO_LARGE = 1 << 64
+Call = Callable[[Store, Reader, Any], Any]
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Reader]]:
+    """A rank of a new job, and a reader of it."""
     site = Site(tmp_path, ["a"], monkeypatch)
-    yield site.connect()[0]
+    with Reader("job", Tool(site.folder("a")), site.config) as reader:
+        yield site.connect()[0], reader
     site.close()
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda store: store.get(step=TOO_LARGE),
-        lambda store: store.get(rank=TOO_LARGE),
-        lambda store: store.pin(TOO_LARGE, "best"),
-        lambda store: store.rewind(TOO_LARGE),
-    ],
-    ids=["get", "get of a rank", "pin", "rewind"],
-)
-def test_a_number_of_more_than_64_bits_is_refused_at_once(store: Store, ask: Callable[[Store], Any]) -> None:
-    """The thread that sends could only log it, and the call would wait for an answer until its deadline."""
-    with pytest.raises(ConfigError, match="cannot be asked for: a body cannot be encoded"):
-        ask(store)
-    assert store.put(1, state(1)).wait("committed", WAIT_S).level == "committed"
+@pytest.fixture
+def pair(new: tuple[Store, Reader]) -> tuple[Store, Reader]:
+    """Those, once step 1 is committed."""
+    new[0].put(1, state(1)).wait("committed", WAIT_S)
+    return new
+
+
+def refuse(calls: dict[str, Call], pair: tuple[Store, Reader], values: Sequence[object], match: str) -> None:
+    """Every call refuses every value with a ConfigError that matches."""
+    for name, call in calls.items():
+        for value in values:
+            with pytest.raises(ConfigError) as caught:
+                call(*pair, value)
+            assert re.search(match, str(caught.value)), (name, value, str(caught.value))
+
+
+WHOLE: dict[str, Call] = {
+    "get": lambda store, reader, value: store.get(value),
+    "get of a rank": lambda store, reader, value: store.get(1, rank=value),
+    "pin": lambda store, reader, value: store.pin(value, "best"),
+    "pin of an attempt": lambda store, reader, value: store.pin(1, "best", attempt=value),
+    "rewind": lambda store, reader, value: store.rewind(value),
+    "rewind to an attempt": lambda store, reader, value: store.rewind(1, attempt=value),
+    "persist": lambda store, reader, value: store.persist(value),
+    "assign_ranks": lambda store, reader, value: store.assign_ranks(together=value),
+    "dcp_reader": lambda store, reader, value: store.dcp_reader(value),
+    "reader": lambda store, reader, value: reader.get(value),
+    "reader of a rank": lambda store, reader, value: reader.get(1, rank=value),
+    "reader of an attempt": lambda store, reader, value: reader.get(1, attempt=value),
+    "pin of a reader": lambda store, reader, value: reader.pin(value, "best"),
+    "persist of a reader": lambda store, reader, value: reader.persist(value),
+    "ranges of a reader": lambda store, reader, value: reader.ranges(attempt=value),
+    "fork": lambda store, reader, value: memstore.fork("job", value, "new", config=store.config),
+    "connect": lambda store, reader, value: memstore.connect("other", rank=0, world_size=value, config=store.config),
+}
+
+
+def test_what_is_no_number_of_a_step_or_rank_is_refused_at_once(pair: tuple[Store, Reader]) -> None:
+    """The error names the argument, its value and the limits; nothing was sent, and nothing waits for a deadline."""
+    values = (-1, 1.0, True, "1", "latest", math.nan, 1 << 61, 10**30, (1,), torch.tensor(1.0))
+    refuse(WHOLE, pair, values, r"^\w+=.* is out of range: it must be an int from [01] to 2\*\*61 - 1$")
+
+
+def test_what_is_no_step_is_refused_by_put_as_a_conflict(pair: tuple[Store, Reader]) -> None:
+    """put, should_put and a DCP writer take the same numbers; theirs is the error of a step that does not follow."""
+    store, _ = pair
+    for verb in (lambda step: store.put(step, {}), store.should_put, store.dcp_writer):
+        for value in (-1, 1.0, True, "1", None, 1 << 61):
+            with pytest.raises(StepConflict, match="is out of range: it must be an int from 0"):
+                verb(value)
+
+
+def test_whole_numbers_of_numpy_and_torch_are_numbers(pair: tuple[Store, Reader]) -> None:
+    """A step that was computed by numpy is put, read and pinned as the plain one is."""
+    store, reader = pair
+    one, rank = np.int64(1), torch.tensor(0)
+    assert store.put(one, state(1)).step == 1  # the ticket of before
+    assert store.assign_ranks(together=np.int32(1)) == (0,)
+    got = store.get(one, rank=rank)
+    assert got is not None
+    assert (got.step, reader.get(one, rank=rank, attempt=np.uint8(1)).step) == (1, 1)
+    store.pin(one, "numpy", attempt=np.int16(1))
+    reader.unpin("numpy")
+    assert store.dcp_reader(one).step == 1
+    assert store.prepare(np.int64(100)).wait(WAIT_S).nbytes >= store.config.chunk_bytes
+
+
+SECONDS: dict[str, Call] = {
+    "ticket": lambda store, reader, value: store.put(1, {}).wait("committed", value),
+    "put": lambda store, reader, value: store.put(1, {}, timeout_s=value),
+    "wait_before_step": lambda store, reader, value: store.wait_before_step(timeout_s=value),
+    "flush": lambda store, reader, value: store.flush(timeout_s=value),
+    "get of a rank": lambda store, reader, value: store.get(1, rank=0, timeout_s=value),
+    "prepare": lambda store, reader, value: store.prepare(100).wait(value),
+    "dcp_writer": lambda store, reader, value: store.dcp_writer(2, wait_s=value),
+    "dcp_reader": lambda store, reader, value: store.dcp_reader(1, timeout_s=value),
+    "reader": lambda store, reader, value: reader.get(timeout_s=value),
+    "ranges of a reader": lambda store, reader, value: reader.ranges(timeout_s=value).ask(1, 0).manifest(),
+}
+COLLECTIVE: dict[str, Call] = {
+    "get": lambda store, reader, value: store.get(timeout_s=value),
+    "agree_on_step": lambda store, reader, value: store.agree_on_step(timeout_s=value),
+}
+REFUSED: dict[str, Call] = {
+    "persist": lambda store, reader, value: store.persist(timeout_s=value),
+    "persist of a reader": lambda store, reader, value: reader.persist(timeout_s=value),
+    "fork": lambda store, reader, value: memstore.fork("job", 1, "new", config=store.config, timeout_s=value),
+    "start": lambda store, reader, value: memstore.start(store.config, timeout_s=value),
+}
+
+
+def test_what_is_no_time_is_refused_at_once(pair: tuple[Store, Reader]) -> None:
+    """NaN above all: no clock ever passes a deadline that is none, so the call would wait for ever."""
+    values = (math.nan, np.float32("nan"), "2", True, (), 10**400)
+    refuse(SECONDS | COLLECTIVE | REFUSED, pair, values, r"^(timeout_s|wait_s)=.* is no time: use a number of seconds$")
+
+
+TIMES = (np.float32(30), np.float64(30), np.int64(30), torch.tensor(30.0), math.inf, 1e300)
+
+
+def test_times_of_numpy_and_torch_and_endless_ones_are_times(pair: tuple[Store, Reader]) -> None:
+    """Clocks and messages take plain floats of some years; a caller may give any number of seconds."""
+    for call in SECONDS.values():
+        for value in TIMES:
+            call(*pair, value)
+    refuse({name: REFUSED[name] for name in REFUSED if "persist" in name}, pair, TIMES, "has no durable storage")
+
+
+def test_such_times_are_those_of_a_call_of_all_ranks(new: tuple[Store, Reader]) -> None:
+    """They travel to the controller, which waits as long for the other ranks."""
+    for call in COLLECTIVE.values():
+        for value in TIMES:
+            assert call(*new, value) is None
+
+
+def test_numbers_of_a_config_are_plain_ones() -> None:
+    """A message of connect() carries them; what is counted is whole."""
+    config = Config(
+        replicas=np.int64(2), connect_timeout_s=np.float32(2), stall_budget_s=np.float64(1), scrub_bytes_per_s=1e9,
+        keep_steps=2.0,
+    )  # type: ignore[arg-type]  # fmt: skip
+    plain = (config.replicas, config.connect_timeout_s, config.stall_budget_s, config.scrub_bytes_per_s)
+    assert [type(value) for value in (*plain, config.keep_steps)] == [int, float, float, int, int]
+    assert (*plain, config.keep_steps) == (2, 2.0, 1.0, 10**9, 2)
+    for fields, words in (
+        ({"replicas": 2.5}, r"replicas=2.5 is out of range: it must be a whole number from 1 to 16"),
+        ({"keep_steps": True}, "keep_steps=True is out of range"),
+        ({"stall_budget_s": math.nan}, "stall_budget_s=nan is out of range: it must be a number from 0 to 3600"),
+        ({"stall_budget_s": "5"}, "stall_budget_s='5' is out of range"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Config(**fields)  # type: ignore[arg-type]
+
+
+def test_a_time_that_is_over_is_no_time_left(pair: tuple[Store, Reader]) -> None:
+    """What a caller computes as `deadline - now` may be negative: the call ends as with 0."""
+    with pytest.raises(TimeoutError, match="after 0 s"):
+        pair[0].put(1, {}).wait("durable", -3.0)
+
+
+def test_a_question_that_no_message_can_hold_names_its_fault(pair: tuple[Store, Reader]) -> None:
+    """Behind the checks of arguments: the question and its job are named, and the field that is wrong."""
+    with pytest.raises(ConfigError, match=r"^events of job 'job' cannot be asked for: Expected `int` >= 0 .*since"):
+        pair[1]._tool.ask(AskEvents(job="job", since=-1))

@@ -161,7 +161,7 @@ def test_a_fork_shares_every_chunk_and_either_job_may_go(tmp_path: Path, nursery
         assert cluster.job("train") is None
 
 
-def test_a_fork_outlives_its_origin_before_anybody_connects(tmp_path: Path, nursery: RankNursery) -> None:
+def test_a_fork_outlives_its_origin_before_any_process_connects(tmp_path: Path, nursery: RankNursery) -> None:
     """rm of the origin right after the fork, then a holder killed and a host lost: get() of the fork is whole."""
     with ProcessCluster(tmp_path, {**HOSTS, "h2": {"memstore": "replica"}}) as cluster:
         fleet = Fleet(cluster, nursery, kib=64)

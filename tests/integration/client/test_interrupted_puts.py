@@ -109,7 +109,7 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
 def test_what_a_handler_raises_in_a_fence_reaches_who_called_it(store: Store) -> None:
     """An Exception as well, which is swallowed where it is the store's own: a time limit by alarm() must end training.
 
-    The store's moves, its hand-over and its waits are all interrupted; nothing is lost by it.
+    The store's moves, its submission and its waits are all interrupted; nothing is lost by it.
     """
     hold(store)
     weights = [torch.full((WIDTH, WIDTH), float(n)) for n in range(2)]
@@ -130,7 +130,7 @@ def test_what_a_handler_raises_in_a_fence_reaches_who_called_it(store: Store) ->
     assert any("puts" in place for place in where)
 
 
-@pytest.mark.parametrize("place", ["copy_own", "is_counted_change", "hand_over", "ended"])
+@pytest.mark.parametrize("place", ["copy_own", "is_counted_change", "submit", "ended"])
 def test_a_time_limit_by_a_signal_ends_a_fence(
     store: Store, place: str, monkeypatch: pytest.MonkeyPatch, handler: Callable[..., None]
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_time_limit_by_a_signal_ends_a_fence(
     holder, name = {
         "copy_own": (deferred_copy, "copy_own"),
         "is_counted_change": (deferred_copy.WatchedSource, "is_counted_change"),
-        "hand_over": (store.puts, "hand_over"), "ended": (store.puts.overlap._late[0].ended, "wait"),
+        "submit": (store.puts, "submit"), "ended": (store.puts.overlap._late[0].ended, "wait"),
     }[place]  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(holder, name, lambda *_: signal.raise_signal(signal.SIGUSR1))

@@ -1,4 +1,4 @@
-"""assign_ranks() with real ranks: FSDP2 on hosts dealt out anew restores locally and trains on alike (R27)."""
+"""assign_ranks() with real ranks: FSDP2 on hosts dealt out again restores locally and trains on alike (R27)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def by_rank(rows: list[dict[str, Any]]) -> list[list[float]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["renumber", "init"])
-def test_ranks_handed_out_anew_restore_locally_and_train_on_alike(
+def test_ranks_handed_out_again_restore_locally_and_train_on_alike(
     cluster: ProcessCluster, tmp_path: Path, mode: str
 ) -> None:
     """The hosts change places: renumbered, every rank restores what its host has, and the losses are as if unbroken."""

@@ -54,7 +54,7 @@ def test_what_is_stored_is_the_state_at_the_put(store: Store, is_held: bool) -> 
 
 
 def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
-    """Until the optimizer steps nothing of the held copy is handed over; the wait is in the ticket (R11)."""
+    """Until the optimizer steps nothing of the held copy is submitted; the wait is in the ticket (R11)."""
     training = Training()
     store.wait_before_step(training.optimizer)
     hold(store)
@@ -116,7 +116,7 @@ def test_a_change_after_the_copy_and_before_the_fence(cluster: ProcessCluster, c
         assert late is not None
         assert room is not None
         if check == "sampled":
-            store.puts.hand_over = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it
+            store.puts.submit = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it
         late.work()
         with torch.no_grad():
             training.model[0].weight.add_(1)
@@ -297,8 +297,8 @@ def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Stor
     assert is_same(stored(store, 0), expected)
 
 
-def test_a_forked_child_leaves_the_store_at_once_whatever_the_copy_thread_had(store: Store) -> None:
-    """At the fork another thread is handing a put over: in the child nobody will let go of its lock (R8)."""
+def test_a_forked_child_leaves_the_store_at_once_for_any_the_copy_thread_had(store: Store) -> None:
+    """At the fork another thread is submitting a put: in the child no process will let go of its lock (R8)."""
     training = Training()
     store.wait_before_step(training.optimizer)
     hold(store)
@@ -306,12 +306,12 @@ def test_a_forked_child_leaves_the_store_at_once_whatever_the_copy_thread_had(st
     (room,) = store.puts._open
     is_held, is_forked = threading.Event(), threading.Event()
 
-    def hand_over() -> None:
+    def submit() -> None:
         with room.lock:
             is_held.set()
             is_forked.wait(WAIT_S)
 
-    thread = threading.Thread(target=hand_over)
+    thread = threading.Thread(target=submit)
     thread.start()
     is_held.wait(WAIT_S)
     child = os.fork()

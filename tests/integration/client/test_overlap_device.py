@@ -20,7 +20,7 @@ from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import DeferredCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
-from memstore.shell.tensors.memory import Source, leaf_of_tensor
+from memstore.shell.tensors.memory import TensorSource, leaf_of_tensor
 from memstore.testing.clusters.processes import ProcessCluster
 
 FLIGHT_BYTES = 100 << 10
@@ -53,12 +53,12 @@ def on_device(plan: StatePlan) -> StatePlan:
     return replace(plan, placed=tuple((offset, _flat(source)) for offset, source in plan.placed))
 
 
-def _flat(source: Source) -> Source:
+def _flat(source: TensorSource) -> TensorSource:
     if source.address is None or not isinstance(source.owner, torch.Tensor):
         return source
     storage = source.owner.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, source.address - storage.data_ptr(), (source.nbytes,), (1,))
-    return Source(source.nbytes, None, flat)
+    return TensorSource(source.nbytes, None, flat)
 
 
 def under_way(store: Store) -> DeferredCopy:
@@ -68,7 +68,7 @@ def under_way(store: Store) -> DeferredCopy:
 
 
 def test_what_is_stored_is_the_state_at_the_put(store: Store, device: LazyDevice) -> None:
-    """The copy thread and the fence between them, whoever comes first; the next put waits for the end."""
+    """The copy thread and the fence between them, whichever comes first; the next put waits for the end."""
     training = Training()
     store.wait_before_step(training.optimizer)
     for step in range(3):
@@ -83,7 +83,7 @@ def test_what_is_stored_is_the_state_at_the_put(store: Store, device: LazyDevice
 
 
 def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device: LazyDevice) -> None:
-    """All is ordered, nothing is handed over; that happens once the copies have arrived, after the step's writes."""
+    """All is ordered, nothing is submitted; that happens once the copies have arrived, after the step's writes."""
     training = Training()
     store.wait_before_step(training.optimizer)
     hold(store)
@@ -93,7 +93,7 @@ def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device
     training.forward_backward()
     training.optimizer.step()
     copy = under_way(store)
-    assert {who for who, _ in device.told} == {"stream"}
+    assert {who for who, _ in device.waits} == {"stream"}
     assert not copy.ended.is_set()
     assert ticket.level == "pending"
     copy.work_device()
@@ -145,7 +145,7 @@ def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it
 def test_a_get_fills_device_memory_straight_from_the_slots(
     cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No byte by way of other host memory; whoever counts versions sees that the tensors were written."""
+    """No byte by way of other host memory; a process that counts versions sees that the tensors were written."""
     device = LazyDevice(monkeypatch, verified_stream, "copy_in")
     training = Training()
     with one_rank(cluster) as joined:

@@ -1,4 +1,4 @@
-"""An overlapped put in which something raises: its room is not lost, and no torn step is handed over (R11)."""
+"""An overlapped put in which something raises: its room is not lost, and no torn step is submitted (R11)."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def test_the_copy_thread_outlives_an_error(
 ) -> None:
     """What was to be done with a copied state raises: that is logged, the next copy is made by the same thread."""
     with monkeypatch.context() as patch:
-        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        patch.setattr(store.puts, "submit", raising(OSError("bad")))
         patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
         ticket = store.put(0, {"w": weight}, overlap=[weight])
         thread = store.puts.overlap._thread
         store.wait_before_step()
         wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)
-        assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+        assert (ticket.level, ticket.reason) == ("failed", "it could not be submitted: OSError('bad')")
     store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
     check_that_nothing_is_lost(store, 1, weight)
     assert store.puts.overlap._thread is thread
@@ -221,13 +221,13 @@ def test_two_optimizers_that_step_at_once_tear_nothing(
 def test_a_fence_raises_nothing_into_training(
     store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an error of the store's own costs is the step that was put, whoever makes the moves."""
+    """What an error of the store's own costs is the step that was put, whichever thread makes the moves."""
     hold(store)
     with monkeypatch.context() as patch:
-        patch.setattr(store.puts, "hand_over", raising(OSError("bad")))
+        patch.setattr(store.puts, "submit", raising(OSError("bad")))
         ticket = store.put(0, {"w": weight}, overlap=[weight])
         store.wait_before_step()
-    assert (ticket.level, ticket.reason) == ("failed", "it could not be handed over: OSError('bad')")
+    assert (ticket.level, ticket.reason) == ("failed", "it could not be submitted: OSError('bad')")
     check_that_nothing_is_lost(store, 1, weight)
 
 
@@ -239,8 +239,8 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tensor) -> None:
-    """Else nothing would be copied late, or nobody would wait for it; what cannot be stored is refused as ever."""
-    with pytest.raises(ConfigError, match=r"a Wrapped is no .* fence the optimizer that it wraps"):
+    """Else nothing would be copied late, or no process would wait for it; what cannot be stored is refused as ever."""
+    with pytest.raises(ConfigError, match=r"step\(Wrapped\) needs a torch.optim.Optimizer.* that this one wraps"):
         store.wait_before_step(Wrapped(torch.optim.SGD([weight])))
     with pytest.raises(ConfigError, match="a str is among them"):
         store.put(0, {"w": weight}, overlap={"w": weight})  # type: ignore[arg-type]

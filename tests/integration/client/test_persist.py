@@ -1,4 +1,4 @@
-"""`store.persist()` and `memstore persist` on real processes: a step is durable because somebody asked (R31)."""
+"""`store.persist()` and `memstore persist` on real processes: a step is durable because a process asked (R31)."""
 
 from __future__ import annotations
 

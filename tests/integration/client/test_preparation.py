@@ -58,7 +58,7 @@ def together(calls: list[Any]) -> list[Any]:
 def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(cluster: ProcessCluster) -> None:
     """When wait() returns both versions are leased and entered, on the peer too; a put asks for nothing any more."""
     with ranks(cluster, 2) as stores:
-        with pytest.raises(ConfigError, match="fewer than 0 bytes"):
+        with pytest.raises(ConfigError, match="nbytes=-5 is out of range: it must be an int from 0"):
             stores[0].prepare(-5)
         state = state_of(20 * CHUNK)
         preparations = [store.prepare(state) for store in stores]
@@ -79,21 +79,21 @@ def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(clust
         assert set(stats) == {"h1", "h2"}
 
 
-def test_the_cost_is_told_once_with_what_grew(cluster: ProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cost_is_reported_once_with_what_grew(cluster: ProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
     """One line for the log: bytes of a put, bytes new on this host, seconds by part."""
     with caplog.at_level(logging.INFO, "memstore"), ranks(cluster, 1) as (store,):
         preparation = store.prepare(16 * CHUNK).wait(WAIT_S)
         assert preparation.nbytes == 16 * CHUNK
         assert caplog.messages.count(preparation.cost) == 1
-        # Two versions and one to mend a neighbour's copy (R10).
+        # Two versions and one to repair a neighbour's copy (R10).
         assert f"{3 * 16 * CHUNK / 1e9:.3g} GB new on this host" in preparation.cost
         assert store.prepare(16 * CHUNK) is preparation
 
 
-def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_word_of_growth_is_received(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may answer before the thread that asks goes on."""
-    heard: list[RoomGrown] = []
-    monkeypatch.setattr(PutPreparation, "on_room", lambda _, event: heard.append(event))
+    received: list[RoomGrown] = []
+    monkeypatch.setattr(PutPreparation, "on_room", lambda _, event: received.append(event))
     with ranks(cluster, 1) as (store,):
         link, at_once = store.puts.link, RoomGrown(done_bytes=1, wanted_bytes=2)
         ask = link.call_soon
@@ -104,7 +104,7 @@ def test_the_first_word_of_growth_is_heard(cluster: ProcessCluster, monkeypatch:
 
         monkeypatch.setattr(link, "call_soon", asked)
         store.prepare(16 * CHUNK).wait(WAIT_S)
-    assert at_once in heard
+    assert at_once in received
 
 
 def test_a_first_put_waits_for_a_preparation_under_way_and_asks_for_what_is_more(cluster: ProcessCluster) -> None:
@@ -235,7 +235,7 @@ def claimed_bytes(cluster: ProcessCluster, host: str) -> int:
     return next(int(row["stats"].get("claimed_bytes", 0)) for row in cluster.status()["hosts"] if row["host"] == host)
 
 
-def test_a_rank_that_waits_alone_is_told_who_is_missing(cluster: ProcessCluster) -> None:
+def test_a_rank_that_waits_alone_is_reported_who_is_missing(cluster: ProcessCluster) -> None:
     """The deadline is the job's connect_timeout_s; what waits ends with it, and a timeout of its own does not."""
     with ranks(cluster, 2, connect_timeout_s=2.0) as stores:
         preparation = stores[0].prepare(CHUNK)

@@ -69,7 +69,7 @@ def test_what_the_caller_sets_is_left_alone() -> None:
 
 
 def test_a_forked_child_has_the_interval_of_before() -> None:
-    """It leaves the pass that its parent is in, and begins others, whoever held the lock in the parent."""
+    """It leaves the pass that its parent is in, and begins others, whichever thread held the lock in the parent."""
     is_held, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -92,7 +92,7 @@ def test_a_forked_child_has_the_interval_of_before() -> None:
 
 
 class Silence(SimpleQueue[Any]):
-    """A queue that notes the interval in which somebody waits for it, and stays empty."""
+    """A queue that notes the interval in which a process waits for it, and stays empty."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         self.waited_s = sys.getswitchinterval()
@@ -104,10 +104,10 @@ def test_a_read_that_waits_for_chunks_leaves_other_threads_their_turns() -> None
     link = Mock()
     link.call_soon.return_value = Future()
     read = ShardRead(link, ReadStep(job="job", step=None, rank=0), timeout_s=1.0)
-    read._heard = heard = Silence()
+    read._events = silence = Silence()
     with pytest.raises(PeerTimeout), copying():
         read.take([0])
-    assert heard.waited_s == pytest.approx(BEFORE_S)
+    assert silence.waited_s == pytest.approx(BEFORE_S)
 
 
 def test_every_move_of_a_put_and_a_get_is_made_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

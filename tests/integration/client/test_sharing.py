@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from link_site import WAIT_S, Site
 from torch._C._distributed_c10d import Work
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -25,7 +26,7 @@ from memstore.client.collective_hooks import watch_module, watch_optimizer
 from memstore.client.connect import connect, reader
 from memstore.client.store import Store
 from memstore.config import Config
-from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
+from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, Kind
 from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
 from memstore.core.report.problems import problems
@@ -33,7 +34,7 @@ from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.rank_messages import MarksMade
 from memstore.errors import ConfigError, ProtocolError
 from memstore.shell.holder.marks_reader import CollectiveMarksReader
-from memstore.shell.holder.send_gate import Traffic, _cut
+from memstore.shell.holder.send_gate import SendGate, _cut
 from memstore.shell.net.socket_options import Flight
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -100,18 +101,18 @@ def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypa
         assert not [ticket.reason for ticket in tickets if ticket.level == "skipped"]
 
 
-def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_told(
+def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that is always busy: the copy goes after the longest hold; an event, a problem, a metric say so."""
     with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
         with store.collective():
             store.put(1, state(1)).wait("committed")
-            told = wait_for(
+            reported = wait_for(
                 lambda: [e for e in cluster.ask(AskEvents())["events"] if e["event"] == "spill"], "the event"
             )
-        assert told[0]["host"] == "near"
-        assert "found 0 ms between collectives" in told[0]["why"]
+        assert reported[0]["host"] == "near"
+        assert "found 0 ms between collectives" in reported[0]["why"]
         status = cluster.status()
         assert any("idle for too short" in row["cause"] for row in problems(status))
 
@@ -126,6 +127,32 @@ def test_marks_are_ignored_where_interleaving_is_off(tmp_path: Path, monkeypatch
     """collective_hold_max_s=0."""
     with training(tmp_path, monkeypatch, collective_hold_max_s=0) as (_, store), store.collective():
         store.put(1, state(1)).wait("committed")
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_an_iteration_begins_where_the_loop_says_or_at_every_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_marks: bool
+) -> None:
+    """Two collectives and two puts in each: the holder learns the three idle spans of an iteration, not of a put."""
+    site = Site(tmp_path, ["a"], monkeypatch)
+    [store] = site.connect()
+    send_gate = site.holders["a"].send_gate
+    step = 0
+    for _ in range(LEARN_MIN + 2):
+        if has_marks:
+            store.mark_iteration()
+        for _ in range(2):
+            with store.collective():
+                pass
+            step += 1
+            store.put(step, state(step)).wait("committed", WAIT_S)
+    wait_for(lambda: send_gate._readers, "the marks")
+    with send_gate._lock:
+        send_gate._read()
+        [spans] = send_gate._gate.ranks.values()
+    # Idle before, between and after the collectives; an iteration of one put has one collective, and two spans.
+    assert len(spans.expected) == (3 if has_marks else 2)
+    site.close()
 
 
 # -- marks ------------------------------------------------------------------------------------------
@@ -158,7 +185,7 @@ def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
     """Overlapping collectives are one busy span; the file loses its name when it is opened."""
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.put()
-    assert link.files == []  # nobody marks collectives: nothing to tell
+    assert link.files == []  # no process marks collectives: nothing to tell
     marks.begin()
     reader = opened(link)
     marks.begin()
@@ -175,7 +202,7 @@ def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
 
 
 def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None:
-    """Its connection is another one; what was under way is told by its end."""
+    """Its connection is another one; what was under way is informed by its end."""
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     link.channel = object()
@@ -237,7 +264,7 @@ def test_a_collective_that_was_given_up_is_forgotten(link: FakeLink, monkeypatch
     reader.close()
 
 
-def test_marks_that_cannot_be_told_leave_nothing_behind(
+def test_marks_that_cannot_be_sent_leave_nothing_behind(
     link: FakeLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No room beside the arena: training goes on, a warning says so, once for each holder."""
@@ -257,13 +284,13 @@ def test_marks_that_cannot_be_told_leave_nothing_behind(
 
 def test_marks_that_cannot_be_opened_do_not_end_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are advice; puts go over the same link."""
-    Traffic(tmp_path, 60.0).watch("rank", "marks-absent")
+    SendGate(tmp_path, 60.0).watch("rank", "marks-absent")
     assert "marks of rank process rank are ignored" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["slots", "marks-/../slots", "marks-absent", "marks-link", "marks-folder"])
 def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
-    """Whatever a process of this user names."""
+    """Anything that a process of this user names."""
     (tmp_path / "slots").write_bytes(b"s")
     (tmp_path / "marks-link").symlink_to(tmp_path / "slots")
     (tmp_path / "marks-folder").mkdir()
@@ -273,43 +300,43 @@ def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: FakeLink) -> None:
-    """It harms nobody, and holds nothing back."""
-    traffic = Traffic(tmp_path, 60.0)
+    """It harms no process, and holds nothing back."""
+    send_gate = SendGate(tmp_path, 60.0)
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     file = os.open(tmp_path / link.files[0], os.O_RDWR)
-    traffic.watch("rank", link.files[0])
+    send_gate.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with traffic.sending(shipment) as gate:
+    with send_gate.sending(shipment) as gate:
         assert gate is not None
-        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
+        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
         os.ftruncate(file, 4)
-        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
+        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
     os.close(file)
 
 
 def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) -> None:
     """Its link has ended in the middle of a collective."""
-    traffic = Traffic(tmp_path, 60.0)
+    send_gate = SendGate(tmp_path, 60.0)
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
-    traffic.watch("rank", link.files[0])
+    send_gate.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with traffic.sending(shipment) as gate:
+    with send_gate.sending(shipment) as gate:
         assert gate is not None
-        traffic.forget("rank", "j", 0)
-        assert traffic.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
-    with traffic.sending(shipment) as gate:
+        send_gate.forget("rank", "j", 0)
+        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
+    with send_gate.sending(shipment) as gate:
         assert gate is None
 
 
 def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: FakeLink) -> None:
     """Who waits for idle time leaves the host's limit to the others."""
-    traffic = Traffic(tmp_path, 60.0)
+    send_gate = SendGate(tmp_path, 60.0)
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     marks.end()
-    traffic.watch("rank", link.files[0])
+    send_gate.watch("rank", link.files[0])
     shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
     sending: list[int] = []
 
@@ -323,7 +350,7 @@ def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: 
         assert sending == []
         return NOTHING
 
-    with traffic.sending(shipment) as gate:
+    with send_gate.sending(shipment) as gate:
         assert gate is not None
         sizes = []
         for part in gate.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
@@ -419,7 +446,7 @@ def test_a_collective_without_a_future_is_over_when_it_was_started() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_module_is_watched_for_the_newest_store() -> None:
-    """The process has connected again; and a hook of somebody else's is left alone."""
+    """The process has connected again; and a hook of another's is left alone."""
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     first: Any = Counting()
     second: Any = Counting()

@@ -45,10 +45,10 @@ class Rank:
             "persist_on_sigterm_s": limit_s,
         }  # fmt: skip
         wish = {"way": way, "job": self.job, "folder": str(folder), "config": config}
-        self.pid = int(self._tell(json.dumps(wish)))
+        self.pid = int(self._order(json.dumps(wish)))
         wait_for(lambda: self.words()[:1] == ["ready"], f"ready in {folder}", ENDS_S)
 
-    def _tell(self, line: str) -> str:
+    def _order(self, line: str) -> str:
         stdin, stdout = self.program.stdin, self.program.stdout
         assert stdin is not None
         assert stdout is not None
@@ -56,7 +56,7 @@ class Rank:
         stdin.flush()
         return stdout.readline()
 
-    def hears(self, *words: str) -> None:
+    def expects(self, *words: str) -> None:
         """Wait until the rank has said that, and nothing else."""
         wait_for(lambda: self.words() == list(words), f"{words} in {self.folder}", ENDS_S)
 
@@ -74,10 +74,10 @@ class Rank:
 
     def ends(self) -> int:
         """Wait for its end; return its exit code."""
-        return int(self._tell(""))
+        return int(self._order(""))
 
     def kill(self) -> None:
-        """End it whatever it does."""
+        """End it anything that it does."""
         os.kill(self.pid, signal.SIGKILL)
         self.ends()
 
@@ -132,7 +132,7 @@ def test_all_ranks_are_ended_and_the_newest_committed_step_is_durable(tmp_path: 
 def test_what_was_there_before_happens_after_the_step_is_durable(
     tmp_path: Path, program: subprocess.Popen[str], cluster: ProcessCluster, way: str, code: int, words: list[str]
 ) -> None:
-    """The default action, also of a main thread that hangs in C code; a handler; an event loop that hears signals."""
+    """The default action, also of a main thread that hangs in C code; a handler; an event loop that learns signals."""
     rank = Rank(program, cluster, way, tmp_path)
     rank.signal()
     assert (rank.ends(), rank.words()) == (code, words), rank.log()
@@ -150,12 +150,12 @@ def test_a_process_that_goes_on_after_a_signal_is_asked_again_by_the_next(
         rank.signal()
         wait_for(lambda count=count: rank.log().count("step 60 is durable") == count, "the step on durable storage")
         if way == "counted":
-            rank.hears("ready", *["former"] * count)
+            rank.expects("ready", *["former"] * count)
     rank.kill()
 
 
 def test_storage_that_hangs_holds_the_end_for_its_time_only(tmp_path: Path, program: subprocess.Popen[str]) -> None:
-    """The log says what is waited for, and the process ends by the signal, also if nobody answers at all."""
+    """The log says what is waited for, and the process ends by the signal, also if no process answers at all."""
     with ProcessCluster(tmp_path, {"h0": {}}, durable_gate=tmp_path / "gate") as cluster:
         rank = Rank(program, cluster, "hung", tmp_path / "hung", limit_s=2.0)
         rank.signal()
@@ -175,7 +175,7 @@ def test_children_that_are_ended_do_not_end_the_rank(
 ) -> None:
     """Forked and ended at once, fifty times: each dies of SIGTERM, and nothing is written for it."""
     rank = Rank(program, cluster, "forked", tmp_path)
-    rank.hears("ready", "forked")
+    rank.expects("ready", "forked")
     assert "SIGTERM" not in rank.log()
     rank.kill()
 
@@ -183,7 +183,7 @@ def test_children_that_are_ended_do_not_end_the_rank(
 def test_after_close_nothing_is_left(tmp_path: Path, program: subprocess.Popen[str], cluster: ProcessCluster) -> None:
     """Handler and descriptor are those of before, and SIGTERM ends the process without a write."""
     rank = Rank(program, cluster, "closed", tmp_path)
-    rank.hears("ready", "closed")
+    rank.expects("ready", "closed")
     rank.signal()
     assert rank.ends() == -signal.SIGTERM
     assert "SIGTERM" not in rank.log()

@@ -42,7 +42,7 @@ def here(cluster: ProcessCluster, ranks: list[RankProcess], monkeypatch: pytest.
 
 
 def test_commits_go_on_while_a_reader_of_a_shard_stands_still(ranks: list[RankProcess], here: Reader) -> None:
-    """A put waits for no reader longer than for a commit; the reader is told what became of its step."""
+    """A put waits for no reader longer than for a commit; the reader is informed what became of its step."""
     with ShardRead(here._tool.link, ReadStep(job="train", step=None, rank=0), 30.0) as read:
         assert read.answer().step == 2
         together(ranks, "train", first=3, last=8)  # each is waited for, and raises if it was skipped

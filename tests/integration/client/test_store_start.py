@@ -1,4 +1,6 @@
-"""A silent Ray: whoever starts, finds or stops a store gives up at a deadline and says for whom it waited (R4, R20)."""
+"""A silent Ray: a process that starts, finds or stops a store gives up at a deadline and says for whom it waited
+(R4, R20).
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def refused(call: Callable[[], Any]) -> MemstoreError:
 def test_a_rank_connects_as_soon_as_its_holder_is_back(
     left: ProcessCluster, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray is not asked before the holder had its time, and holds up nobody when it is."""
+    """Ray is not asked before the holder had its time, and holds up no process when it is."""
     config = left.config.with_fields({"connect_timeout_s": 300.0})  # longer than a test may take
     monkeypatch.setattr("memstore.client.connect.START_AFTER_S", 1.0)
     for delay_s in (0.3, 2.0):
@@ -161,7 +163,7 @@ def test_commands_name_the_silent_ray(silent: str, tmp_path: Path) -> None:
         assert f"does not answer, waited {limit_s:g} s" in said
 
 
-def test_a_ray_address_of_nobody_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_address_of_no_process_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.2", 0))  # bound and not listening
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{unused.getsockname()[1]}")
@@ -209,7 +211,7 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         remove_leftovers(mistyped)
 
 
-def test_a_cluster_that_wants_a_token_is_told_from_one_that_is_not_there() -> None:
+def test_a_cluster_that_wants_a_token_is_reported_from_one_that_is_not_there() -> None:
     """Ray says "Failed to connect" of both; the reason is in what that was raised from."""
     deep = RuntimeError("Failed to connect to GCS. Last connection error: RPC error: InvalidAuthToken: missing")
     error = ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379")
@@ -247,10 +249,10 @@ def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> No
     assert run.returncode == 0, run.stderr
 
 
-def test_a_ray_that_ends_with_the_process_is_told(
+def test_a_ray_that_ends_with_the_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank without any Ray brings its own: it hears that the store ends with it, and the remedy."""
+    """One rank without any Ray brings its own: it learns that the store ends with it, and the remedy."""
 
     def nowhere(_address: str | None) -> str:
         raise ConnectionError

@@ -101,7 +101,7 @@ def test_other_stores_are_listed_and_those_that_know_the_job_named(
 
 
 def test_a_folder_whose_name_no_store_can_have_is_passed_over(arena_dir: Path) -> None:
-    """Somebody's copy of a store's folder fails neither `memstore stores` nor a connect that lists the others."""
+    """A user's copy of a store's folder fails neither `memstore stores` nor a connect that lists the others."""
     config = Config(arena_dir=str(arena_dir))
     root = arena_dir / f"memstore-{os.getuid()}"
     for name in ("default (copy)", "left"):

@@ -16,7 +16,7 @@ from memstore.testing.ranks.rank_process import RankNursery
 
 PROGRAM = SUPPORT.joinpath("dcp_programs.py")
 HOSTS = ("h1", "h2", "h3", "h4")
-SEATS = {2: "h1 h2", 3: "h1 h2 h3", 4: "h1 h2 h3 h4", 6: "h1 h2 h3 h1 h2 h3", 8: "h1 h2 h3 h1 h2 h3 h1 h2"}
+RANK_HOSTS = {2: "h1 h2", 3: "h1 h2 h3", 4: "h1 h2 h3 h4", 6: "h1 h2 h3 h1 h2 h3", 8: "h1 h2 h3 h1 h2 h3 h1 h2"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, dcp_nursery: RankNursery) ->
 def test_what_is_loaded_is_what_stock_dcp_loads(saved: tuple[DcpFleet, Path], world_size: int) -> None:
     """DTensors of every placement, FSDP2 and FSDP2 x TP models, AdamW state by name: equal bit for bit everywhere."""
     fleet, stock = saved
-    ranks = fleet.launch(SEATS[world_size].split())
+    ranks = fleet.launch(RANK_HOSTS[world_size].split())
     replies = run(ranks, "compare", seed=7, stock=str(stock))
     fleet.leave(ranks)
     assert [reply["differing"] for reply in replies] == [[]] * world_size
@@ -56,7 +56,7 @@ def test_training_goes_on_with_any_number_of_ranks(tmp_path: Path, dcp_nursery: 
         run(ranks, "save", step=1, what="placed")
         fleet.leave(ranks)
         for step, world_size in ((2, 8), (3, 3), (4, 2)):
-            ranks = fleet.launch(SEATS[world_size].split())
+            ranks = fleet.launch(RANK_HOSTS[world_size].split())
             for reply in run(ranks, "shift", seed=step - 1, step=step):
                 assert reply["level"] == "committed"
                 assert reply["before"] == {"step": step - 1, "differing": []}

@@ -24,7 +24,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Site:
-    """Four ranks of one job; `steps` counts up, whatever became of the step before."""
+    """Four ranks of one job; `steps` counts up, anything that became of the step before."""
 
     def __init__(self, cluster: ProcessCluster, nursery: RankNursery, folder: Path, **job_fields: Any) -> None:
         self.cluster = cluster
@@ -89,7 +89,7 @@ def test_async_save_in_a_thread_copies_the_state_as_it_was(site: Site) -> None:
 
 
 def test_async_save_in_a_process_adopts_what_was_staged(site: Site) -> None:
-    """Every rank's save process hands over what its rank staged; one that is killed fails its save, on every rank.
+    """Every rank's save process submits what its rank staged; one that is killed fails its save, on every rank.
 
     The next save, in a new process, goes on, and no slot is lost (R8, R20).
     """
@@ -150,7 +150,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(site: Site, bad_rank: int, i
 
 
 def test_a_rank_without_room_or_with_nonsense_fails_the_save_on_all(site: Site) -> None:
-    """No room within the stall budget, and a tensor that cannot be stored: told on all ranks, and got over."""
+    """No room within the stall budget, and a tensor that cannot be stored: reported on all ranks, and got over."""
     site.save(what="placed")
     failures = site.save_fails("save_without_room", bad_rank=1)
     assert len(failures) == len(HOSTS)
@@ -200,6 +200,6 @@ def test_some_ranks_that_would_wait_for_the_others_are_refused_as_they_plan(site
 
 @pytest.mark.parametrize("how", ["sync", "thread"])
 def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> None:
-    """Where a put would skip its step: a save that waits for its commit has nobody to tell."""
+    """Where a put would skip its step: a save that waits for its commit has no process to tell."""
     first = next(site.steps)
     run(site.ranks, "save_and_outgrow", step=first, how=how)

@@ -38,7 +38,7 @@ class Launch:
         if not self.ranks:
             self.fleet.job, self.step = f"of-{name.replace('_', '-')}", 0
             self.ranks = self.fleet.launch(HOSTS)
-            # In whatever order: a state that has outgrown its share costs a step, and the cases' states differ (R10).
+            # In any order: a state that has outgrown its share costs a step, and the cases' states differ (R10).
             self.step = run(self.ranks, "claim_room")[0]["step"]
         ranks, self.ranks = self.ranks, []
         try:

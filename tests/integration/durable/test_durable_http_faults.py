@@ -130,7 +130,7 @@ def test_a_body_that_ends_early_is_never_taken_for_the_whole(tier: PartsTier, fa
 def test_refusals_say_what_they_prove(
     tier: PartsTier, faults: HttpFaults, status: int, body: bytes, expected: type[MemstoreError]
 ) -> None:
-    """Forbidden and missing are for a person to mend, full is full; the place is named and no credential is."""
+    """Forbidden and missing are for a person to repair, full is full; the place is named and no credential is."""
     faults.add("PUT", "rank-0.", kind="status", status=status, body=body, times=10)
     with pytest.raises(expected, match="rank-0") as caught:
         write_part(tier, shard_of(1))
@@ -139,7 +139,7 @@ def test_refusals_say_what_they_prove(
 
 
 def test_a_part_that_is_gone_is_evidence(tier: PartsTier) -> None:
-    """An object that somebody removed is an IntegrityError: the planner may turn to an older step (R25)."""
+    """An object that a process removed is an IntegrityError: the planner may turn to an older step (R25)."""
     import obstore
 
     marker = write_step(tier, 1, ranks=1)

@@ -275,7 +275,7 @@ STOPPED = """
 import signal
 import sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process that starts the tests in the background ignores it
 import memstore.exchange.exporting as exporting
 from memstore.client.connect import reader
 from memstore.cli import main
@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_nothing(cluster: ProcessCluster, tmp_path: Path, as_
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
+        pytest.skip("this machine lets no process mount a tmpfs")
     try:
         said = refused(cluster, f"full-{as_format}", disk / "out", "--format", as_format)
         assert "No space left" in said, said

@@ -87,6 +87,19 @@ def test_rank_files_come_back_as_a_put_step(cluster: ProcessCluster, tmp_path: P
     ).stderr  # fmt: skip
 
 
+def test_a_removed_job_is_imported_again(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """Its attempts go on from those of before; it is as new all the same."""
+    put(cluster, "origin", [{"x": torch.ones(10)}] * 2)
+    run(cluster, "export", "origin", "7", str(tmp_path / "out"), "--format", "torch")
+    run(cluster, "import", "once-more", str(tmp_path / "out"))
+    run(cluster, "rm", "once-more", "--yes")
+    run(cluster, "import", "once-more", str(tmp_path / "out"))
+    assert reader_steps(cluster, "once-more") == [7]
+    assert "exists" in CliRunner().invoke(
+        main, ["import", "once-more", str(tmp_path / "out"), "--store", cluster.config.store]
+    ).stderr  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("shape", "placements", "ranks"),
     [((1,), [Shard(0)], 1), ((2,), [Shard(0)], 4), ((2, 2), [Replicate(), Shard(1)], 2)],
@@ -166,7 +179,7 @@ def test_processes_on_two_hosts_share_the_ranks(cluster: ProcessCluster, tmp_pat
 
 
 class Planted:
-    """Unpickled by whoever trusts a file, it leaves a mark."""
+    """Unpickled by a process that trusts a file, it leaves a mark."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -140,8 +140,8 @@ def test_commits_go_on_after_files_of_every_host_were_removed(tmp_path: Path, nu
         assert (got["step"], got["steps_lost"]) == (step, 0)
 
 
-def test_a_folder_that_cannot_be_written_again_is_told(tmp_path: Path, nursery: RankNursery) -> None:
-    """Something else stands in its place: status says so while the holder serves on, and mends it once it can."""
+def test_a_folder_that_cannot_be_written_again_is_reported(tmp_path: Path, nursery: RankNursery) -> None:
+    """Something else stands in its place: status says so while the holder serves on, and repairs it once it can."""
     with ProcessCluster(tmp_path, HOSTS) as cluster:
         fleet = Fleet(cluster, nursery, replicas=1, stall_budget_s=0.5)
         ranks = fleet.begin(["h0", "h1"], last_step=2)
@@ -149,12 +149,12 @@ def test_a_folder_that_cannot_be_written_again_is_told(tmp_path: Path, nursery: 
         folder.rename(folder.with_name("away"))
         folder.write_text("in the way")
 
-        def told() -> list[str]:
+        def reported() -> list[str]:
             with Tool(cluster.arena("h1")) as tool:
                 rows = tool.ask(AskStatus(), START_S)["problems"]
             return [row["severity"] for row in rows if "cannot be written again: refusing" in row["cause"]]
 
-        wait_for(lambda: told() == ["degraded"], "the word in status")
+        wait_for(lambda: reported() == ["degraded"], "the word in status")
         assert cluster.holders["h0"].poll() is None
         folder.unlink()
         supervise(cluster, "h0")

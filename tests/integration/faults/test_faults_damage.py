@@ -1,4 +1,4 @@
-"""Bytes that go bad in an arena are found, mended from a peer, and never served (R7, R30)."""
+"""Bytes that go bad in an arena are found, repaired from a peer, and never served (R7, R30)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def corrupt(cluster: ProcessCluster, host: str, rank: int, step: int) -> None:
         view[at] ^= 0x40
 
 
-def test_a_damaged_chunk_is_found_and_mended_from_the_peer(tmp_path: Path, nursery: RankNursery) -> None:
+def test_a_damaged_chunk_is_found_and_repaired_from_the_peer(tmp_path: Path, nursery: RankNursery) -> None:
     """verify finds a flipped bit, repair fetches the chunk from the peer, and the next verify finds nothing (R30)."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
@@ -39,7 +39,7 @@ def test_a_damaged_chunk_is_found_and_mended_from_the_peer(tmp_path: Path, nurse
 
 
 def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) -> None:
-    """Nobody asks: the background scrub finds the flipped bit and repair mends it (R30)."""
+    """No process asks: the background scrub finds the flipped bit and repair replaces it (R30)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         corrupt(cluster, "h1", rank=0, step=2)
@@ -54,7 +54,7 @@ def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) 
 
 
 def test_a_damaged_chunk_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
-    """The rank's own copy is bad and nobody knows: get takes that chunk from the peer and returns the bytes put."""
+    """The rank's own copy is bad and no process knows: get takes that chunk from the peer and returns the bytes put."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)
@@ -100,8 +100,8 @@ def test_damage_is_not_adopted(tmp_path: Path, nursery: RankNursery) -> None:
 
 
 @pytest.mark.parametrize("finder", ["verify", "scrub"])
-def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: RankNursery, finder: str) -> None:
-    """Nobody reads it: verify, or the scrub, compares it with its digest, and repair brings it again (R30)."""
+def test_a_damaged_manifest_is_found_and_written_again(tmp_path: Path, nursery: RankNursery, finder: str) -> None:
+    """No process reads it: verify, or the scrub, compares it with its digest, and repair brings it again (R30)."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0 if finder == "verify" else 1 << 30) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         wait_for(lambda: len(cluster.manifests("h0")) == 2, "older steps to be dropped")
@@ -115,7 +115,7 @@ def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: R
             found = cluster.ask(VerifyStore(job="train")).found
             assert [found[host].damaged_manifests for host in ("h0", "h1")] == [1, 0]
             assert found["h0"].damaged == 0
-        wait_for(lambda: cluster.manifests("h0") == before, "the manifest to be written anew")
+        wait_for(lambda: cluster.manifests("h0") == before, "the manifest to be written again")
         wait_for(lambda: cluster.job("train")["missing_copies"] == 0, "the word of it")
         assert cluster.job("train")["copies"] == 2
 
@@ -128,7 +128,7 @@ def test_a_damaged_manifest_is_found_and_written_anew(tmp_path: Path, nursery: R
 
 
 def test_a_damaged_manifest_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
-    """A key's name flips in the rank's own manifest: get brings the manifest from the peer, and writes it anew."""
+    """A key's name flips in the rank's own manifest: get brings the manifest from the peer, and writes it again."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)
@@ -142,5 +142,5 @@ def test_a_damaged_manifest_is_never_served(tmp_path: Path, nursery: RankNursery
                 file.write(b"v")
         _, got = fleet.resume(["h0", "h1"])  # compares every byte, and the names
         assert got["step"] == 2
-        mended = cluster.manifests("h0")
-        assert [data for name, data in damaged.items() if mended.get(name) == data], "no manifest was written anew"
+        repaired = cluster.manifests("h0")
+        assert [data for name, data in damaged.items() if repaired.get(name) == data], "no manifest was written again"

@@ -53,7 +53,7 @@ def test_a_rank_frozen_in_mid_copy_harms_nothing_when_it_wakes(tmp_path: Path, n
 
 
 def test_a_fenced_rank_that_wakes_in_mid_copy_is_refused(tmp_path: Path, nursery: RankNursery) -> None:
-    """The job was started again while a rank slept in mid-copy: its hand-over is refused, the new attempt unharmed."""
+    """The job was started again while a rank slept in mid-copy: its submission is refused, the new attempt unharmed."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
         old = fleet.begin(["h0", "h1"], last_step=2)

@@ -153,7 +153,7 @@ def test_into_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path, nursery:
         assert got[0]["step"] == 1
 
 
-def test_garbage_on_the_sockets_disturbs_nobody(tmp_path: Path, nursery: RankNursery) -> None:
+def test_garbage_on_the_sockets_disturbs_no_process(tmp_path: Path, nursery: RankNursery) -> None:
     """Random bytes on the TCP port and on the Unix socket: the connection is dropped, training goes on."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)

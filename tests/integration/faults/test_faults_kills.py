@@ -95,8 +95,8 @@ def test_a_put_in_mid_copy_outlives_its_holder(tmp_path: Path, nursery: RankNurs
         assert got["step"] == 2
 
 
-def test_a_handed_over_step_is_sent_again_to_the_next_holder(tmp_path: Path, nursery: RankNursery) -> None:
-    """A hand-over that found no holder is not lost: the next one seals it and the step commits (R8, R11)."""
+def test_a_submitted_step_is_sent_again_to_the_next_holder(tmp_path: Path, nursery: RankNursery) -> None:
+    """A submission that found no holder is not lost: the next one seals it and the step commits (R8, R11)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=0)

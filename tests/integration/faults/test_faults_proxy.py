@@ -13,7 +13,7 @@ from variants import later
 
 from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.faults.fault_proxy import FaultProxy, Lane
+from memstore.testing.faults.fault_proxy import Direction, FaultProxy
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, RankProcess, together
@@ -109,27 +109,27 @@ def test_a_restore_over_a_broken_connection_is_whole(tmp_path: Path, nursery: Ra
         refusing(cluster.proxies["h0"])  # else repair may bring the bytes before the restore asks for them
         cluster.start_holder("h0")
         cluster.wait_live("h0")
-        lane = cluster.proxies["h1"].down
-        break_fetch(lane, fault)
+        direction = cluster.proxies["h1"].down
+        break_fetch(direction, fault)
         _, got = fleet.resume(["h0", "h1"])
-        assert (got["step"], got["steps_lost"], lane.waiting) == (2, 0, 0)
+        assert (got["step"], got["steps_lost"], direction.waiting) == (2, 0, 0)
         wanted = {"flip payload": (1, 0), "flip header": (0, 1), "flip length": (0, 1)}.get(fault, (0, 0))
         wait_for(lambda: damage(cluster, "h0") == wanted, f"{wanted} damaged chunks and frames")
 
 
-def break_fetch(lane: Lane, fault: str) -> None:
+def break_fetch(direction: Direction, fault: str) -> None:
     """Ask for one fault in the next chunk that is fetched."""
     kind, part = fault.split()
     if kind == "flip":
-        lane.flip("header" if part == "length" else part, 21 if part == "length" else 5, payload_min=CHUNK)  # type: ignore[arg-type]
+        direction.flip("header" if part == "length" else part, 21 if part == "length" else 5, payload_min=CHUNK)  # type: ignore[arg-type]
     else:
-        lane.reset("payload" if part == "payload" else "connection", 40_000, payload_min=CHUNK)
+        direction.reset("payload" if part == "payload" else "connection", 40_000, payload_min=CHUNK)
 
 
 def late(proxy: FaultProxy) -> None:
     """75 ms each way, 50 ms jitter."""
-    for lane in (proxy.up, proxy.down):
-        lane.delay_s, lane.jitter_s, lane.rng = 0.075, 0.05, random.Random(5)
+    for direction in (proxy.up, proxy.down):
+        direction.delay_s, direction.jitter_s, direction.rng = 0.075, 0.05, random.Random(5)
 
 
 def slow(proxy: FaultProxy) -> None:
@@ -160,9 +160,9 @@ def refusing(proxy: FaultProxy) -> None:
 
 def heal(proxy: FaultProxy) -> None:
     """A clean link again."""
-    for lane in (proxy.up, proxy.down):
-        lane.delay_s = lane.jitter_s = lane.rate_bytes_per_s = 0.0
-        lane.drop = lane.stall = False
+    for direction in (proxy.up, proxy.down):
+        direction.delay_s = direction.jitter_s = direction.rate_bytes_per_s = 0.0
+        direction.drop = direction.stall = False
     proxy.refuse = False
 
 

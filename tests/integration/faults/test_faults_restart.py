@@ -1,4 +1,4 @@
-"""Everything killed at once and started anew, one host late, terms forgotten (R16, R17, R23, R24)."""
+"""Everything killed at once and started again, one host late, terms forgotten (R16, R17, R23, R24)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_forgotten_terms_are_outranked(tmp_path: Path, nursery: RankNursery) -> 
         ranks, got = fleet.resume(["h0", "h1"])
         assert (got["step"], got["verdict"]) == (4, "local")
         together(ranks, "train", first=5, last=6)
-        # And the facts of this cluster are told apart from those of the one before.
+        # And the facts of this cluster are distinguished from those of the one before.
         kill_everything(fleet, ranks)
         for host in ("h0", "h1"):
             cluster.start_holder(host)

@@ -24,8 +24,8 @@ from memstore.shell.arena.tombstones import Tombstones, tombstone_path
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
-from memstore.testing.controller.catalog_trained import trained
-from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import ControllerWorld
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, fail_together, together
 
@@ -86,7 +86,7 @@ def test_a_tombstone_outlives_the_folder(tmp_path: Path) -> None:
 # -- what the controller decides -------------------------------------------------------------------
 
 
-def restarted(world: CatalogWorld, idle_s: dict[str, float], *, late: tuple[str, ...] = ()) -> None:
+def restarted(world: ControllerWorld, idle_s: dict[str, float], *, late: tuple[str, ...] = ()) -> None:
     """Every process ends at once and comes back, with hosts idle for so long."""
     for name in world.holders:
         world.kill_host(name, keep_memory=True)
@@ -96,18 +96,18 @@ def restarted(world: CatalogWorld, idle_s: dict[str, float], *, late: tuple[str,
             holder.idle_s = idle_s[name]
             holder.restart(keep_memory=True)
     world.start_controller()
-    assert world.run_until(lambda: world.catalog is not None and world.served.is_settled, 30.0)
+    assert world.run_until(lambda: world.machine is not None and world.served.is_settled, 30.0)
     all_die(world)
 
 
-def all_die(world: CatalogWorld) -> None:
+def all_die(world: ControllerWorld) -> None:
     """No rank lives."""
     for rank in list(world.ranks.values()):
         rank.is_dead = False
         world.kill_rank(rank)
 
 
-def restored(world: CatalogWorld, **options: Any) -> list[Any]:
+def restored(world: ControllerWorld, **options: Any) -> list[Any]:
     """Launch, get on all ranks: the step of each, or its error."""
     ranks = world.launch(3, **options)
     for rank in ranks:
@@ -119,7 +119,7 @@ def restored(world: CatalogWorld, **options: Any) -> list[Any]:
 ALL_IDLE = dict.fromkeys(("h0", "h1", "h2"), 2 * DAY_S)
 
 
-def test_a_story_that_could_not_be_written_is_written_when_it_is_told_again(tmp_path: Path) -> None:
+def test_a_story_that_could_not_be_written_is_written_when_it_is_reported_again(tmp_path: Path) -> None:
     """A full file system, or no descriptor: the next session of a controller brings the story once more."""
     folder = make_folder(tmp_path, store="s", host="h1")
     stones = Tombstones(folder)
@@ -133,7 +133,10 @@ def test_a_story_that_could_not_be_written_is_written_when_it_is_told_again(tmp_
 
 
 def test_a_forgotten_job_is_dropped_with_its_story() -> None:
-    """Its hosts had no holder for two days and nobody asks for ten minutes: get fails on all ranks alike, with why."""
+    """Its hosts had no holder for two days and no process asks for ten minutes.
+
+    Get fails on all ranks alike, with why.
+    """
     world, _ = trained(3, last=4)
     restarted(world, ALL_IDLE)
     world.run(590.0)
@@ -141,7 +144,7 @@ def test_a_forgotten_job_is_dropped_with_its_story() -> None:
     world.run(20.0)
     assert "train" not in world.served.jobs
     assert not any(holder.copies for holder in world.holders.values())
-    dropped = [x for x in world.served.parts.observer.chronicle.since(0) if x.kind == "dropped"]
+    dropped = [x for x in world.served.parts.recorder.recent_events.since(0) if x.kind == "dropped"]
     assert [x.job for x in dropped] == ["train"]
     errors = restored(world)
     assert len({str(error) for error in errors}) == 1
@@ -217,7 +220,7 @@ def test_what_is_in_use_stays(case: str) -> None:
     assert restored(world) == [4, 4, 4]
 
 
-def test_the_ten_minutes_begin_anew_with_a_host_that_died_meanwhile() -> None:
+def test_the_ten_minutes_begin_again_with_a_host_that_died_meanwhile() -> None:
     """It goes after eight of them and is away for twelve: nothing is dropped before it was back for ten."""
     world, _ = trained(3, last=4)
     restarted(world, ALL_IDLE)
@@ -263,8 +266,11 @@ def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: Rank
         assert got["step"] == step
 
 
-def test_an_orphan_is_dropped_and_told(tmp_path: Path, nursery: RankNursery) -> None:
-    """Nothing runs for the ttl and nobody comes: dropped, as an event; the story outlives folders, until `fresh`."""
+def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery) -> None:
+    """Nothing runs for the ttl and no process comes: dropped, as an event.
+
+    The story outlives folders, until `fresh`.
+    """
     with ProcessCluster(tmp_path / "cluster", {"h0": {}, "h1": {}}, abandoned_arena_ttl_s=TTL_S) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(TWO, last_step=5)

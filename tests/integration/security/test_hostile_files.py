@@ -1,4 +1,4 @@
-"""Files that somebody put in the way, and what other users of the machine can reach: nothing (R4, R5, I20)."""
+"""Files that a process put in the way, and what other users of the machine can reach: nothing (R4, R5, I20)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 from recovery.inventory import ShardId, ShardSpec
 
-VICTIM = b"somebody's thesis\n" * 5000
+VICTIM = b"a user's thesis\n" * 5000
 NAME = "0" * 40  # of a manifest
 OPENERS: dict[str, Callable[[Path], Any]] = {
     "lock": lambda folder: ArenaLock.take(folder, timeout_s=0).release(),
@@ -219,7 +219,7 @@ def opened_by_a_stranger(paths: list[Path]) -> list[str]:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A folder that everybody reaches, under a umask that takes nothing away: what is closed is closed by us."""
+    """A folder that all reaches, under a umask that takes nothing away: what is closed is closed by us."""
     before = os.umask(0)
     place = Path(tempfile.mkdtemp(prefix="memstore-open-"))
     place.chmod(0o755)
@@ -279,7 +279,7 @@ def test_a_process_of_another_user_is_refused_by_its_credentials(tmp_path: Path)
         shutil.rmtree(folder)
 
 
-def test_an_arena_that_somebody_else_made_first_is_not_used(tmp_path: Path) -> None:
+def test_an_arena_that_another_process_made_first_is_not_used(tmp_path: Path) -> None:
     """A folder squatted under our name by another user is a ConfigError that says whose it is."""
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")

@@ -19,7 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from memstore import errors
-from memstore.core.arena.replica_index import GUEST_DRAFTS_MAX
+from memstore.core.arena.replica_index import PEER_INCOMING_MAX
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
 from memstore.core.wire.calls import AskPlan, Join, RankCall, ReserveRoom
@@ -53,7 +53,7 @@ from memstore.testing.ranks.rank_process import RankNursery, RankProcess, togeth
 GROWTH_MAX_BYTES = 96 << 20
 """Python keeps what it once took; one bomb let in costs ten times as much."""
 HOSTS = {"h0": {"rack": "r0", "memstore": "replica"}, "h1": {"rack": "r1", "memstore": "replica"}}
-SHARD = WireShard("train", 1, 1 << 40, 1)  # a guest of h0, of a step that nobody puts
+SHARD = WireShard("train", 1, 1 << 40, 1)  # a peer of h0, of a step that no process puts
 
 
 @dataclass
@@ -93,13 +93,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, _nursery: RankNursery) -> 
 
 @pytest.fixture(autouse=True)
 def _unharmed(trained: Trained) -> Iterator[None]:
-    """Whatever a test does to holder h0, this is true afterwards."""
+    """Anything that a test does to holder h0, this is true afterwards."""
     before, memory_bytes = trained.cluster.settled_inventory(2), trained.own_memory_bytes()
     pids = {host: process.pid for host, process in trained.cluster.holders.items()}
     newest = trained.step
     yield
     if trained.step == newest:  # else the test itself has trained meanwhile
-        # What a draft held is given back when its connection has ended.
+        # What an incoming replica held is given back when its connection has ended.
         wait_for(lambda: trained.cluster.settled_inventory(2) == before, "everything stored as it was")
     trained.step += 1
     assert together(trained.ranks, "train", first=trained.step, last=trained.step)[0]["level"] == "committed"
@@ -111,7 +111,7 @@ def _unharmed(trained: Trained) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("changes", [{"secret": bytes(32)}, {"secret": None}, {"store": "another"}])
-def test_without_the_secret_nobody_is_a_peer(trained: Trained, changes: dict[str, Any]) -> None:
+def test_without_the_secret_no_process_is_a_peer(trained: Trained, changes: dict[str, Any]) -> None:
     """A wrong secret, none, and a wrong store's name are refused."""
     with pytest.raises(errors.AuthenticationError):
         trained.peer(**changes)
@@ -122,7 +122,7 @@ def answers(peer: Channel, timeout_s: float) -> bool:
     return decode_reply(Ping(), peer.request(Ping(), timeout_s=timeout_s).data) == Done()
 
 
-def heard(sock: socket.socket) -> bytes:
+def received(sock: socket.socket) -> bytes:
     """Everything the other side says until it hangs up."""
     answer = b""
     with contextlib.suppress(ConnectionError):
@@ -149,7 +149,7 @@ def test_a_recorded_handshake_opens_nothing(trained: Trained) -> None:
     with trained.stranger() as again:
         for data in sent:
             again.sendall(data)
-        answer = heard(again)
+        answer = received(again)
     kinds = []
     while answer:
         header = frame.unpack_header(answer[: frame.HEADER_BYTES])
@@ -159,7 +159,7 @@ def test_a_recorded_handshake_opens_nothing(trained: Trained) -> None:
 
 
 def test_a_challenge_sent_back_proves_nothing(trained: Trained) -> None:
-    """Whoever mirrors the holder's own nonce or proof is refused."""
+    """A process that mirrors the holder's own nonce or proof is refused."""
     with Channel(trained.stranger()) as mirror:
         mirror.send(Kind.HELLO, 0, Hello(nonce=bytes(32)), deadline_s=5)
         first = decode_server_proof(mirror.recv(timeout_s=5).data)
@@ -193,10 +193,10 @@ def test_what_a_stranger_sends_is_not_answered(trained: Trained, data: bytes) ->
         with contextlib.suppress(OSError):
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
-        assert heard(stranger) == b""
+        assert received(stranger) == b""
 
 
-def test_hundreds_of_idle_connections_keep_nobody_out(trained: Trained) -> None:
+def test_hundreds_of_idle_connections_keep_no_process_out(trained: Trained) -> None:
     """While strangers hold every place they can get, a step commits, and a new peer is served."""
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(trained.stranger()) for _ in range(300)]
@@ -289,7 +289,7 @@ def announce(peer: Channel, digest: bytes) -> ChunkBatch:
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        pytest.param(Kind.REPLY, b"\x80", id="a reply nobody asked for"),
+        pytest.param(Kind.REPLY, b"\x80", id="a reply no process asked for"),
         pytest.param(Kind.HELLO, b"\x80", id="hello again"),
         pytest.param(Kind.CALL, b"\x81\xa1a" + b"\x91" * 100_000, id="deep"),
         pytest.param(Kind.CALL, b"\x81\xa1a\xdd\x00\xe0\x00\x00" + b"\x90" * 0xE00000, id="14 million empty arrays"),
@@ -334,7 +334,7 @@ def test_a_chunk_of_another_size_than_announced_is_not_kept(trained: Trained, bu
     ],
 )
 def test_a_manifest_that_contradicts_the_chunks_is_not_stored(trained: Trained, fields: dict[str, Any]) -> None:
-    """The right digests under other sizes, another step or no name: refused, and the draft is forgotten."""
+    """The right digests under other sizes, another step or no name: refused, and the incoming replica is forgotten."""
     digest = chunk_digest(bytes(10))
     row = {"format": 1, "job": "train", "attempt": 1, "step": 1 << 40, "rank": 1, "world_size": 2, "nbytes": 10}
     row |= {"chunk_bytes": 4096, "layout": b"", "digests": digest}
@@ -352,7 +352,7 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
     """A peer that only ever offers is refused at the limit of unfinished shards; the rest goes with its connection."""
     with trained.peer() as peer:
         refusals = 0
-        for step in range(GUEST_DRAFTS_MAX + 200):
+        for step in range(PEER_INCOMING_MAX + 200):
             refusals += isinstance(offered(peer, WireShard("train", 1, (1 << 40) + step, 1), 0), Refused)
     assert refusals == 200
 
@@ -379,7 +379,7 @@ EVENTS: list[dict[str, Any]] = [
     {"k": "into_checked"}, {"k": "bye"}, {"k": "ask", "id": 1, "call": {"k": "join"}},
     {"k": "ask", "id": 1, "call": {"k": "get", "job": "train", "attempt": 1, "rank": "0", "step": 1, "timeout_s": 1.0}},
     {"k": "ask", "id": 1, "call": {"k": "no such request"}}, {"k": "ask", "id": 1, "call": {"k": "status", "extra": 1}},
-    {"k": "lend", "id": 1, "step": 1, "slots": [0, -1]},
+    {"k": "offer", "id": 1, "step": 1, "slots": [0, -1]},
 ]  # fmt: skip
 
 

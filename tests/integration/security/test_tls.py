@@ -1,4 +1,4 @@
-"""TLS between hosts: strangers to the authority get nothing, nobody reads on the way, training goes on (R4)."""
+"""TLS between hosts: strangers to the authority get nothing, no process reads on the way, training goes on (R4)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from memstore.testing.ranks.rank_process import RankNursery, together
 
 x509 = pytest.importorskip("cryptography.x509", reason="cryptography makes the certificates of these tests")
 SECRET = bytes(range(32))
-MARK = b"what nobody on the way may read."
+MARK = b"what no process on the way may read."
 SIDES = {"secret": SECRET, "store": "s", "identity": {"role": "holder"}}
 
 
@@ -223,7 +223,9 @@ def test_a_handshake_passed_on_by_another_member_is_refused(
 def test_both_ends_show_a_certificate_of_the_store_in_the_newest_tls(
     members: dict[str, Config], aside: Callable[..., Future[Any]], fault: str
 ) -> None:
-    """Whoever has none of the store's authority, or speaks an older TLS, never reaches the proofs, on either side."""
+    """A process that has none of the store's authority, or speaks an older TLS, never reaches the proofs, on either
+    side.
+    """
     client_tls = tls_of(members["stranger" if fault == "stranger client" else "a"])
     server_tls = tls_of(members["stranger" if fault == "stranger server" else "b"])
     if fault == "no certificate":
@@ -376,7 +378,7 @@ def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_p
 
 
 def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Config], tmp_path: Path) -> None:
-    """Nobody sits at the terminal of every host: OpenSSL would wait there for the password."""
+    """No process sits at the terminal of every host: OpenSSL would wait there for the password."""
     from cryptography.hazmat.primitives import serialization
 
     plain = serialization.load_pem_private_key(Path(str(members["a"].tls_key)).read_bytes(), None)

@@ -233,7 +233,7 @@ def test_rank_maps_what_the_holder_claims(folder: Path) -> None:
 
 
 def test_forked_child_has_no_mapping(folder: Path) -> None:
-    """R8: a forked child cannot reach the slots, and its exit harms nobody."""
+    """R8: a forked child cannot reach the slots, and its exit harms no process."""
     arena = open_arena(folder)
     arena.grow(1)
     rank = ArenaMapping.open(folder)

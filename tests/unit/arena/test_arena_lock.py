@@ -56,7 +56,7 @@ def test_live_owner_is_named_and_left_alone(folder: Path, other: subprocess.Pope
     assert arena_lock.is_held(folder)
 
 
-def test_frozen_owner_is_killed_and_nobody_else(folder: Path, other: subprocess.Popen[str]) -> None:
+def test_frozen_owner_is_killed_and_no_other_process(folder: Path, other: subprocess.Popen[str]) -> None:
     """R2: a successor of a stopped owner kills exactly that pid and gets the lock."""
     bystander = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
@@ -76,7 +76,7 @@ def test_frozen_owner_is_killed_and_nobody_else(folder: Path, other: subprocess.
 
 
 def test_lock_of_a_killed_owner_is_free(folder: Path, other: subprocess.Popen[str]) -> None:
-    """R2: the lock ends with its owner; the record of a dead owner stops nobody."""
+    """R2: the lock ends with its owner; the record of a dead owner stops no process."""
     other.kill()
     other.wait(timeout=120)
     record = arena_lock.owner(folder)
@@ -133,7 +133,7 @@ def test_zombie_counts_as_dead() -> None:
 
 
 def test_describe_and_garbage(folder: Path) -> None:
-    """The record can be rewritten in place; garbage in it names nobody."""
+    """The record can be rewritten in place; garbage in it names no process."""
     lock = ArenaLock.take(folder, timeout_s=1)
     lock.describe(cluster="c2", address="a:1")
     owner = arena_lock.owner(folder)

@@ -110,7 +110,7 @@ def test_rank_follows_variable_then_ray_node(tmp_path: Path) -> None:
 
 
 def test_rank_outside_of_ray_takes_the_only_holder(tmp_path: Path, listen: object) -> None:
-    """One answering holder is taken, whatever dead folders lie beside it."""
+    """One answering holder is taken, anything that dead folders lie beside it."""
     listen("h1")  # type: ignore[operator]
     (tmp_path / "dead").mkdir()
     socket_file = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -122,13 +122,13 @@ def test_rank_outside_of_ray_takes_the_only_holder(tmp_path: Path, listen: objec
 
 
 def test_rank_takes_the_only_folder_while_its_holder_is_replaced(tmp_path: Path) -> None:
-    """With one folder and nobody answering, the rank still knows whom to wait for."""
+    """With one folder and no process answering, the rank still knows whom to wait for."""
     (tmp_path / "h1").mkdir()
     assert rank_host({}, tmp_path, None) == "h1"
 
 
 def test_several_holders_are_listed(tmp_path: Path, listen: object) -> None:
-    """With two holders on one machine the rank must be told; the error lists both and names the variable."""
+    """With two holders on one machine the rank must be reported; the error lists both and names the variable."""
     listen("h2")  # type: ignore[operator]
     listen("h1")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"2 holders on this machine \(h1, h2\).*MEMSTORE_HOST") as caught:

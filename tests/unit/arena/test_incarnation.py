@@ -1,4 +1,4 @@
-"""A holder's incarnation only grows, whatever its clock says and whatever became of its folder (R3)."""
+"""A holder's incarnation only grows, for any clock says and anything that became of its folder (R3)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memstore.core.wire.messages import HostInfo
 from memstore.shell.arena.incarnation import INCARNATION_NAME, next_incarnation
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
-from memstore.testing.controller.catalog_trained import trained
-from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import ControllerWorld
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
@@ -24,7 +24,7 @@ HOUR_S = 3600.0
 
 
 def open_private(path: Path) -> TextIO:
-    """Make a file that nobody else may read."""
+    """Make a file that no other process may read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
 
 
@@ -47,17 +47,17 @@ def test_a_folder_that_was_lost_repeats_no_number(tmp_path: Path) -> None:
 
 
 def test_the_table_names_the_later_life() -> None:
-    """An older life of a host is told apart from the next one, and from a new session of the same."""
+    """An older life of a host is distinguished from the next one, and from a new session of the same."""
     table = HostTable(suspect_after_s=1.5, dead_after_s=5.0, failure_domains=())
     lives = [HostInfo("a", n, "10.0.0.1", 7000) for n in (6, 7, 8)]
     table.up(0.0, lives[1])
     assert [table.later_life(info) for info in lives] == [lives[1], None, None]
 
 
-def is_back(world: CatalogWorld) -> bool:
+def is_back(world: ControllerWorld) -> bool:
     """The controller counts the present life of h2 live."""
-    catalog = world.catalog
-    state = catalog.hosts.states.get("h2") if catalog is not None and catalog.is_settled else None
+    machine = world.machine
+    state = machine.hosts.states.get("h2") if machine is not None and machine.is_settled else None
     return state is not None and state.status == "live" and state.info == world.holders["h2"].info
 
 

@@ -31,7 +31,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.mark.parametrize("last_bytes", [1, LINE_BYTES, CHUNK - 1, CHUNK])
 def test_two_mappings_of_one_file_see_the_same(arena: Arena, last_bytes: int) -> None:
-    """Whatever the length of the last chunk, and whatever the seed."""
+    """For any length of the last chunk, and for any seed."""
     rank = ArenaMapping.open(arena.folder)
     nbytes = 3 * CHUNK + last_bytes
     try:
@@ -64,7 +64,7 @@ def test_no_two_puts_look_at_the_same_places(arena: Arena) -> None:
 
 
 def test_only_what_was_filled_is_looked_at(arena: Arena) -> None:
-    """A short last chunk is looked at within its last line's bounds: what lies behind it may be anybody's."""
+    """A short last chunk is looked at within its last line's bounds: what lies behind it may be any process's."""
     for seed in range(200):
         seen = sample(arena.mapping, SLOTS, 3 * CHUNK + 100, seed)
         arena.view(SLOTS[3])[2 * LINE_BYTES :] = np.random.default_rng(seed).bytes(CHUNK - 2 * LINE_BYTES)

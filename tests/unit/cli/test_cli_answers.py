@@ -13,8 +13,8 @@ from cli_desk import Desk
 
 from memstore.core.wire.orders import VerifyCopies
 from memstore.core.wire.reports import CopiesVerified
-from memstore.testing.controller.catalog_trained import trained
-from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import ControllerWorld
 
 
 @pytest.fixture
@@ -67,7 +67,10 @@ def test_rm_takes_force_for_what_it_refuses(desk: Desk) -> None:
 
 @pytest.mark.parametrize("state", ["trained", "trained, with a pin", "over", "over, with a pin"])
 def test_what_rm_advises_drops_the_job(desk: Desk, state: str) -> None:
-    """The newest step is only in RAM: the command in the refusal is the whole answer, whatever else is in the way."""
+    """The newest step is only in RAM.
+
+    The command in the refusal is the whole answer, anything that else is in the way.
+    """
     if "pin" in state:
         assert desk.run("pin", "train", "2", "best").exit_code == 0
     if "over" in state:
@@ -91,7 +94,7 @@ def test_a_step_is_of_the_attempt_that_is_named(desk: Desk, typed: str) -> None:
     assert desk.run(*typed.split(), "--attempt", "1").exit_code == 0
 
 
-def test_events_are_the_newest_ones_and_a_gap_is_told(desk: Desk) -> None:
+def test_events_are_the_newest_ones_and_a_gap_is_reported(desk: Desk) -> None:
     """--tail N prints N; what a dead controller remembered is missing, and stderr says so."""
     rows = [json.loads(line) for line in desk.run("events", "--level", "routine", "--json").stdout.splitlines()]
     assert len(rows) > 3
@@ -132,7 +135,7 @@ def test_a_plan_starts_ranks_on_hosts_that_are_there(
 
 def test_the_worst_plan_of_all_jobs_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one job durable storage has an older step, of the one planned last the newest: exit code 4, not 0."""
-    world = CatalogWorld(2, durable="/durable", durable_every="1h")
+    world = ControllerWorld(2, durable="/durable", durable_every="1h")
     for job, every in (("older", "1h"), ("whole", 1)):
         ranks = world.launch(2, job=job, config={**world.config, "durable_every": every})
         world.get(ranks)

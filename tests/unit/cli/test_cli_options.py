@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
-from memstore.cli.status import by_cause, copiers_line, problem_line
+from memstore.cli.status import by_cause, problem_line, writers_line
 from memstore.errors import ConfigError
 
 
 def test_a_hostname_names_its_only_host() -> None:
-    """An unlabelled host's id ends in 8 characters of its boot id; where two have one hostname nobody is guessed."""
+    """An unlabelled host's id ends in 8 characters of its boot id.
+
+    Where two have one hostname no process is guessed.
+    """
     status = {"hosts": [{"host": name} for name in ("gpu-1-0a1b2c3d", "gpu-2-00000000", "gpu-2-11111111", "gpu-1-b")]}
     assert check_host(status, "gpu-1") == "gpu-1-0a1b2c3d"
     assert check_host(status, "gpu-1-b") == "gpu-1-b"
@@ -35,12 +38,34 @@ def test_a_hostname_names_its_only_host() -> None:
         ("status --watch --check", "give one of them"),
         ("down --leftovers --yes", "not for it"),
         ("down --leftovers --address 10.0.0.1:6379", "not for it"),
+        (f"pin job {1 << 61} best", "STEP 2305843009213693952 is out of range"),
+        ("fork job latest new --attempt -1", "-1 is not in the range"),
+        (f"export job latest there --format dcp --rank {1 << 61}", "is not in the range"),
+        (f"events --since {1 << 61}", "is neither an event's number nor an age"),
+        ("up --timeout-s nan", "'nan' is no number of seconds"),
+        ("up --timeout-s -1", "-1.0 is not in the range"),
+        ("drill run --timeout-s nan", "'nan' is no number of seconds"),
+        (f"drill kill-holder --embedded --durable {__file__}", "is no directory"),
     ],
 )
 def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) -> None:
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+def test_an_export_needs_a_folder_of_a_name() -> None:
+    """An empty word, as of a variable that is not set, would be the working directory."""
+    result = CliRunner().invoke(main, ["export", "job", "latest", "", "--format", "dcp"])
+    assert result.exit_code == 2
+    assert "DIRECTORY '' names no folder" in result.stderr
+
+
+def test_an_arena_folder_that_is_a_file_is_named() -> None:
+    """No store can be started there; the remedy is another folder."""
+    result = CliRunner().invoke(main, ["status", "--arena-dir", __file__])
+    assert result.exit_code == 1
+    assert f"{__file__} is no directory. Name that of its arenas: --arena-dir" in result.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -101,13 +126,13 @@ def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -
     assert sharing_words({"box0": 1}) == ""
 
 
-def test_copiers_are_named_where_some_ranks_do_not_copy() -> None:
-    """One copier is "rank 0 copies"; where every rank copies there is nothing to know."""
+def test_writers_are_named_where_some_ranks_do_not_copy() -> None:
+    """One writer is "rank 0 copies"; where every rank copies there is nothing to know."""
     job = {"job": "train", "world_size": 4, "shards": 1}
-    assert copiers_line({**job, "copiers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
-    assert copiers_line({**job, "copiers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
-    assert copiers_line({**job, "world_size": 1, "copiers": [0]}) == ""
-    assert copiers_line(job) == ""
+    assert writers_line({**job, "writers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
+    assert writers_line({**job, "writers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
+    assert writers_line({**job, "world_size": 1, "writers": [0]}) == ""
+    assert writers_line(job) == ""
 
 
 @pytest.mark.parametrize(

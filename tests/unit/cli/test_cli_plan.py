@@ -41,6 +41,14 @@ def test_plan_says_what_losing_hosts_costs(
     assert plan["step"] == (STEPS - 1 if outcome == "whole" else None)
 
 
+def test_a_loss_of_no_host_is_refused(store: ProcessCluster) -> None:
+    """An empty word, as of a variable that is not set, would be a plan that loses nothing."""
+    for word in ("", ","):
+        result = run(store, "plan", "llama3-8b", "--lose", word)
+        assert result.exit_code == 1
+        assert "names no host" in result.stderr
+
+
 def test_plan_in_words(store: ProcessCluster) -> None:
     """The first line is the answer; nothing is lost by asking."""
     result = run(store, "plan", "--lose", "h1")

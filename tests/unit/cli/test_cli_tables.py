@@ -9,7 +9,7 @@ import pytest
 from cli_desk import Desk
 from cli_store import cells
 
-from memstore.testing.controller.catalog_trained import trained
+from memstore.testing.controller.trained import trained
 
 
 def events_of(desk: Desk, *typed: str) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def test_ls_of_an_empty_store_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_events_are_of_the_job_level_and_age_that_are_asked_for(two_jobs: Desk) -> None:
-    """Each filter alone; a job that nobody knows is refused, not an empty account."""
+    """Each filter alone; a job that no process knows is refused, not an empty account."""
     everything = events_of(two_jobs, "--level", "routine")
     kinds = {row["event"] for row in everything}
     assert {"put", "commit", "attempt"} <= kinds
@@ -83,9 +83,9 @@ def test_events_are_of_the_job_level_and_age_that_are_asked_for(two_jobs: Desk) 
     two_jobs.world.get(late)
     two_jobs.world.run(5.0)
     young = [row["seq"] for row in events_of(two_jobs, "--since", "1m")]
-    told = events_of(two_jobs)
-    assert young == [row["seq"] for row in told if row["wall_s"] >= told[-1]["wall_s"] - 40.0]
-    assert 0 < len(young) < len(events_of(two_jobs, "--since", "1h")) == len(told)
+    reported = events_of(two_jobs)
+    assert young == [row["seq"] for row in reported if row["wall_s"] >= reported[-1]["wall_s"] - 40.0]
+    assert 0 < len(young) < len(events_of(two_jobs, "--since", "1h")) == len(reported)
     assert events_of(two_jobs, "--tail", "0") == []
     refused = two_jobs.run("events", "trian")
     assert (refused.exit_code, refused.stdout, "did you mean train?" in refused.stderr) == (1, "", True)
@@ -122,7 +122,7 @@ def test_a_host_that_nothing_can_take_the_place_of_must_not_go(monkeypatch: pyte
     assert "add a host" in result.stderr
 
 
-def test_a_pin_is_told_with_its_step_and_attempt_and_can_be_taken_back_once(two_jobs: Desk) -> None:
+def test_a_pin_is_reported_with_its_step_and_attempt_and_can_be_taken_back_once(two_jobs: Desk) -> None:
     """The newest step of the lineage is "latest", though an older attempt had others."""
     pinned = two_jobs.run("pin", "train", "latest", "best")
     assert (pinned.exit_code, pinned.stderr) == (0, "step 7 of train (attempt 2) is pinned as best\n")

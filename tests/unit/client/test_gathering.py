@@ -9,16 +9,19 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 import memstore
 from memstore.cli import main
 from memstore.client.store import Store
+from memstore.core.wire.calls import Get
 from memstore.errors import MemstoreError
 from memstore.shell.rank import collective
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 LIMIT_S = 60.0
@@ -121,6 +124,15 @@ def test_every_call_of_all_ranks_says_for_whom_it_waits(
             assert not first.is_alive()
         for store in stores.values():
             store.close()
+
+
+def test_a_wait_for_an_agreement_has_the_name_of_its_verb() -> None:
+    """agree_on_step() asks what get() asks, without its bytes; the log and errors call it what the caller did."""
+    asked = Get(job="train", attempt=1, rank=0, step=None, timeout_s=1.0)
+    names = [collective.RollCall(cast(HolderLink, None), each, 1.0).name for each in (
+        asked, msgspec.structs.replace(asked, is_agreement=True),
+    )]  # fmt: skip
+    assert names == ["get of", "agree_on_step of"]
 
 
 def run_together(*work: Callable[[int], None]) -> None:

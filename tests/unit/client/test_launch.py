@@ -43,7 +43,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def _no_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take Ray and torch.distributed out of sight, whatever an earlier test imported."""
+    """Take Ray and torch.distributed out of sight, anything that an earlier test imported."""
     for name in ("ray", "ray.train", "torch.distributed"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -118,7 +118,7 @@ def test_contradiction_names_both_values(rank: int | None, world_size: int | Non
     ],
 )
 def test_bad_input_is_refused_with_the_value(kwargs: dict[str, object], env: dict[str, str], text: str) -> None:
-    """Whatever cannot be a place in a launch is one ConfigError that shows what was given."""
+    """Anything that cannot be a place in a launch is one ConfigError that shows what was given."""
     with pytest.raises(ConfigError) as caught:
         detect_launch(env=env, **kwargs)  # type: ignore[arg-type]
     assert text in str(caught.value)
@@ -145,7 +145,7 @@ def test_a_plain_script_is_rank_0_of_1_and_says_so(caplog: pytest.LogCaptureFixt
 
 README_PRELUDE = """
 import memstore.config
-memstore.config.Config.__init__.__kwdefaults__["store"] = {store!r}  # not the store of whoever runs this test
+memstore.config.Config.__init__.__kwdefaults__["store"] = {store!r}  # not the store of the user that runs this test
 state, STEPS = {{"step": 0}}, 3
 def train_step(_): state["step"] += 1
 """

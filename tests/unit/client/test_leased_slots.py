@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from lending_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, tell
+from lease_transfer_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, send_level
 
 from memstore.core.holder import ranks
-from memstore.core.wire.rank_messages import LendSlots, PutReady, SlotSample, StepLevel
+from memstore.core.wire.rank_messages import OfferSlots, PutReady, SlotSample, StepLevel
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.testing.clusters.processes import wait_for
 
@@ -35,7 +35,7 @@ def replace_arena(site: Site) -> None:
 
 
 def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
-    """What it filled is never handed over, kept or given back under the numbers that another put has now (R8)."""
+    """What it filled is never submitted, kept or given back under the numbers that another put has now (R8)."""
     room, torn = site.stage(2), site.stage(2)
     before = room.views()
     replace_arena(site)
@@ -44,49 +44,49 @@ def test_a_put_of_another_arena_touches_no_slot_of_this_one(site: Site) -> None:
     before[0][:4] = b"late"
     assert bytes(other.views()[0][:4]) == bytes([1]) * 4
     assert not room.extend(1, 0.0)
-    assert not room.hand_over(b"", 2 * CHUNK_BYTES)
+    assert not room.submit(b"", 2 * CHUNK_BYTES)
     torn.abandon()
     assert site.link.in_copy == set(other.slots)
     assert len(site.link.pool) == SHARE_SLOTS - 4
-    assert other.hand_over(b"", 4 * CHUNK_BYTES)
-    tell(site, "sealed")
+    assert other.submit(b"", 4 * CHUNK_BYTES)
+    send_level(site, "sealed")
 
 
 def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> None:
-    """Another rank gave the step up while the hand-over waited for the link's writer: it is never sent, so the holder
+    """Another rank gave the step up while the submission waited for the link's writer: it is never sent, so the holder
     takes no slot of it, and all are free again.
     """
-    is_told = threading.Event()
-    site.link.outbox.put(lambda: is_told.wait(30.0) and None)
+    is_sent = threading.Event()
+    site.link.outbox.put(lambda: is_sent.wait(30.0) and None)
     room = site.stage(2)
-    assert room.hand_over(b"", 2 * CHUNK_BYTES)
+    assert room.submit(b"", 2 * CHUNK_BYTES)
     site.link.take_event(StepLevel(attempt=1, step=STEP, level="skipped"))
-    is_told.set()
+    is_sent.set()
     wait_for(site.link.outbox.empty, "the link's writer")
     assert len(site.link.pool) == SHARE_SLOTS
 
 
-def test_what_was_handed_over_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
-    """A hand-over that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
+def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
+    """A submission that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
     room = site.stage()
     sent, site.link._send = site.link._send, lambda body: None  # type: ignore[method-assign]
-    assert room.hand_over(b"", 3 * CHUNK_BYTES)
-    message = site.link.handovers[1, STEP].message
+    assert room.submit(b"", 3 * CHUNK_BYTES)
+    message = site.link.unsealed_puts[1, STEP].message
     wait_for(site.link.outbox.empty, "the message that gets lost")
     site.link._send = sent  # type: ignore[method-assign]
     replace_arena(site)
     site.link.notify(message)  # as one that was queued before the link broke
     wait_for(lambda: site.levels.count((STEP, "failed")) == 2, "the word on what is resent and on what was queued")
-    assert not site.link.handovers
+    assert not site.link.unsealed_puts
     wait_for(site.is_whole, "the whole share")
 
 
-def test_what_was_staged_in_another_arena_is_adopted_by_nobody(site: Site) -> None:
+def test_what_was_staged_in_another_arena_is_adopted_by_no_process(site: Site) -> None:
     """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
-    room = site.lend()
+    room = site.offer_slots()
     replace_arena(site)
     sample = SlotSample(seed=0, digests=b"")
-    site.link.ask_soon(LendSlots(id=0, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena, sample=sample))
+    site.link.ask_soon(OfferSlots(id=0, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena, sample=sample))
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["error"] == "CommitError"
@@ -111,21 +111,21 @@ def another_file(site: Site) -> Iterator[None]:
 def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """The holder sees other bytes than the rank: the put fails by name, nothing is kept, and the next one is sealed."""
     with another_file(site):
-        assert site.stage().hand_over(b"", 3 * CHUNK_BYTES - 7)
-        tell(site, "failed")
+        assert site.stage().submit(b"", 3 * CHUNK_BYTES - 7)
+        send_level(site, "failed")
     wait_for(site.is_whole, "the whole share")
     assert "what rank 0 filled is not what its host sees: 3 of 3 chunks differ, the first is chunk 0" in caplog.text
     assert site.holder.replicas.pin(SHARD) is None
-    assert site.stage().hand_over(b"", 3 * CHUNK_BYTES - 7)
-    tell(site, "sealed")
+    assert site.stage().submit(b"", 3 * CHUNK_BYTES - 7)
+    send_level(site, "sealed")
 
 
-def test_what_a_rank_filled_elsewhere_is_lent_to_nobody(site: Site) -> None:
-    """The offer of slots that the holder sees other bytes in is refused, so the child has nothing to hand over."""
+def test_what_a_rank_filled_elsewhere_is_offered_to_no_process(site: Site) -> None:
+    """The offer of slots that the holder sees other bytes in is refused, so the child has nothing to submit."""
     with another_file(site):
         room = site.stage()
-        room.lend()
-    assert not site.holder.ranks.lendings.lent
+        room.offer_slots()
+    assert not site.holder.ranks.lease_transfers.offered
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["error"] == "CommitError"
@@ -134,8 +134,8 @@ def test_what_a_rank_filled_elsewhere_is_lent_to_nobody(site: Site) -> None:
 
 
 @pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
-def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
-    """Whoever hands over says what it sees in the slots, or the put fails by name and its slots are free again."""
+def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
+    """A process that submits says what it sees in the slots, or the put fails by name and its slots are free again."""
     room = site.stage()
     site.link.notify(
         PutReady(
@@ -144,7 +144,7 @@ def test_a_hand_over_that_shows_nothing_of_its_bytes_is_refused(site: Site, dige
             shared_chunks=None, began_s=0.0, stall_s=0.0,
         )
     )  # fmt: skip
-    tell(site, "failed")
+    send_level(site, "failed")
     assert site.holder.replicas.pin(SHARD) is None
     room.abandon()
     wait_for(site.is_whole, "the whole share")

@@ -63,7 +63,7 @@ def refused(inner: str, outer: str) -> Any:
 
 
 def test_a_put_or_a_get_within_a_put_is_refused(store: Store) -> None:
-    """Even the first one, in which the outer put waits for nobody; what is put afterwards is as ever."""
+    """Even the first one, in which the outer put waits for no process; what is put afterwards is as ever."""
     state = {"a": torch.ones(4)}
     with refused("put(2)", "put(1)"):
         store.put(1, {"part": Hooked(lambda: store.put(2, state))})
@@ -84,15 +84,15 @@ def test_a_put_within_a_get_is_refused(store: Store) -> None:
     assert store.put(2, {"a": torch.ones(4)}).wait("committed", WAIT_S).level == "committed"
 
 
-def test_a_signals_handler_hears_what_it_interrupts_and_the_put_goes_on(store: Store) -> None:
+def test_a_signals_handler_receives_what_it_interrupts_and_the_put_goes_on(store: Store) -> None:
     """One that meets no put in its thread may put, even while the loop waits for a commit."""
-    heard: list[object] = []
+    received: list[object] = []
 
     def handler(*_: object) -> None:
         try:
-            heard.append(store.put(7, {"a": torch.zeros(4)}).step)
+            received.append(store.put(7, {"a": torch.zeros(4)}).step)
         except ConfigError as exc:
-            heard.append(str(exc))
+            received.append(str(exc))
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -101,8 +101,8 @@ def test_a_signals_handler_hears_what_it_interrupts_and_the_put_goes_on(store: S
         store.flush(timeout_s=WAIT_S)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert f"put(7) of job {store.job!r} was called in the middle of put(1)" in str(heard[0])
-    assert heard[1:] == [7]
+    assert f"put(7) of job {store.job!r} was called in the middle of put(1)" in str(received[0])
+    assert received[1:] == [7]
     assert ticket.step == 1
 
 

@@ -25,7 +25,10 @@ PARENT = (
 
 @pytest.mark.timeout(600)
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    """The child of a killed process is gone soon after, although nobody told it; while the parent lived it stayed."""
+    """The child of a killed process is gone soon after, although no process informed it.
+
+    While the parent lived it stayed.
+    """
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD + "time.sleep(40)"], stdout=subprocess.PIPE, text=True
     )

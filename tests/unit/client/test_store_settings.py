@@ -69,7 +69,10 @@ def as_controller(holder: Holder, address: str, port: int) -> Channel:
 
 
 def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two addresses of the machine the one that `interface` names, announced as such; the other answers nobody."""
+    """Of two addresses of the machine the one that `interface` names, announced as such.
+
+    The other answers no process.
+    """
     monkeypatch.setattr(
         interface, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("train", "127.0.0.2"), ("train6", "::1")]
     )
@@ -95,7 +98,7 @@ def kinds_until_silent(channel: Channel, *, silent_s: float) -> list[type[Holder
 
 
 def test_a_holder_beats_as_often_as_its_config_says() -> None:
-    """Often if told so; with 60 s between two beats none comes meanwhile.
+    """Often if ordered so; with 60 s between two beats none comes meanwhile.
 
     Something else may: a tool of another test asks every store of this user on the machine, and its holder relays that.
     """
@@ -115,7 +118,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     """Three, on a machine that has the cores for more."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
-        near.twins.declare(PushTargets(job="train", attempt=1, targets=("b",), copiers=()))
+        near.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), writers=()))
         near.pusher.connect("train")
         assert far.listener.connections == 3
 
@@ -149,7 +152,7 @@ def test_no_pace_is_so_slow_that_a_chunk_misses_its_deadline() -> None:
     with (
         two_holders(CHUNK_BYTES, replicate_bytes_per_s=1) as (near, _),
         near.peers.peer("b").channel() as channel,
-        near.lane.sending(channel),
+        near.pacing.sending(channel),
     ):
         assert kernel_settings(channel) == (1 << 2, int(CHUNK_BYTES / CHUNK_S))
 
@@ -198,7 +201,7 @@ def test_a_controller_decides_by_the_rules_of_its_config(tmp_path: Path) -> None
     )  # fmt: skip
     controller = Controller(config, DirectoryMembership(tmp_path), secret=SECRET, settle_s=0.5)
     try:
-        rules = controller.catalog.state.rules
+        rules = controller.machine.state.rules
     finally:
         controller.close()
     shared = {field.name for field in fields(Rules)} & {field.name for field in fields(Config)}

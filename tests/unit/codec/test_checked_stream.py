@@ -16,7 +16,7 @@ from lazy_device import LazyDevice
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
 from memstore.shell.codec import verified_stream
-from memstore.shell.codec.verified_stream import MEND_TRIES, CheckedStream, Views
+from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Views
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
 
@@ -36,8 +36,8 @@ class Slots:
             self.slots[index][0] ^= 1
         for index in lost:
             self.slots[index] = bytearray()
-        self.batch, self.mended = batch, 0
-        self.can_mend = MEND_TRIES  # how many tries before the first that brings good copies
+        self.batch, self.repaired = batch, 0
+        self.can_repair = REPAIR_TRIES  # how many tries before the first that brings good copies
 
     def take(self, wanted: Sequence[int]) -> Views:
         return [(index, memoryview(self.slots[index])) for index in list(wanted)[: self.batch]]
@@ -45,9 +45,9 @@ class Slots:
     def pin(self, views: Views, device: int) -> None:
         raise AssertionError("there is no CUDA device")
 
-    def mend(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
-        self.mended += 1
-        if self.mended > self.can_mend:
+    def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+        self.repaired += 1
+        if self.repaired > self.can_repair:
             use({index: memoryview(self.good[index]) for index in wanted})
         else:
             raise RecoveryError("no host has a good copy")
@@ -89,28 +89,31 @@ def test_any_reads_of_any_slots_return_what_was_put(
     case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
     devices: list[bool],
 ) -> None:
-    """Whatever is bad or lost on this host, in whatever batches chunks come, the bytes are those of the stream."""
+    """Anything that is bad or lost on this host, in any batches chunks come, the bytes are those of the stream."""
     data, ranges, bad, lost, batch = case
     slots = Slots(data, bad=bad, lost=lost, batch=batch)
-    slots.can_mend = 1
+    slots.can_repair = 1
     assert read_all(slots, ranges, devices=devices) == [data[start : start + size] for start, size in ranges]
     touched = {i // CHUNK_BYTES for start, size in ranges for i in range(start, start + size)}
-    assert bool(slots.mended) == bool(touched & {*bad, *lost})
+    assert bool(slots.repaired) == bool(touched & {*bad, *lost})
 
 
 def test_a_chunk_without_a_good_copy_is_an_error() -> None:
-    """Bad here, and nobody brings a good one: DigestMismatch with the last cause, after a bounded number of tries."""
+    """Bad here, and no process brings a good one.
+
+    DigestMismatch with the last cause, after a bounded number of tries.
+    """
     slots = Slots(bytes(range(200)), bad=[1])
     with pytest.raises(DigestMismatch, match=r"chunks \[1\] .* no host has a good copy"):
         read_all(slots, [(0, 200)])
-    assert slots.mended == MEND_TRIES
+    assert slots.repaired == REPAIR_TRIES
 
 
 def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that others overwrite after the copy began is found by the digest after it, whatever was copied."""
+    """A slot that others overwrite after the copy began is found by the digest after it, anything that was copied."""
     data = bytes(range(200))
     slots = Slots(data)
-    slots.can_mend = 0
+    slots.can_repair = 0
     real = ctypes.memmove
 
     def overwritten(target: int, source: int, nbytes: int) -> None:
@@ -119,14 +122,14 @@ def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest
 
     monkeypatch.setattr("memstore.shell.codec.verified_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 200)]) == [data]
-    assert slots.mended == 1
+    assert slots.repaired == 1
 
 
 def test_bytes_that_are_read_twice_are_digested_after_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that changes between two copies of the same bytes is found, though its piece was digested in between."""
     data = bytes(range(64))
     slots = Slots(data)
-    slots.can_mend = 0
+    slots.can_repair = 0
     real, copies = ctypes.memmove, []
 
     def overwritten(target: int, source: int, nbytes: int) -> None:
@@ -137,7 +140,7 @@ def test_bytes_that_are_read_twice_are_digested_after_both(monkeypatch: pytest.M
 
     monkeypatch.setattr("memstore.shell.codec.verified_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 64), (0, 10)]) == [data, data[:10]]
-    assert slots.mended == 1
+    assert slots.repaired == 1
 
 
 def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arrived(
@@ -146,7 +149,7 @@ def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arr
     """A slot that others overwrite while the copy is under way is found, copied from the good one, and right then."""
     data = bytes(range(250))
     slots = Slots(data)
-    slots.can_mend = 0
+    slots.can_repair = 0
     monkeypatch.setattr(verified_stream, "FLIGHT_BYTES", CHUNK_BYTES)
     device = LazyDevice(monkeypatch, verified_stream, "copy_in")
     flying = []
@@ -157,18 +160,18 @@ def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arr
 
     device.before_copies = overwrite
     assert read_all(slots, [(10, 230)], devices=[True]) == [data[10:240]]
-    assert slots.mended == 1
+    assert slots.repaired == 1
     assert max(flying) == verified_stream.FLIGHTS_MAX
-    assert all(who == "host" for who, _ in device.told)
+    assert all(who == "host" for who, _ in device.waits)
 
 
 def test_objects_are_verified_before_they_are_used() -> None:
     """Bytes that are wanted at once come from a chunk that was digested, a bad one from its good copy."""
     data = bytes(range(200))
     slots = Slots(data, bad=[0, 1, 2, 3])
-    slots.can_mend = 0
+    slots.can_repair = 0
     stream = CheckedStream(slots.manifest, slots)
     assert stream.read_bytes(60, 80) == data[60:140]
     assert stream.read_bytes(0, 3) == data[:3]
-    assert stream.mended == {0, 1, 2}
+    assert stream.repaired == {0, 1, 2}
     assert not stream.has_written

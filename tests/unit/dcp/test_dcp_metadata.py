@@ -44,7 +44,10 @@ def places(nbytes: st.SearchStrategy[int]) -> st.SearchStrategy[Place]:
 
 @st.composite
 def metadatas(draw: st.DrawFn) -> Metadata:
-    """Everything a planner may leave: tensors in chunks, objects, items no rank wrote, written ones nobody lists."""
+    """Everything a planner may leave.
+
+    Tensors in chunks, objects, items no rank wrote, written ones no process lists.
+    """
     entries: dict[str, Any] = {}
     stored: dict[MetadataIndex, Place] = {}
     for name in draw(st.lists(NAMES, max_size=5, unique=True)):
@@ -77,7 +80,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 @given(metadatas())
 @settings(max_examples=60)
 def test_metadata_comes_back_equal(metadata: Metadata) -> None:
-    """Whatever a planner says of a state is read as it was written, field by field, every number and type."""
+    """Anything that a planner says of a state is read as it was written, field by field, every number and type."""
     assert decode_metadata(encode_metadata(metadata)) == metadata
 
 

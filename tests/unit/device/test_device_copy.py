@@ -55,20 +55,20 @@ def test_every_byte_arrives_in_its_place(monkeypatch: pytest.MonkeyPatch, has_st
 
 def test_no_more_than_two_flights_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third is ordered when the first has arrived; the side stream begins behind the current one."""
-    told: list[str] = []
+    waits: list[str] = []
 
     class Event(torch.cpu.Event):
         def __init__(self) -> None:
             super().__init__()
-            self.number = sum(line.startswith("event") for line in told)
-            told.append(f"event {self.number}")
+            self.number = sum(line.startswith("event") for line in waits)
+            waits.append(f"event {self.number}")
 
         def synchronize(self) -> None:
-            told.append(f"wait {self.number}")
+            waits.append(f"wait {self.number}")
 
     class Stream(torch.cpu.Stream):
         def wait_stream(self, stream: Any) -> None:
-            told.append("behind the current stream")
+            waits.append("behind the current stream")
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
     monkeypatch.setattr(torch.cpu, "Stream", Stream)
@@ -77,25 +77,25 @@ def test_no_more_than_two_flights_are_under_way(monkeypatch: pytest.MonkeyPatch)
     target = torch.zeros_like(source)
     order_all([_write(source, target, 64)]).wait()
     assert torch.equal(source, target)
-    assert told == [
+    assert waits == [
         "behind the current stream", "event 0", "event 1", "wait 0", "event 2", "wait 1", "event 3", "wait 2", "wait 3",
     ]  # fmt: skip
 
 
 def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gives the slots back: of the flight that failed as well a part may be under way."""
-    told: list[str] = []
+    waits: list[str] = []
 
     class Event(torch.cpu.Event):
         def __init__(self) -> None:
             super().__init__()
-            told.append("event")
+            waits.append("event")
 
         def synchronize(self) -> None:
-            told.append("wait")
+            waits.append("wait")
 
     def copy(piece: Any) -> None:
-        if "event" in told:
+        if "event" in waits:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cpu, "Event", Event)
@@ -104,7 +104,7 @@ def test_what_was_ordered_is_waited_for_when_a_later_copy_raises(monkeypatch: py
     source = torch.arange(255, dtype=torch.uint8)
     with pytest.raises(KeyboardInterrupt):
         order_all([_write(source, torch.zeros_like(source), 64)])
-    assert told == ["event", "event", "wait"]
+    assert waits == ["event", "event", "wait"]
 
 
 @pytest.mark.gpu

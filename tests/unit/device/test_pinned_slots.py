@@ -123,7 +123,7 @@ def test_a_refusal_is_logged_once_and_nothing_more_is_asked(
 def test_slots_are_leased_though_the_device_has_failed(
     arena: Path, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training hears of it by itself; the link thread goes on, and so does the end."""
+    """Training learns of it by itself; the link thread goes on, and so does the end."""
     mapping = RankMapping(arena, identity(arena))
     mapping.pin_for(DEVICE, lambda work: work())
     assert mapping.prefault([0]) == 1

@@ -6,13 +6,18 @@ import contextlib
 import json
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from click.testing import CliRunner
 from repository import ROOT
 
+import memstore.drills.cli.group as group_module
 import memstore.drills.run.suite as suite_module
 import memstore.drills.run.suite_record as suite_record
+from memstore.cli import main
+from memstore.cli.output import ExitCode
 from memstore.config import Config
 from memstore.drills.model.catalogue import DRILLS, find
 from memstore.drills.model.options import Options
@@ -54,7 +59,7 @@ class Tags(HTMLParser):
         self.words.append(data)
 
 
-def told(name: str, *, outcome: str = PASS, words: str = "0 steps lost") -> Report:
+def report_of(name: str, *, outcome: str = PASS, words: str = "0 steps lost") -> Report:
     """A report as a drill leaves it, with two phases and three lines."""
     report = Report(name, 7, "0 steps lost", outcome=outcome, words=words, verdict="local", step_before=5)
     timeline = Timeline(report, lambda line: None)
@@ -71,7 +76,7 @@ def told(name: str, *, outcome: str = PASS, words: str = "0 steps lost") -> Repo
 
 
 def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exception]) -> tuple[Suite, list[str]]:
-    """A suite whose drills end as told, on sites that note when they are opened and closed."""
+    """A suite whose drills end as ordered, on sites that note when they are opened and closed."""
     log: list[str] = []
 
     @contextlib.contextmanager
@@ -94,8 +99,8 @@ def suite_with(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Report | Exc
 def test_a_drill_that_fails_does_not_stop_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken promise, a drill that did not work and one that blew up are noted; the next has a new cluster."""
     outcomes = {
-        "kill-rank": RuntimeError("blew up"), "kill-holder": told("kill-holder", outcome=ERROR),
-        "kill-controller": told("kill-controller", outcome=BROKEN), "corrupt-chunk": told("corrupt-chunk"),
+        "kill-rank": RuntimeError("blew up"), "kill-holder": report_of("kill-holder", outcome=ERROR),
+        "kill-controller": report_of("kill-controller", outcome=BROKEN), "corrupt-chunk": report_of("corrupt-chunk"),
     }  # fmt: skip
     suite, log = suite_with(monkeypatch, outcomes)
     result = suite.run([Play(find(name)) for name in outcomes])
@@ -129,7 +134,7 @@ def test_what_cannot_be_played_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_interrupted_suite_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends the drill under way and begins no other; those before it are in the record, which is no pass."""
-    suite, log = suite_with(monkeypatch, {"kill-rank": told("kill-rank")})
+    suite, log = suite_with(monkeypatch, {"kill-rank": report_of("kill-rank")})
 
     def interrupt(name: str, *others: Any) -> Report:
         log.append(name)
@@ -143,8 +148,28 @@ def test_an_interrupted_suite_reports_what_it_found(monkeypatch: pytest.MonkeyPa
     assert (record(STANDARD, 7, played, nbytes=1)["outcome"], len(played.drills)) == (ERROR, 1)
 
 
+def test_an_interrupted_drill_is_a_plain_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a drill that is played alone ends the command with 130 after its clean-up, without a bug report."""
+    closed: list[str] = []
+
+    @contextlib.contextmanager
+    def site(place: str, *others: Any, **named: Any) -> Iterator[Any]:
+        yield SimpleNamespace(config=Config(store="scratch"))
+        closed.append(place)
+
+    def interrupt(*others: Any) -> Report:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group_module, "own_site", site)
+    monkeypatch.setattr(suite_module, "run_drill", interrupt)
+    result = CliRunner().invoke(main, ["drill", "kill-holder", "--embedded", "--json"])
+    assert (result.exit_code, result.stdout) == (ExitCode.INTERRUPTED, "")
+    assert result.stderr.split() == ["not", "played:", "kill-holder:", "interrupted"]
+    assert closed == [EMBEDDED]
+
+
 def test_the_suites_cover_the_catalogue() -> None:
-    """standard has the standard drills; full has every drill and every twin; another name is refused."""
+    """standard has the standard drills; full has every drill and every play beyond; another name is refused."""
     assert [p.drill.name for p in plays_of(STANDARD)] == [n for n, d in DRILLS.items() if d.is_standard]
     full = plays_of(FULL)
     assert {p.drill.name for p in full if not p.is_beyond} == set(DRILLS)
@@ -155,14 +180,14 @@ def test_the_suites_cover_the_catalogue() -> None:
 
 def test_the_record_is_json_with_phases_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says where and with what it ran; each drill has what `drill --json` prints, and its phases with times."""
-    suite, _ = suite_with(monkeypatch, {"kill-rank": told("kill-rank")})
+    suite, _ = suite_with(monkeypatch, {"kill-rank": report_of("kill-rank")})
     found = record(STANDARD, 7, suite.run([Play(find("kill-rank"))]), nbytes=1 << 20)
     found = json.loads(json.dumps(found))
     assert {"python", "cpus", "kernel"} <= set(found["environment"])
     assert found["versions"]["ray"]
     assert suite_record.SOURCE_ROOT == ROOT, "the commit is that of another folder, or of none"
     row = found["drills"][0]
-    assert set(told("kill-rank").to_dict()) <= set(row)
+    assert set(report_of("kill-rank").to_dict()) <= set(row)
     assert [phase["phase"] for phase in row["phases"]] == [SETUP, CHECK]
     assert all(phase["start_s"] <= phase["end_s"] for phase in row["phases"])
     assert row["phases"][0]["start_s"] <= 0.0
@@ -171,7 +196,7 @@ def test_the_record_is_json_with_phases_and_versions(monkeypatch: pytest.MonkeyP
 
 def test_the_page_shows_every_text_as_text_and_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, words and lines from hosts and errors cannot become markup; no script, no link to elsewhere."""
-    outcomes = {"kill-rank": told("kill-rank", words=NASTY), "kill-holder": DrillError(NASTY)}
+    outcomes = {"kill-rank": report_of("kill-rank", words=NASTY), "kill-holder": DrillError(NASTY)}
     suite, _ = suite_with(monkeypatch, outcomes)
     found = record(STANDARD, 7, suite.run([Play(find(name)) for name in outcomes]), nbytes=1)
     found["skipped"] = [{"drill": NASTY, "beyond": True, "why": NASTY}]
@@ -191,7 +216,7 @@ def test_the_page_shows_every_text_as_text_and_needs_nothing_else(monkeypatch: p
 
 def test_the_page_has_a_timeline_and_the_numbers_of_every_drill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per drill: fault, detection, plan, bytes by tier, verification, RPO, RTO, a bar per phase and a mark per line."""
-    suite, _ = suite_with(monkeypatch, {"kill-rank": told("kill-rank")})
+    suite, _ = suite_with(monkeypatch, {"kill-rank": report_of("kill-rank")})
     read = Tags(page(record(STANDARD, 7, suite.run([Play(find("kill-rank"))]), nbytes=1)))
     words = " ".join(read.words)
     for expected in ("0.250 s: detected", "4.0 KiB peer", "4,096 bytes compared", "0 steps", "0.851 s", "PASS"):

@@ -64,7 +64,7 @@ def ask_for_all(channel: Channel) -> None:
 
 
 def offer(channel: Channel) -> None:
-    """Open the draft."""
+    """Open the incoming replica."""
     assert decode_reply(OFFER, channel.request(OFFER, timeout_s=5).data) == Admitted()
 
 
@@ -105,7 +105,7 @@ def wait_all_free(holder: Holder) -> None:
 def test_a_frame_that_contradicts_itself_costs_no_slot(
     kind: Kind, message: Message, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection ends or the chunks count as bad; the draft goes with its connection."""
+    """The connection ends or the chunks count as bad; the incoming replica goes with its connection."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as channel:
@@ -119,7 +119,7 @@ def test_a_frame_that_contradicts_itself_costs_no_slot(
 
 
 def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
-    """Two whole chunks of a frame that was cut in the third are good; their slots come back with the draft."""
+    """Two whole chunks of a frame that was cut in the third are good; an abort frees their slots."""
     with two_holders(CHUNK_BYTES, streams=2) as (_, holder):
         holder.replicas.ensure_free(2 * COUNT)
         with stranger(holder) as feeding, stranger(holder) as other:
@@ -131,9 +131,9 @@ def test_what_came_before_a_cut_is_kept_until_the_sender_is_gone() -> None:
             feeding._sock.sendall(head + packed + CHUNKS[0] + CHUNKS[1] + CHUNKS[2][:1000])  # type: ignore[union-attr]
             feeding._sock.setblocking(False)  # type: ignore[union-attr]
             feeding.close()
-            draft = holder.replicas.index.draft("z", ShardId("train", 1, 2, 0))
-            assert draft is not None
-            wait_for(lambda: draft.missing == [2, 3, 4, 5], "two chunks to be kept", seen=lambda: draft.missing)
+            replica = holder.replicas.index.find_incoming("z", ShardId("train", 1, 2, 0))
+            assert replica is not None
+            wait_for(lambda: replica.missing == [2, 3, 4, 5], "two chunks to be kept", seen=lambda: replica.missing)
         wait_all_free(holder)
 
 

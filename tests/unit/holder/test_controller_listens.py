@@ -19,7 +19,7 @@ from memstore.shell.controller.holder_session import Session
 from memstore.shell.controller.membership import DirectoryMembership
 from memstore.shell.net.channel import Channel
 from memstore.testing.clusters.processes import wait_for
-from memstore.testing.controller.catalog_holder import host_stats
+from memstore.testing.controller.holder import host_stats
 
 WAIT_S = 60.0
 
@@ -32,20 +32,20 @@ def inventory(incarnation: int) -> Inventory:
     )  # fmt: skip
 
 
-def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp_path: Path) -> None:
+def test_a_beat_that_waits_behind_a_long_event_is_received_before_the_next_tick(tmp_path: Path) -> None:
     """Ticks take their turn: else one event of some seconds would make all hosts suspect, or dead."""
     config = Config(store="listens", suspect_after_s=60.0, dead_after_s=120.0)
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     near, far = socket.socketpair()
-    session = Session("a", 1, Channel(near), controller._heard)
+    session = Session("a", 1, Channel(near), controller._received)
     begun, go, seen = threading.Event(), threading.Event(), list[str]()
     try:
         with controller.lock:
             controller.sessions["a"] = session
         session.start()
         controller.events.put((session, inventory(1)))
-        wait_for(controller.is_serving, "the catalog to serve")
-        state, handle = controller.catalog.hosts.states["a"], controller.catalog.handle
+        wait_for(controller.is_serving, "the controller to serve")
+        state, handle = controller.machine.hosts.states["a"], controller.machine.handle
 
         def watched(now: float, event: Event) -> list[Action]:
             if isinstance(event, Report):
@@ -56,10 +56,10 @@ def test_a_beat_that_waits_behind_a_long_event_is_heard_before_the_next_tick(tmp
                 seen.append(state.status)
             return actions
 
-        controller.catalog.handle = watched  # type: ignore[method-assign]
+        controller.machine.handle = watched  # type: ignore[method-assign]
         controller.events.put((session, RankArrived(nonce="n")))
         assert begun.wait(WAIT_S)
-        state.heard_at_s -= 100.0  # the last beat was long ago
+        state.beat_at_s -= 100.0  # the last beat was long ago
         far.sendall(encode_frame(Kind.EVENT, Heartbeat(stats=host_stats(), trained={}, clock_s=None)))
         wait_for(lambda: len(controller._beats) > 0, "the beat to be read")
         due_s = time.monotonic() + 2 * TICK_S
@@ -80,7 +80,7 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     controller = Controller(config, DirectoryMembership(tmp_path), secret=b"s" * 32, settle_s=0.0)
     pairs = [socket.socketpair(), socket.socketpair()]
     sessions = [
-        Session("a", n, Channel(near), controller._heard, asked_s=time.monotonic())
+        Session("a", n, Channel(near), controller._received, asked_s=time.monotonic())
         for n, (near, _) in enumerate(pairs, start=1)
     ]
     far = Channel(pairs[1][1])
@@ -93,9 +93,9 @@ def test_what_was_decided_before_an_inventory_is_no_order_for_its_session(tmp_pa
     try:
         begin(sessions[0])
         controller.events.put((sessions[0], inventory(1)))
-        wait_for(lambda: controller.is_serving() and controller.catalog.parts.journal.log.entries, "the first fact")
+        wait_for(lambda: controller.is_serving() and controller.machine.parts.journal.log.entries, "the first fact")
         begin(sessions[1])
-        entries = controller.catalog.parts.journal.log.entries
+        entries = controller.machine.parts.journal.log.entries
         controller.drains_seen({"a": time.time() + 1000.0})
         wait_for(lambda: len(entries) >= 2, "a fact while the new holder has said nothing yet")
         controller.events.put((sessions[1], inventory(2)))

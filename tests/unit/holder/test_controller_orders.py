@@ -1,4 +1,4 @@
-"""A holder obeys one controller, the newest of the highest term, whatever comes at once or too late (R16, R17)."""
+"""A holder obeys one controller, the newest of the highest term, anything that comes at once or too late (R16, R17)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def dial(holder: Holder) -> Iterator[Dial]:
 
 
 class Pause:
-    """Holds up whoever comes until `go`."""
+    """Holds up each call that comes until `go`."""
 
     def __init__(self) -> None:
         self.at, self.go = threading.Event(), threading.Event()
@@ -103,7 +103,7 @@ def send(channel: Channel, order: Order) -> None:
     channel.send(Kind.EVENT, 0, order, deadline_s=WAIT_S)
 
 
-def heard(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
+def received(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
     """The next message but calls: a tool of another test asks every store of this user on the machine."""
     while isinstance(message := decode_holder_message(channel.recv(timeout_s=timeout_s).data), Called):
         pass
@@ -112,30 +112,30 @@ def heard(channel: Channel, timeout_s: float = WAIT_S) -> HolderMessage:
 
 def greeted(channel: Channel) -> Inventory:
     """Return the inventory with which a session begins."""
-    inventory = heard(channel)
+    inventory = received(channel)
     assert isinstance(inventory, Inventory)
     return inventory
 
 
 def push_to(target: str) -> PushTargets:
-    return PushTargets(job="job", attempt=1, targets=(target,), copiers=())
+    return PushTargets(job="job", attempt=1, targets=(target,), writers=())
 
 
 def obeys(holder: Holder, channel: Channel) -> None:
     """Raise unless an order on this session is carried out."""
     target = secrets.token_hex(4)
     send(channel, push_to(target))
-    wait_for(lambda: holder.twins.ordinary.get("job") == [target], "the order")
+    wait_for(lambda: holder.shared_shards.ordinary.get("job") == [target], "the order")
 
 
-def test_a_lower_term_is_told_to_go(holder: Holder, dial: Dial) -> None:
-    """A controller of an older term hears of the newer one, is not obeyed, and does not displace it (R17)."""
+def test_a_lower_term_is_ordered_to_go(holder: Holder, dial: Dial) -> None:
+    """A controller of an older term learns of the newer one, is not obeyed, and does not displace it (R17)."""
     newer = dial(6)
     greeted(newer)
     older = dial(5)
     with contextlib.suppress(Exception):  # the holder may have hung up already
         send(older, push_to("old"))
-    assert heard(older) == Outranked(term=6)
+    assert received(older) == Outranked(term=6)
     obeys(holder, newer)
     assert holder.sessions.term == 6
 
@@ -158,7 +158,7 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
     newer = dial(6)
     greeted(newer)
     pause.go.set()
-    assert heard(older) == Outranked(term=6)
+    assert received(older) == Outranked(term=6)
     obeys(holder, newer)
 
 
@@ -166,20 +166,20 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
 def test_an_order_that_fails_is_answered(
     holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Ranks wait for the room and a person for the answer, whatever broke; the next order is carried out (R9)."""
+    """Ranks wait for the room and a person for the answer, anything that broke; the next order is carried out (R9)."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
     channel = dial(5)
     greeted(channel)
-    share = Reserve(job="job", attempt=1, ranks=(RankSlots(0, 2),), guest_slots=0, world_size=1, versions=1, call=7)
+    share = Reserve(job="job", attempt=1, ranks=(RankSlots(0, 2),), peer_slots=0, world_size=1, versions=1, call=7)
     with monkeypatch.context() as patch:
         patch.setattr(holder.replicas.arena, "grow", fail)
         patch.setattr(holder.scrubber, "verify_all", fail)
         send(channel, share)
         send(channel, VerifyCopies(call=8, job=None))
-        answers = {type(answer): answer for answer in (heard(channel), heard(channel))}
+        answers = {type(answer): answer for answer in (received(channel), received(channel))}
     reserved, verified = answers[Reserved], answers[CopiesVerified]
     assert isinstance(reserved, Reserved)
     assert isinstance(verified, CopiesVerified)
@@ -188,7 +188,7 @@ def test_an_order_that_fails_is_answered(
     assert said in str(reserved.problem)
     assert said in verified.problem
     send(channel, structs.replace(share, call=9))
-    again = heard(channel)
+    again = received(channel)
     assert isinstance(again, Reserved)
     assert (again.call, again.problem) == (9, None)
 
@@ -230,14 +230,17 @@ def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
     pause.go.set()
     assert closed.acquire(timeout=WAIT_S)  # by the newer session
     assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
-    assert holder.twins.ordinary["job"] != ["old"]
+    assert holder.shared_shards.ordinary["job"] != ["old"]
     obeys(holder, newer)
 
 
 def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers of facts come again in the next term: a write under way at the takeover counts for nobody else (R16)."""
+    """Numbers of facts come again in the next term.
+
+    A write under way at the takeover counts for no other process (R16).
+    """
     pause, real = Pause(), holder.journal.append
     monkeypatch.setattr(holder.journal, "append", lambda records: (pause(), real(records)))
     older = dial(5)
@@ -246,28 +249,31 @@ def test_a_fact_of_an_older_controller_is_not_acknowledged_to_the_newer(
     assert pause.at.wait(WAIT_S)
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
-        first = heard(newer, 0.3)  # not before the write is over, else it may be missing in what it says
+        first = received(newer, 0.3)  # not before the write is over, else it may be missing in what it says
     pause.go.set()
-    first = first or heard(newer)
+    first = first or received(newer)
     assert isinstance(first, Inventory)
     assert first.journal == (b"old",)
     send(newer, JournalAppend(records=(b"new",), seq=1))
-    assert heard(newer) == FactsWritten(seq=1)
+    assert received(newer) == FactsWritten(seq=1)
 
 
 def test_a_long_journal_comes_in_pages_before_the_inventory(
     holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No message is longer than the wire allows, however many facts a journal has; the catalog is given all at once."""
+    """No message is longer than the wire allows, however many facts a journal has.
+
+    The controller is given all at once.
+    """
     records = tuple(bytes([number]) * 30 for number in range(5))
     first = dial(5)
     greeted(first)
     send(first, JournalAppend(records=records, seq=5))
-    assert heard(first) == FactsWritten(seq=5)
+    assert received(first) == FactsWritten(seq=5)
     monkeypatch.setattr(records_module, "PAGE_BYTES", 70)
     pages = dial(6)
-    assert heard(pages) == InventoryPage(records=records[:2])
-    assert heard(pages) == InventoryPage(records=records[2:4])
+    assert received(pages) == InventoryPage(records=records[:2])
+    assert received(pages) == InventoryPage(records=records[2:4])
     assert greeted(pages).journal == records[4:]
     given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
     session = Session("a", holder.info.incarnation, dial(7), lambda _, message: given.put(message))
@@ -295,14 +301,14 @@ def test_a_journal_that_is_being_written_is_not_taken_for_a_damaged_one(
     assert pause.at.wait(WAIT_S)
     newer, first = dial(6), cast("HolderMessage | None", None)
     with contextlib.suppress(PeerTimeout):
-        first = heard(newer, 0.3)  # not before the older one has read it
+        first = received(newer, 0.3)  # not before the older one has read it
     send(newer, JournalAppend(records=(b"new",), seq=1))
     if first is not None:
-        assert heard(newer) == FactsWritten(seq=1)
+        assert received(newer) == FactsWritten(seq=1)
     pause.go.set()
     if first is None:
         greeted(newer)
-        assert heard(newer) == FactsWritten(seq=1)
+        assert received(newer) == FactsWritten(seq=1)
     obeys(holder, newer)
     wait_for(lambda: not holder.sessions._lock.locked(), "the older session to be done")
     assert holder.journal.records() == [b"new"]
@@ -314,13 +320,13 @@ def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: H
     first = dial(5)
     greeted(first)
     send(first, JournalAppend(records=records, seq=3))
-    assert heard(first) == FactsWritten(seq=3)
+    assert received(first) == FactsWritten(seq=3)
     with holder.journal.path.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
     places = tuple(RecordPlace(*place_of_record(record)) for record in records)
     send(first, JournalKeep(places=places, short=(), seq=4))
     with pytest.raises(PeerUnreachable):
-        heard(first)
+        received(first)
     newer = dial(5)
     assert greeted(newer).journal == records[:2]

@@ -73,7 +73,7 @@ def dial(holder: Holder, term: int) -> Channel:
     )  # fmt: skip
 
 
-def heard(channel: Channel, kind: type[M], timeout_s: float = WAIT_S) -> M:
+def received(channel: Channel, kind: type[M], timeout_s: float = WAIT_S) -> M:
     """The next message of a kind; the others are passed over."""
     found: list[M] = []
 
@@ -93,29 +93,29 @@ def send(channel: Channel, order: Order) -> None:
 def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full: FullFileSystem) -> None:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
-    heard(controller, Inventory)
+    received(controller, Inventory)
     send(controller, JournalAppend(records=(LARGE,), seq=1))
     send(controller, JournalAppend(records=(b"small",), seq=2))
-    send(controller, PushTargets(job="job", attempt=1, targets=("b",), copiers=()))
-    wait_for(lambda: holder.twins.ordinary.get("job") == ["b"], "an order after the facts")
-    wait_for(lambda: "journal" in heard(controller, Heartbeat).stats.short_of_room, "a beat that says so")
+    send(controller, PushTargets(job="job", attempt=1, targets=("b",), writers=()))
+    wait_for(lambda: holder.shared_shards.ordinary.get("job") == ["b"], "an order after the facts")
+    wait_for(lambda: "journal" in received(controller, Heartbeat).stats.short_of_room, "a beat that says so")
     assert holder.journal.records() == [], "a later fact must not be there without the one before it"
     full.end()
-    assert heard(controller, FactsWritten).seq == 1
-    assert heard(controller, FactsWritten).seq == 2
+    assert received(controller, FactsWritten).seq == 1
+    assert received(controller, FactsWritten).seq == 2
     assert len(holder.journal.records()) == 2
-    wait_for(lambda: not heard(controller, Heartbeat).stats.short_of_room, "a beat that no longer says so")
+    wait_for(lambda: not received(controller, Heartbeat).stats.short_of_room, "a beat that no longer says so")
     controller.close()
 
 
 def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Holder, full: FullFileSystem) -> None:
-    """A newer session sends the whole journal; what an older one had sent counts for nobody any more (R16, R17)."""
+    """A newer session sends the whole journal; what an older one had sent counts for no process any more (R16, R17)."""
     older = dial(holder, 5)
-    heard(older, Inventory)
+    received(older, Inventory)
     send(older, JournalAppend(records=(LARGE,), seq=9))
     wait_for(lambda: holder.sessions.facts.problem, "the fact to wait")
     newer = dial(holder, 6)
-    assert heard(newer, Inventory).journal == ()
+    assert received(newer, Inventory).journal == ()
     send(
         newer,
         JournalReplace(
@@ -128,15 +128,15 @@ def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Ho
     )
     wait_for(lambda: holder.sessions.facts.problem, "the newer facts to wait")
     full.end()
-    assert heard(newer, FactsWritten).seq == 1
+    assert received(newer, FactsWritten).seq == 1
     with pytest.raises((PeerTimeout, AssertionError, TimeoutError)):
-        heard(newer, FactsWritten, 0.5)
+        received(newer, FactsWritten, 0.5)
     assert len(holder.journal.records()) == 2
     older.close()
     newer.close()
 
 
-def test_a_manifest_without_room_is_told_until_there_is_some(small_tmpfs: Path) -> None:
+def test_a_manifest_without_room_is_reported_until_there_is_some(small_tmpfs: Path) -> None:
     """The problem names the size; it goes by itself once such a manifest would fit, and leaves no file."""
     folder = ManifestFolder.open(small_tmpfs)
     name = ManifestFolder.name_of(ShardId("j", 1, 2, 3), "ab")
@@ -188,7 +188,7 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
 def test_a_killed_holder_comes_back_while_the_file_system_is_full(
     small_tmpfs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its memory is there, and all that its start needs: no file is written anew that is there already (R3, R4)."""
+    """Its memory is there, and all that its start needs: no file is written again that is there already (R3, R4)."""
     folder = tmp_path_factory.mktemp("cluster")
     with ProcessCluster(folder, {"a": {}}, arena_dir=str(small_tmpfs), arena_bytes=1 << 20) as cluster:
         filler = FullFileSystem(small_tmpfs)

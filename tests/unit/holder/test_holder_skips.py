@@ -28,7 +28,7 @@ def test_only_a_lack_of_room_lengthens_the_pause(
         monkeypatch.setattr(site.replicas, "seal_local", fails)
         ticket = store.put(2, state(2))
         wait_for(lambda: ticket.is_over, "the end of the put")
-        attempt = site.controller.catalog.jobs["job"].attempts[1]
+        attempt = site.controller.machine.jobs["job"].attempts[1]
         wait_for(lambda: attempt.resume_step > 2, "the word of it")
         assert (ticket.level, attempt.resume_gap) == ("failed", gap)
     finally:

@@ -1,4 +1,4 @@
-"""How long a controller may record facts that nobody else may be recording too (R17)."""
+"""How long a controller may record facts that no other process may be recording too (R17)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class SlowMembership(DirectoryMembership):
-    """Its first answer to who is the newest comes when told to; after that it is out of reach."""
+    """Its first answer to who is the newest comes when ordered to; after that it is out of reach."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -40,22 +40,22 @@ class SlowMembership(DirectoryMembership):
 def test_beats_keep_a_controller_in_charge_while_the_membership_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its hosts are asked before the membership's word runs out, and echo what they were told (D130)."""
+    """Its hosts are asked before the membership's word runs out, and echo what they were sent (D130)."""
     site = Site(tmp_path, ["a", "b"], monkeypatch)
 
     def away() -> int:
         raise TransportError("the membership is out of reach")
 
     try:
-        catalog = site.controller.catalog
+        machine = site.controller.machine
         monkeypatch.setattr(site.controller.membership, "newest_term", away)
         wait_for(
-            lambda: catalog.state.now > catalog.lease.until_s + site.config.lease_s, "the lease to be the hosts' alone"
+            lambda: machine.state.now > machine.lease.until_s + site.config.lease_s, "the lease to be the hosts' alone"
         )
-        wait_for(catalog.lease.may_record, "an echo")
-        first_s = min(state.was_with_us_s for state in catalog.hosts.states.values())
-        wait_for(lambda: min(s.was_with_us_s for s in catalog.hosts.states.values()) > first_s, "newer echoes")
-        assert first_s > catalog.lease.until_s - site.config.lease_s
+        wait_for(machine.lease.may_record, "an echo")
+        first_s = min(state.was_with_us_s for state in machine.hosts.states.values())
+        wait_for(lambda: min(s.was_with_us_s for s in machine.hosts.states.values()) > first_s, "newer echoes")
+        assert first_s > machine.lease.until_s - site.config.lease_s
     finally:
         site.close()
 
@@ -65,12 +65,12 @@ def test_a_lease_counts_from_the_question_not_from_the_answer(tmp_path: Path) ->
     membership = SlowMembership(tmp_path)
     config = Config(store="lease", heartbeat_s=0.05, suspect_after_s=0.1, dead_after_s=0.3)
     controller = Controller(config, membership, secret=b"s" * 32)
-    began_s = controller.catalog.lease.until_s
+    began_s = controller.machine.lease.until_s
     try:
         wait_for(lambda: membership.asked_s and time.monotonic() > membership.asked_s[0] + config.lease_s, "the lease")
         membership.go.set()
-        wait_for(lambda: controller.catalog.lease.until_s > began_s, "the renewal")
-        assert controller.catalog.lease.until_s <= membership.asked_s[0] + config.lease_s
+        wait_for(lambda: controller.machine.lease.until_s > began_s, "the renewal")
+        assert controller.machine.lease.until_s <= membership.asked_s[0] + config.lease_s
     finally:
         membership.go.set()
         controller.close()

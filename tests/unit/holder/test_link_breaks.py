@@ -26,7 +26,7 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import fetch as procedure
 from memstore.core.holder import stage
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError
@@ -52,6 +52,23 @@ def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         site.close()
 
 
+def test_a_link_that_breaks_as_its_attempt_is_answered_comes_back_in_that_attempt(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to connect() has come, and the caller has not seen it: without slots no put would ever commit (R6)."""
+    site, real = make_site("a"), memstore.client.connect.ask_with_all
+
+    def broken_after(link: Any, *args: Any, **kwargs: Any) -> Any:
+        answer, channel = real(link, *args, **kwargs), link.channel
+        channel.abort()
+        wait_for(lambda: link.channel is not channel, "a new link")
+        return answer
+
+    monkeypatch.setattr(memstore.client.connect, "ask_with_all", broken_after)
+    (store,) = site.connect()
+    store.put(1, state(1), timeout_s=WAIT_S).wait("committed", WAIT_S)
+
+
 def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +92,8 @@ def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(
                     assert chunk_digest(site.replicas.arena.view(number, slot.nbytes)) == slot.digest
 
 
-def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[..., Site]) -> None:
-    """After a rewind a link that comes back hears nothing of the old attempt's commit of the same step (R15)."""
+def test_a_ticket_is_not_reported_of_another_attempts_commit(make_site: Callable[..., Site]) -> None:
+    """After a rewind a link that comes back learns nothing of the old attempt's commit of the same step (R15)."""
     site = make_site("a", "b")
     stores = site.connect()
     for step in (3, 5):
@@ -84,7 +101,7 @@ def test_a_ticket_is_not_told_of_another_attempts_commit(make_site: Callable[...
     together(*[lambda s=s: s.rewind(3) for s in stores])
     ticket, _ = together(lambda: stores[0].put(5, state(50)), lambda: stores[1].put(4, state(4)))
     break_link(stores[0])
-    stores[0].steps()  # answered on the new link, after whatever it was told first
+    stores[0].steps()  # answered on the new link, after anything that it was sent first
     assert ticket.level != "committed"
 
 
@@ -94,8 +111,8 @@ def recycle_under_the_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late(*args: Any, **kwargs: Any) -> Any:
         with site.replicas.lock:
-            shelved = next(s for s in site.replicas.index.shards.values() if s.shard.rank == 0)
-        site.replicas.arena.view(shelved.slots[0], 8)[:] = b"recycled"
+            stored = next(s for s in site.replicas.index.shards.values() if s.shard.rank == 0)
+        site.replicas.arena.view(stored.slots[0], 8)[:] = b"recycled"
         return real(*args, **kwargs)
 
     monkeypatch.setattr(memstore.client.restore, "build_state", late)
@@ -148,7 +165,7 @@ def test_an_abandon_under_a_seal_fails_that_put_only(
     assert stop.at.wait(WAIT_S)
     store.puts.skip(Ticket(3), "no room")
     store._link.call(SkipStep(job="job", attempt=1, rank=0, step=2, why="no room", is_failed=False), WAIT_S)
-    wait_for(lambda: not site.replicas.index.drafts, "the abandon")
+    wait_for(lambda: not site.replicas.index.incoming, "the abandon")
     stop.go.set()
     wait_for(lambda: ticket.is_over, "the end of the abandoned put")
     assert ticket.level in ("skipped", "failed")
@@ -189,10 +206,10 @@ def test_a_put_that_fails_on_its_host_is_skipped_by_all(
     tickets = [store.put(2, state(2)) for store in stores]
     wait_for(lambda: all(ticket.is_over for ticket in tickets), "the skip")
     assert [ticket.level for ticket in tickets] == ["failed", "skipped"]
-    wait_for(lambda: not site.replicas.index.drafts, "the slots of what the other host had begun to push here")
+    wait_for(lambda: not site.replicas.index.incoming, "the slots of what the other host had begun to push here")
 
 
-def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
+def test_an_old_stores_bye_leaves_the_new_stores_slots_alone(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """close() and connect() in one process while a put is still digested: the new store keeps its leases (R8)."""
@@ -217,7 +234,7 @@ def test_an_old_stores_goodbye_leaves_the_new_stores_slots_alone(
         taken = again.acquire(Tenant(), 1, WAIT_S)
         assert taken is not None
         stop.go.set()
-        wait_for(lambda: owner == link.owner or not site.replicas.table.leases.get(owner), "the old store's goodbye")
+        wait_for(lambda: owner == link.owner or not site.replicas.table.leases.get(owner), "the old store's `bye`")
         wait_for(lambda: not ranks_busy(site), "the old link's end")
         assert site.replicas.table.slots[taken.slots[0]].state is SlotState.LEASED
     finally:
@@ -233,7 +250,7 @@ def ranks_busy(site: Site) -> bool:
 def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hand-over that is sent again waits for the seal under way instead of failing its ticket (R8)."""
+    """The submission that is sent again waits for the seal under way instead of failing its ticket (R8)."""
     site = make_site("a")
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
@@ -244,12 +261,12 @@ def test_a_link_that_breaks_while_its_put_is_digested_seals_it_once(
     break_link(store)
     store.steps()  # the holder has read what was sent again before this call
     link = site.holders["a"].state.ranks.links[store._link.nonce]
-    wait_for(link.handovers.empty, "the second hand-over to be taken up")
+    wait_for(link.submitted_puts.empty, "the second submission to be taken up")
     stop.go.set()
     assert ticket.wait("committed", WAIT_S).level == "committed"
 
 
-def test_a_fence_finishes_every_put_that_was_handed_over(
+def test_a_fence_finishes_every_put_that_was_submitted(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two puts wait in the holder when the fence comes: both are sealed and in its inventory (R21)."""
@@ -261,7 +278,7 @@ def test_a_fence_finishes_every_put_that_was_handed_over(
     for step in (2, 3):
         store.put(step, state(step))
     assert stop.at.wait(WAIT_S)
-    store.steps()  # the holder has read both hand-overs
+    store.steps()  # the holder has read both submissions
     with ThreadPoolExecutor(1) as pool:
         rewind = pool.submit(store.rewind, 1)
         wait_for(lambda: site.holders["a"].fences.first("job") == 2, "the fence")
@@ -325,7 +342,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
             raise CapacityError("no room")
         return fetch_into(peer, *args)
 
-    def await_first(state: HolderState, read: Reading) -> Steps[bool]:
+    def await_first(state: HolderState, read: Reading) -> Procedure[bool]:
         has_second.set()
         return await_other(state, read)
 
@@ -358,7 +375,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
             assert all(has_waited.acquire(timeout=WAIT_S) for _ in range(3))
         return fetch_into(peer, *args)
 
-    def await_first(state: HolderState, read: Reading) -> Steps[bool]:
+    def await_first(state: HolderState, read: Reading) -> Procedure[bool]:
         has_waited.release()
         return await_other(state, read)
 
@@ -381,7 +398,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
     assert all(torch.equal(found, put["w"]) for found in (first, *others))
 
 
-def only_at_once(state: HolderState, body: dict[str, Any], until_s: float) -> Steps[bool]:
+def only_at_once(state: HolderState, body: dict[str, Any], until_s: float) -> Procedure[bool]:
     """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
     yield from ()
     return until_s == float("inf")
@@ -414,7 +431,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into
-    wait_for(lambda: not site.replicas.index.drafts, "the slots of what had come")
+    wait_for(lambda: not site.replicas.index.incoming, "the slots of what had come")
 
 
 def test_a_new_launch_in_the_same_process_ends_the_stores_of_the_one_before(make_site: Callable[..., Site]) -> None:

@@ -27,7 +27,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Moments:
-    """A lock that, once armed, does something as soon as nobody holds it: what another thread could do."""
+    """A lock that, once armed, does something as soon as no process holds it: what another thread could do."""
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.RLock(), 0
@@ -75,7 +75,7 @@ def test_two_offers_at_once_share_no_room(
         replicas.claim("job", PeerShare(1, {}, 2))
     else:
         replicas.ensure_free(2)
-    moments, real = Moments(), replicas.index.guest_refusal
+    moments, real = Moments(), replicas.index.peer_refusal
     monkeypatch.setattr(replicas, "lock", moments)
     answers: list[Message] = []
 
@@ -85,13 +85,13 @@ def test_two_offers_at_once_share_no_room(
             moments.work = lambda: answers.append(offer(server, "c", ShardId("job", 1, 7, 2)))
         return why
 
-    monkeypatch.setattr(replicas.index, "guest_refusal", refusal)
+    monkeypatch.setattr(replicas.index, "peer_refusal", refusal)
     answers.append(offer(server, "b", ShardId("job", 1, 7, 1)))
     second, first = answers
     assert first == Admitted()
     assert isinstance(second, Refused)
     assert not second.is_final
-    assert len(replicas.index.drafts) == 1
+    assert len(replicas.index.incoming) == 1
     server._abort(Abort(sender="b", shard=WireShard("job", 1, 7, 1)))
     assert offer(server, "c", ShardId("job", 1, 7, 2)) == Admitted()
 
@@ -132,8 +132,8 @@ class Line:
         self.replies.put(message)
 
 
-def test_a_draft_outlives_the_connection_that_offered_it(replicas: ReplicaStore) -> None:
-    """A peer's pushes share its connections and it closes surplus ones: only with the last one its drafts go (R13)."""
+def test_an_incoming_replica_outlives_the_connection_that_offered_it(replicas: ReplicaStore) -> None:
+    """A peer's pushes share its connections; only with the last one its incoming replicas go (R13)."""
     server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
     replicas.claim("job", PeerShare(1, {}, 2))
     shard = ShardId("job", 1, 7, 1)
@@ -152,7 +152,7 @@ def test_a_draft_outlives_the_connection_that_offered_it(replicas: ReplicaStore)
     for line, is_kept in ((first, True), (second, False), (older, False)):
         line.asked.put(None)
         serving[line].join(60)
-        assert (replicas.index.draft("b", shard) is not None) is is_kept
+        assert (replicas.index.find_incoming("b", shard) is not None) is is_kept
 
 
 def test_a_restore_that_finds_free_slots_does_not_wait_while_the_arena_grows(

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,10 +22,10 @@ from memstore.core.wire.frame import Kind, pack_body
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob, GiveUpFork
 from memstore.core.wire.rank_messages import (
-    Ask,
     AskAnswered,
     AskRefused,
     Bye,
+    ForwardCall,
     HolderEvent,
     RankHello,
     RankMessage,
@@ -56,7 +54,6 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 WAIT_S = 60.0
 ME = os.getpid()
-REAP_LOOP = Holder._reap_loop
 READ, STATUS = ReadStep(job="job", step=2, rank=0), AskStatus()
 
 RANK = """
@@ -100,7 +97,7 @@ class Site:
         self.holder = self.begin(64)
 
     def begin(self, limit_slots: int) -> Holder:
-        """Start a holder that reaps only when told, and note what it passes on."""
+        """Start a holder that reaps only when ordered, and note what it passes on."""
         identity = HostIdentity("a", read_boot_id(), True, {})
         holder = Holder(identity, self.config, secret=b"s" * 32, arena_limit_bytes=limit_slots * CHUNK_BYTES)
         holder.state.report = holder.sessions.report = self._note  # type: ignore[method-assign]
@@ -114,7 +111,7 @@ class Site:
             self.gone.append(report.nonce)
 
     def leased(self) -> int:
-        """Slots leased to anybody."""
+        """Slots leased to any process."""
         with self.holder.replicas.lock:
             return sum(len(numbers) for numbers in self.holder.replicas.table.leases.values())
 
@@ -165,7 +162,7 @@ def answered(reply: dict[str, Any]) -> AskAnswered:
 def ask(site: Site, channel: Channel, request: RankCall = STATUS) -> int:
     """Ask the rank's first question; return the holder's number of it."""
     before = len(site.relayed)
-    send(channel, Ask(id=1, call=request))
+    send(channel, ForwardCall(id=1, call=request))
     wait_for(lambda: len(site.relayed) > before, "the call to be relayed")
     return site.relayed[-1]
 
@@ -190,9 +187,9 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     """The report may be lost with a session that ends; the next one's inventory is taken after that (R20)."""
     known: list[bool] = []
 
-    def report(told: HolderMessage) -> None:
-        if isinstance(told, RankArrived):
-            known.append(told.nonce in site.holder.state.ranks.owners)
+    def report(reported: HolderMessage) -> None:
+        if isinstance(reported, RankArrived):
+            known.append(reported.nonce in site.holder.state.ranks.owners)
 
     monkeypatch.setattr(site.holder.state, "report", report)
     hello(life=1)
@@ -200,7 +197,7 @@ def test_who_connects_is_in_the_inventory_before_it_is_reported(
     assert known == [True]
 
 
-def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Callable[..., Channel]) -> None:
+def test_the_answer_to_a_former_holder_is_given_to_no_process(site: Site, hello: Callable[..., Channel]) -> None:
     """A controller may answer what a holder asked before it died; no question of its successor has that number (R3)."""
     first = ask(site, hello(life=1))
     site.holder.close()
@@ -212,13 +209,13 @@ def test_the_answer_to_a_former_holder_is_given_to_nobody(site: Site, hello: Cal
     assert receive(newer) == answered({"to": "the new store"})
 
 
-def test_a_store_that_says_goodbye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
+def test_a_store_that_says_bye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
     """A closed store's question is not asked again in the next controller's session (R4)."""
     leaving, staying = hello(life=1), hello(life=1, nonce="other")
     ask(site, leaving)
     kept = ask(site, staying)
     send(leaving, Bye())
-    wait_for(lambda: "n" not in site.holder.state.ranks.links, "the goodbye")
+    wait_for(lambda: "n" not in site.holder.state.ranks.links, "the `bye`")
     site.relayed.clear()
     site.holder.calls.ask_again()
     assert site.relayed == [kept]
@@ -237,36 +234,6 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
 
 
-# -- links that end ---------------------------------------------------------------------------------
-
-
-def test_marks_are_forgotten_before_the_process_can_be_connected_again(
-    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one step with the link's end: the marks that the next link names would be forgotten otherwise."""
-    changed, forget = site.holder.context.changed, site.holder.traffic.forget
-    could_connect: list[bool] = []
-
-    def forgotten(*named: Any) -> None:
-        with ThreadPoolExecutor(1) as other:
-            could_connect.append(other.submit(changed.acquire, blocking=False).result())
-        forget(*named)
-
-    monkeypatch.setattr(site.holder.traffic, "forget", forgotten)
-    hello(life=1).close()
-    wait_for(lambda: could_connect, "the link's end")
-    assert could_connect == [False]
-
-
-def test_readers_pins_end_although_the_dead_cannot_be_reaped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each periodic work fails by itself (R7)."""
-    expired = threading.Event()
-    monkeypatch.setattr(ranks, "reap", lambda state: 1 // 0)
-    monkeypatch.setattr(site.holder.replicas, "expire_pins", expired.set)
-    threading.Thread(target=REAP_LOOP, args=(site.holder,), daemon=True).start()
-    assert expired.wait(WAIT_S)
-
-
 # -- pid namespaces ---------------------------------------------------------------------------------
 
 
@@ -274,20 +241,20 @@ def stored(site: Site) -> tuple[StoredReplica, ShardStaged]:
     """Store a shard of one chunk; return it, and the controller's answer that names it."""
     replicas, shard = site.holder.replicas, ShardId("job", 1, 2, 0)
     replicas.ensure_free(1)
-    shelved = replicas.seal_local(
+    replica = replicas.seal_local(
         shard, world_size=1, layout=b"", nbytes=CHUNK_BYTES, slots=replicas.take_slots(1), attempt=1
     )
     staged = ShardStaged(
-        step=2, attempt=1, verdict="local", why="", shard=WireShard.of(shard), digest=shelved.spec.digest, report=None
+        step=2, attempt=1, verdict="local", why="", shard=WireShard.of(shard), digest=replica.spec.digest, report=None
     )
-    return shelved, staged
+    return replica, staged
 
 
 def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pin that nobody lets go of keeps the slots of its step for minutes (R7)."""
-    shelved, answer = stored(site)
+    """A pin that no process lets go of keeps the slots of its step for minutes (R7)."""
+    replica, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
     number, manifest = ask(site, channel, READ), replicas.manifest
 
@@ -299,25 +266,25 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
 
     monkeypatch.setattr(replicas, "manifest", read_after_the_link)
     site.holder.ranks.answer(number, pack_reply(answer), None)
-    assert not shelved.pins
+    assert not replica.pins
 
 
 def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callable[..., Channel]) -> None:
     """Not left to its deadline; and nothing stays pinned for it."""
-    shelved, answer = stored(site)
+    replica, answer = stored(site)
     channel = hello(1)
     number = ask(site, channel, READ)
-    path = site.holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    path = site.holder.folder / "manifests" / ManifestFolder.name_of(replica.shard, replica.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     site.holder.ranks.answer(number, pack_reply(answer), None)
     refused = receive(channel)
     assert isinstance(refused, AskRefused)
     assert refused.error == "RecoveryError"
-    assert not shelved.pins
+    assert not replica.pins
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
-    """Without its pid nobody could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
+    """Without its pid no process could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
         rank_server.owner_of(hello_of(pid=77), 0)
     assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
@@ -395,7 +362,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
         assert sorted(link.in_copy) == taken.slots
     finally:
         link.close()
-    wait_for(lambda: site.leased() == 0, "the goodbye")
+    wait_for(lambda: site.leased() == 0, "the `bye`")
 
 
 # -- a removed job ------------------------------------------------------------------------------------
@@ -422,7 +389,7 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
         with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
-        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: nobody is fenced
+        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: no process is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
         site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
@@ -439,7 +406,7 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
 # -- a raised limit -----------------------------------------------------------------------------------
 
 
-def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
+def test_a_rank_maps_an_arena_whose_limit_was_raised_again(site: Site) -> None:
     """Slots beyond the mapping are granted and viewed after a holder with more room; older views stay good (R9)."""
     site.holder.close()
     shutil.rmtree(site.holder.folder)
@@ -449,7 +416,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         taken = link.acquire(Tenant(), 2, WAIT_S)
         assert taken is not None
         held = taken.slots
-        mapping, before, channel = link.mapping.open(), link.view(held[0]), link.channel
+        mapping, before, channel = link.mapping.open(), link.mapping.view(held[0]), link.channel
         site.holder.close()
         replicas = site.begin(64).replicas
         wait_for(lambda: link.channel is not channel, "the next holder")
@@ -459,7 +426,7 @@ def test_a_rank_maps_an_arena_whose_limit_was_raised_anew(site: Site) -> None:
         assert more is not None
         assert max(more.slots) >= 4
         for slot in more.slots:
-            link.view(slot)[:5] = b"fresh"
+            link.mapping.view(slot)[:5] = b"fresh"
             assert replicas.arena.view(slot, 5) == b"fresh"
         before[:5] = b"still"
         assert replicas.arena.view(held[0], 5) == b"still"
@@ -476,14 +443,14 @@ def test_a_reader_views_slots_beyond_its_mapping(site: Site) -> None:
     site.begin(4).replicas.ensure_free(4)
     link = HolderLink(site.holder.folder, nonce="n")
     try:
-        with link.view(3) as before:
+        with link.mapping.view(3) as before:
             site.holder.close()
             site.begin(64).replicas.ensure_free(16)
             site.holder.replicas.arena.view(12)[:4] = b"far!"
-            assert link.view(12, 4) == b"far!"
+            assert link.mapping.view(12, 4) == b"far!"
             site.holder.replicas.arena.view(3)[:4] = b"near"
             assert before[:4] == b"near"
         with pytest.raises(IndexError):
-            link.view(40)
+            link.mapping.view(40)
     finally:
         link.close()

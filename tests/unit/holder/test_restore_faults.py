@@ -12,7 +12,7 @@ from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder import fetch, fork, persist, push, stage
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -62,9 +62,9 @@ def seal(replicas: ReplicaStore, shard: ShardId, fills: bytes = b"\1\2\3\4") -> 
     )
 
 
-def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
-    """Flip a bit of a sealed chunk behind everybody's back."""
-    slot = shelved.slots[index]
+def rot(replicas: ReplicaStore, stored: StoredReplica, index: int) -> None:
+    """Flip a bit of a sealed chunk behind all processes' back."""
+    slot = stored.slots[index]
     assert slot is not None
     replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
@@ -82,29 +82,29 @@ def reports_of(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> Reports:
     return found
 
 
-def order(shelved: StoredReplica, number: int = 1) -> StageShard:
+def order(stored: StoredReplica, number: int = 1) -> StageShard:
     """Stage the whole shard from host a."""
     return StageShard(
-        job="train", round=number, rank=0, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        job="train", round=number, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None,
     )  # fmt: skip
 
 
-def reading(shelved: StoredReplica) -> ReadShard:
+def reading(stored: StoredReplica) -> ReadShard:
     """Bring the whole shard for one reader of rank 0."""
     return ReadShard(
-        job="train", read=1, rank=0, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        job="train", read=1, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, listener=None,
     )  # fmt: skip
 
 
-def only_at_once(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
+def only_at_once(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
     """In the place of `may_wait`: another try only while the planned source has one left, and without a pause."""
     yield from ()
     return until_s == float("inf")
 
 
-def never(state: HolderState, order: Bring, until_s: float) -> Steps[bool]:
+def never(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
     """In the place of `may_wait`: no other try."""
     yield from ()
     return False
@@ -134,11 +134,11 @@ def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int)
 def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that breaks once during a restore is no evidence about the bytes: they are fetched again (R25)."""
     a, b = pair
-    shelved, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
+    stored, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
-    report = staged(b, order(shelved), reports)
+    report = staged(b, order(stored), reports)
     assert (report.problem, report.bad) == (None, {})
-    held = b.replicas.index.find(SHARD, shelved.spec.digest)
+    held = b.replicas.index.find(SHARD, stored.spec.digest)
     assert held is not None
     assert not b.replicas.verify(held)
 
@@ -149,10 +149,10 @@ def test_bad_luck_is_reported_without_evidence(
 ) -> None:
     """When the tries are used up the report names the cause and blames no chunk of the source (R25)."""
     a, b = pair
-    shelved, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
+    stored, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     monkeypatch.setattr(fetch, "may_wait", only_at_once)
     break_fetches(monkeypatch, error, times=1000)
-    report = staged(b, order(shelved), reports)
+    report = staged(b, order(stored), reports)
     assert report.bad == {}
     assert str(error) in str(report.problem)
 
@@ -162,27 +162,27 @@ def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
 ) -> None:
     """The source digests its bytes again and tells the controller what it lacks: then the chunk counts as bad (R25)."""
     a, b = pair
-    shelved, reports, from_a = seal(a.replicas, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
-    rot(a.replicas, shelved, 2)
-    assert staged(b, order(shelved), reports).bad == {"a": (2,)}
+    stored, reports, from_a = seal(a.replicas, SHARD), reports_of(b, monkeypatch), reports_of(a, monkeypatch)
+    rot(a.replicas, stored, 2)
+    assert staged(b, order(stored), reports).bad == {"a": (2,)}
     assert [report.copy.missing for report in from_a if isinstance(report, Sealed)] == [(2,)]
 
 
 def test_a_read_does_not_unpin_what_a_get_staged(pair: tuple[Holder, Holder]) -> None:
     """A reader of the same rank leaves the get's shard staged: its check still finds it (R26)."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
-    for bring in (order(shelved), reading(shelved)):
+    stored = seal(a.replicas, SHARD)
+    for bring in (order(stored), reading(stored)):
         assert a.runner.run(stage.stage(a.state, bring, SHARD)) == {}
-    assert a.replicas.staged(StagedKey("train", 0, "round", 1)) is shelved
+    assert a.replicas.staged(StagedKey("train", 0, "round", 1)) is stored
 
 
 @pytest.mark.parametrize("kind", ["abandon", "drop"])
 def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], kind: str) -> None:
     """An order to abandon or drop a step that a restore staged frees its slots at once, not with the pin (R7, R12)."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
-    assert a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD)) == {}
+    stored = seal(a.replicas, SHARD)
+    assert a.runner.run(stage.stage(a.state, order(stored, 1), SHARD)) == {}
     free = len(a.replicas.table.free)
     orders = {
         "abandon": AbandonStep(job="train", attempt=1, step=2, level="skipped", reason="given up", resume=3),
@@ -190,7 +190,7 @@ def test_what_a_restore_staged_goes_with_its_step(pair: tuple[Holder, Holder], k
     }
     a.orders.obey(orders[kind])
     a.orders.workers.shutdown(wait=True)
-    assert len(a.replicas.table.free) == free + len(shelved.slots)
+    assert len(a.replicas.table.free) == free + len(stored.slots)
     assert not a.replicas.index.shards
     assert not a.replicas.index.staged
 
@@ -210,9 +210,9 @@ def test_a_holder_says_when_it_has_freed_a_copy(
             raise OSError("its manifest cannot be removed")
         drop(shard)
 
-    def noted(told: Report) -> None:
+    def noted(reported: Report) -> None:
         seen.append(SHARD in [copy.shard for copy in a.replicas.index.copies("a", "train")])
-        report(told)
+        report(reported)
 
     monkeypatch.setattr(a.replicas, "drop", dropped)
     monkeypatch.setattr(a.state, "report", noted)
@@ -226,24 +226,26 @@ def test_a_holder_says_when_it_has_freed_a_copy(
 def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sealed or looked at a copy before it was dropped would have it counted after it is gone (R7, R19)."""
+    """A process that sealed or looked at a copy before it was dropped would have it counted after it is gone (R7,
+    R19).
+    """
     a, _ = pair
-    reports, shelved = reports_of(a, monkeypatch), seal(a.replicas, SHARD)
-    a.context.sealed(shelved)
+    reports, stored = reports_of(a, monkeypatch), seal(a.replicas, SHARD)
+    a.context.sealed(stored)
     assert [type(report) for report in reports] == [Sealed]
     read = a.replicas.pin(SHARD)
     a.replicas.drop(SHARD)
-    a.context.sealed(shelved)  # still there for its reader, and for nobody else
+    a.context.sealed(stored)  # still there for its reader, and for no other process
     assert read is not None
     a.replicas.unpin(*read)
-    a.context.sealed(shelved)
+    a.context.sealed(stored)
     assert [type(report) for report in reports] == [Sealed]
 
 
 def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Holder]) -> None:
     """A drop that comes while a restore digests the bytes ends the staging, and nothing stays pinned (R7, R23)."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
+    stored = seal(a.replicas, SHARD)
     verify = a.replicas.verify
 
     def dropped_meanwhile(*given: Any) -> list[int]:
@@ -252,7 +254,7 @@ def test_what_is_dropped_while_it_is_staged_is_not_kept(pair: tuple[Holder, Hold
 
     a.replicas.verify = dropped_meanwhile  # type: ignore[method-assign]
     with pytest.raises(IntegrityError, match="was dropped while it was staged"):
-        a.runner.run(stage.stage(a.state, order(shelved, 1), SHARD))
+        a.runner.run(stage.stage(a.state, order(stored, 1), SHARD))
     assert not a.replicas.index.shards
     assert len(a.replicas.table.free) == len(a.replicas.table.slots)
 
@@ -262,17 +264,17 @@ def test_a_staging_that_fails_leaves_nothing_pinned(
 ) -> None:
     """Its manifest is damaged and the other copy out of reach: a pin would keep the slots for minutes (R7)."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
-    damage_manifest(a, shelved)
+    stored = seal(a.replicas, SHARD)
+    damage_manifest(a, stored)
     monkeypatch.setattr(fetch, "may_wait", never)
     with pytest.raises(PeerUnreachable):
-        a.runner.run(stage.stage(a.state, structs.replace(order(shelved), holders=("a", "gone")), SHARD))
-    assert not shelved.pins
+        a.runner.run(stage.stage(a.state, structs.replace(order(stored), holders=("a", "gone")), SHARD))
+    assert not stored.pins
 
 
-def damage_manifest(holder: Holder, shelved: StoredReplica) -> None:
+def damage_manifest(holder: Holder, stored: StoredReplica) -> None:
     """Flip a bit in the file of a manifest."""
-    path = holder.folder / "manifests" / ManifestFolder.name_of(shelved.shard, shelved.spec.digest)
+    path = holder.folder / "manifests" / ManifestFolder.name_of(stored.shard, stored.spec.digest)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -283,9 +285,9 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
 ) -> None:
     """The get fails by name, and brings the manifest from another copy when it is called again."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
-    assert a.runner.run(stage.stage(a.state, order(shelved), SHARD)) == {}
-    damage_manifest(a, shelved)
+    stored = seal(a.replicas, SHARD)
+    assert a.runner.run(stage.stage(a.state, order(stored), SHARD)) == {}
+    damage_manifest(a, stored)
     a.state.ranks.links["n"] = RankConnection(cast(Any, None), Owner(1, 1, 1), "n", "train", 0)
     reports = reports_of(a, monkeypatch)
     a.orders.obey(OrderCheck(job="train", round=1, rank=0))
@@ -297,13 +299,13 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
 def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The host says that it has no copy, instead of nothing, for which the fork would wait."""
     a, _ = pair
-    shelved = seal(a.replicas, SHARD)
-    damage_manifest(a, shelved)
+    stored = seal(a.replicas, SHARD)
+    damage_manifest(a, stored)
     reports = reports_of(a, monkeypatch)
-    row = ForkedShard(WireShard.of(SHARD), shelved.spec.digest, WireShard("new", 1, 2, 0))
+    row = ForkedShard(WireShard.of(SHARD), stored.spec.digest, WireShard("new", 1, 2, 0))
     a.runner.run(fork.look(a.state, LookAtCopies(job="new", call=1, shards=(row,))))
     assert reports == [CopiesLookedAt(job="new", call=1, shards=())]
-    assert not shelved.pins
+    assert not stored.pins
 
 
 @pytest.mark.parametrize("fault", ["a chunk", "the manifest"])
@@ -349,7 +351,7 @@ def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch
 def test_a_have_is_verified_and_reported(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_rotten: bool
 ) -> None:
-    """An offered shard that is here already is digested again when old, mended if rotten, and reported (R13)."""
+    """An offered shard that is here already is digested again when old, repaired if rotten, and reported (R13)."""
     a, b = pair
     mine, theirs = seal(a.replicas, SHARD), seal(b.replicas, SHARD)
     b.replicas.ensure_free(4)
@@ -388,24 +390,26 @@ def test_a_put_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) -> N
     assert old.missing == {0}
 
 
-def test_a_draft_loses_a_chunk_that_went_bad(pair: tuple[Holder, Holder]) -> None:
-    """What a draft holds by reference is lacking again once it is condemned, so the shard cannot be sealed (R30)."""
+def test_an_incoming_replica_loses_a_chunk_that_went_bad(pair: tuple[Holder, Holder]) -> None:
+    """What an incoming replica holds by reference is lacking again once it is quarantined, so the shard cannot be
+    sealed (R30).
+    """
     replicas = pair[0].replicas
     old = seal(replicas, SHARD)
     sizes = [CHUNK_BYTES] * 4
-    draft = replicas.open_draft("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
-    assert draft.missing == []
+    replica = replicas.open_incoming("a", ShardId("train", 1, 3, 0), old.digests, sizes, 1)
+    assert replica.missing == []
     rot(replicas, old, 3)
     replicas.verify(old)
-    assert draft.missing == [3]
+    assert replica.missing == [3]
 
 
 def test_a_rotten_chunk_is_not_persisted(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
     """A durable part is written from verified bytes only; what is bad is taken out and reported (R30, R31)."""
     a, _ = pair
-    shelved, reports = seal(a.replicas, SHARD), reports_of(a, monkeypatch)
-    rot(a.replicas, shelved, 1)
+    stored, reports = seal(a.replicas, SHARD), reports_of(a, monkeypatch)
+    rot(a.replicas, stored, 1)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        a.persister.runner.run(persist._copied(a.state, SHARD, shelved.spec.digest, 0))
-    assert shelved.missing == {1}
+        a.persister.runner.run(persist._copied(a.state, SHARD, stored.spec.digest, 0))
+    assert stored.missing == {1}
     assert isinstance(reports[-1], Sealed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memstore.core.holder.effects import Effect, Sleep, Steps, WaitFor
+from memstore.core.holder.effects import Effect, Procedure, Sleep, WaitFor
 from memstore.errors import PeerUnreachable
 from memstore.shell.holder.runner import Runner
 
@@ -38,7 +38,7 @@ def perform(effect: Effect) -> Any:
     raise PeerUnreachable(f"no {type(effect).__name__} here")
 
 
-def together(runner: Runner, *procedures: Steps[Any]) -> list[Any]:
+def together(runner: Runner, *procedures: Procedure[Any]) -> list[Any]:
     """Run procedures on a thread each and return their results."""
     with ThreadPoolExecutor(len(procedures)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(runner.run, each) for each in procedures]]
@@ -48,7 +48,7 @@ def test_one_procedure_at_a_time_touches_the_state() -> None:
     """Eight procedures count in steps of many instructions: none of the counts is lost, and no two are inside."""
     counter, barrier = Counter(), threading.Barrier(8)
 
-    def count() -> Steps[None]:
+    def count() -> Procedure[None]:
         yield Meet(barrier)
         for _ in range(50):
             assert not counter.inside
@@ -68,7 +68,7 @@ def test_effects_run_side_by_side() -> None:
     """Each waits for the other inside its effect: with the lock held there, neither would end."""
     barrier = threading.Barrier(2)
 
-    def meet() -> Steps[int]:
+    def meet() -> Procedure[int]:
         return (yield Meet(barrier))
 
     assert sorted(together(Runner(perform, threading.Condition(threading.RLock())), meet(), meet())) == [0, 1]
@@ -79,10 +79,10 @@ def test_a_procedure_that_waits_sees_what_another_changes() -> None:
     found: list[str] = []
     runner = Runner(perform, threading.Condition(threading.RLock()))
 
-    def wait() -> Steps[list[bool]]:
+    def wait() -> Procedure[list[bool]]:
         return [(yield WaitFor(lambda: "step" in found, WAIT_S)), (yield WaitFor(lambda: "outside" in found, WAIT_S))]
 
-    def change() -> Steps[None]:
+    def change() -> Procedure[None]:
         found.append("step")
         yield WaitFor(lambda: True, 0.0)
 
@@ -95,19 +95,19 @@ def test_a_procedure_that_waits_sees_what_another_changes() -> None:
 
 
 def test_a_wait_ends_at_its_limit() -> None:
-    """What never comes is waited for no longer, and the procedure is told so."""
+    """What never comes is waited for no longer, and the procedure is informed."""
 
-    def wait() -> Steps[bool]:
+    def wait() -> Procedure[bool]:
         return (yield WaitFor(lambda: False, 0.01))
 
     assert Runner(perform, threading.Condition(threading.RLock())).run(wait()) is False
 
 
 def test_an_error_of_an_effect_is_raised_where_the_procedure_waits_for_it() -> None:
-    """The procedure may mend it; what it lets go of in `finally` is let go under the lock."""
+    """The procedure may repair it; what it lets go of in `finally` is let go under the lock."""
     runner, freed = Runner(perform, threading.Condition(threading.RLock())), list[bool]()
 
-    def mend() -> Steps[str]:
+    def repair() -> Procedure[str]:
         try:
             yield Sleep(1.0)
         except PeerUnreachable as exc:
@@ -117,15 +117,15 @@ def test_an_error_of_an_effect_is_raised_where_the_procedure_waits_for_it() -> N
                 freed.append(pool.submit(runner._changed.acquire, blocking=False).result(WAIT_S))
         return ""
 
-    assert runner.run(mend()) == "no Sleep here"
+    assert runner.run(repair()) == "no Sleep here"
     assert freed == [False], "another thread had the state while this procedure was in its step"
 
 
-def test_an_error_that_a_procedure_does_not_mend_is_the_callers() -> None:
+def test_an_error_that_a_procedure_does_not_repair_is_the_callers() -> None:
     """It ends the procedure, and the lock is free again."""
     runner = Runner(perform, threading.Condition(threading.RLock()))
 
-    def fail() -> Steps[None]:
+    def fail() -> Procedure[None]:
         yield Sleep(1.0)
 
     with pytest.raises(PeerUnreachable, match="no Sleep here"):

@@ -14,21 +14,27 @@ from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
-from memstore.core.wire.calls import AskSteps, ReadRanges
+from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.replies import ChunksStaged, Steps, pack_reply
-from memstore.errors import CapacityError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
+from memstore.core.wire.replies import ChunksStaged, StepList, pack_reply
+from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
+from memstore.shell.arena.page_locks import lock_free
 from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.slot_headers import SLOTS_NAME
 from memstore.shell.holder.holder import Holder
 from memstore.shell.peer.client import Peer
+from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges, chunk_runs
+from memstore.shell.rank.shard_read import ShardRead
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
+WAIT_S = 30.0
 SHARD = ShardId("train", 1, 2, 3)
 FILLS = bytes(range(1, 9))
 FROM_A, FROM_HERE = Run("peer", "a", 0, 8), Run("local", None, 0, 8)
@@ -51,15 +57,15 @@ def seal(replicas: ReplicaStore, fills: bytes = FILLS, shard: ShardId = SHARD) -
     return replicas.seal_local(shard, world_size=4, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
 
 
-def rot(replicas: ReplicaStore, shelved: StoredReplica, index: int) -> None:
-    """Flip a bit of a sealed chunk behind everybody's back."""
-    slot = shelved.slots[index]
+def rot(replicas: ReplicaStore, stored: StoredReplica, index: int) -> None:
+    """Flip a bit of a sealed chunk behind all processes' back."""
+    slot = stored.slots[index]
     assert slot is not None
     replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
 
 
 def order(
-    shelved: StoredReplica,
+    stored: StoredReplica,
     chunks: list[list[int]],
     number: int = 1,
     *,
@@ -68,7 +74,7 @@ def order(
 ) -> ReadChunks:
     """Stage some chunks from host a, as the controller would order it."""
     return ReadChunks(
-        job="train", read=number, rank=3, shard=WireShard.of(shelved.shard), spec=WireSpec.of(shelved.spec), attempt=2,
+        job="train", read=number, rank=3, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
     )  # fmt: skip
 
@@ -90,9 +96,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = Peer.fetch_into
 
-    def noted(self: Peer, replicas: ReplicaStore, draft: Any, digest: str, chunks: list[int]) -> list[int]:
+    def noted(self: Peer, replicas: ReplicaStore, replica: Any, digest: str, chunks: list[int]) -> list[int]:
         found.extend(chunks)
-        return real(self, replicas, draft, digest, chunks)
+        return real(self, replicas, replica, digest, chunks)
 
     monkeypatch.setattr(Peer, "fetch_into", noted)
     return found
@@ -116,17 +122,17 @@ def test_runs_of_a_hostile_range_take_no_memory() -> None:
     assert chunk_runs([(1 << 61, 1 << 61), (0, 1 << 60)], 1) == [[0, 1 << 60], [1 << 61, 1 << 61]]
 
 
-# -- excerpts -----------------------------------------------------------------------------------------
+# -- partial read -----------------------------------------------------------------------------------------
 
 
 def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """Of eight chunks three are asked for and three come; they count as no copy; given back, nothing is left (R7)."""
     a, b = pair
-    shelved, before = seal(a.replicas), used_slots(b)
-    assert stage(b, order(shelved, [[1, 2], [6, 1]])) == {}
+    stored, before = seal(a.replicas), used_slots(b)
+    assert stage(b, order(stored, [[1, 2], [6, 1]])) == {}
     assert sorted(fetched) == [1, 2, 6]
-    excerpt = partial_read.take(b.state, 1)
-    assert [i for i, slot in enumerate(excerpt.draft.slots) if slot is not None] == [1, 2, 6]
+    ready = partial_read.take(b.state, 1)
+    assert [i for i, slot in enumerate(ready.replica.slots) if slot is not None] == [1, 2, 6]
     assert b.replicas.index.copies("b") == []
     partial_read.release(b.state, 1)
     assert used_slots(b) == before
@@ -135,11 +141,11 @@ def test_only_the_wanted_chunks_cross_the_network(pair: tuple[Holder, Holder], f
 
 
 def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
-    """Equal content of whatever shard is referenced, and survives the excerpt (R13)."""
+    """Equal content of any shard is referenced, and survives the partial read (R13)."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     mine = seal(b.replicas, FILLS[:3], ShardId("train", 1, 1, 0))
-    assert stage(b, order(shelved, [[0, 4]])) == {}
+    assert stage(b, order(stored, [[0, 4]])) == {}
     assert fetched == [3]
     partial_read.release(b.state, 1)
     assert b.replicas.verify(mine) == []
@@ -148,12 +154,12 @@ def test_what_the_host_holds_of_another_shard_is_not_fetched(pair: tuple[Holder,
 def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder], fetched: list[int]) -> None:
     """The reader's host digests what it has; what is bad comes from another holder, and is not served (R30)."""
     a, b = pair
-    shelved, mine = seal(a.replicas), seal(b.replicas)
+    stored, mine = seal(a.replicas), seal(b.replicas)
     rot(b.replicas, mine, 2)
-    assert stage(b, order(shelved, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
+    assert stage(b, order(stored, [[1, 3]], run=FROM_HERE, holders=["a", "b"])) == {}
     assert fetched == [2]
-    excerpt = partial_read.take(b.state, 1)
-    assert bytes(b.replicas.arena.view(excerpt.draft.slots[2] or 0, 4)) == b"\3\3\3\3"
+    ready = partial_read.take(b.state, 1)
+    assert bytes(b.replicas.arena.view(ready.replica.slots[2] or 0, 4)) == b"\3\3\3\3"
     partial_read.release(b.state, 1)
     assert sorted(mine.missing) == [2]
 
@@ -162,43 +168,45 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
 def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], where: str) -> None:
     """A read of bytes that are nowhere right names who lacks them, and leaves no slot behind (R25)."""
     a, b = pair
-    shelved = seal(a.replicas if where == "remote" else b.replicas)
+    stored = seal(a.replicas if where == "remote" else b.replicas)
     holder = "a" if where == "remote" else "b"
-    rot((a if where == "remote" else b).replicas, shelved, 5)
+    rot((a if where == "remote" else b).replicas, stored, 5)
     run = FROM_A if where == "remote" else FROM_HERE
-    found = stage(b, order(shelved, [[4, 2]], run=run, holders=[holder]))
+    found = stage(b, order(stored, [[4, 2]], run=run, holders=[holder]))
     assert found == {holder: [5]}
-    assert b.replicas.index.drafts == {}
+    assert b.replicas.index.incoming == {}
     assert used_slots(b) == (7 if where == "local" else 0)
 
 
 def test_chunks_that_the_shard_does_not_have_are_refused(pair: tuple[Holder, Holder]) -> None:
     """Ranges of damaged metadata end with an error, not with memory."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     for runs in ([[0, 9]], [[8, 1]], [[0, 1 << 60]]):
         with pytest.raises(IntegrityError, match="has 8 chunks"):
-            stage(b, order(shelved, runs))
+            stage(b, order(stored, runs))
 
 
-def test_a_shard_that_nobody_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
+def test_a_shard_that_no_process_has_is_no_success(pair: tuple[Holder, Holder]) -> None:
     """Without a holder or durable storage the read fails."""
     a, b = pair
-    shelved = seal(a.replicas)
-    assert stage(b, order(shelved, [[0, 2]], holders=[])) == {"b": [0, 1]}
+    stored = seal(a.replicas)
+    assert stage(b, order(stored, [[0, 2]], holders=[])) == {"b": [0, 1]}
 
 
-def test_an_excerpt_that_nobody_takes_goes(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_read_that_no_process_takes_goes(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was staged for a reader that never came is let go after the deadline, not before (R7)."""
     a, b = pair
-    shelved, before = seal(a.replicas), used_slots(b)
-    stage(b, order(shelved, [[0, 2]], 1))
+    stored, before = seal(a.replicas), used_slots(b)
+    stage(b, order(stored, [[0, 2]], 1))
     monkeypatch.setattr(partial_read, "TAKE_S", -1.0)
     for number in (2, 3):
-        stage(b, order(shelved, [[4, 2]], number))
+        stage(b, order(stored, [[4, 2]], number))
     partial_read.take(b.state, 3)
     partial_read.expire(b.state)
-    assert list(b.state.excerpts.known) == [1, 3]  # not yet due, and taken
+    assert list(b.state.partial_reads.known) == [1, 3]  # not yet due, and taken
     for number in (1, 3):
         partial_read.release(b.state, number)
     assert used_slots(b) == before
@@ -209,12 +217,12 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 ) -> None:
     """A read that finds the arena full of another one's chunks waits until they are given back (R10)."""
     a, b = pair
-    shelved = seal(a.replicas)
+    stored = seal(a.replicas)
     others = seal(a.replicas, bytes(range(101, 109)), ShardId("train", 1, 2, 2))
     b.replicas.ensure_free(16)
     b.replicas.room.limit_bytes = len(b.replicas.table.slots) * CHUNK_BYTES
     whole = b.replicas.take_slots(len(b.replicas.table.slots) - 8)
-    assert stage(b, order(shelved, [[0, 8]], 1)) == {}
+    assert stage(b, order(stored, [[0, 8]], 1)) == {}
     with pytest.raises(CapacityError):
         stage(b, order(others, [[0, 8]], 2))
     monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 60.0)
@@ -232,20 +240,26 @@ def test_readers_of_one_host_take_turns_where_room_is_tight(
 class Reader:
     """A link to host b, with this test in the controller's place."""
 
-    def __init__(self, holder: Holder, shelved: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, holder: Holder, stored: StoredReplica, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holder, self.count = holder, 0
-        monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, shelved))
+        self.bad_at_first: Sequence[int] = ()  # chunks that the holder quarantines before it answers the first read
+        monkeypatch.setattr(holder.calls, "_relay", functools.partial(self.relay, stored))
         monkeypatch.setattr(holder.state, "report", lambda report: None)
         self.link = HolderLink(holder.folder, nonce="reader")
         self.ranges = ShardRanges(self.link, "train", timeout_s=30.0)
 
-    def relay(self, shelved: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
+    def relay(self, stored: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
-            none = Steps(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
+            none = StepList(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
             self.holder.ranks.answer(call_id, pack_reply(none), None)
             return
         self.count += 1
-        bad = stage(self.holder, order(shelved, [[run.first, run.count] for run in request.chunks], self.count))
+        bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks], self.count))
+        for index in self.bad_at_first if self.count == 1 else ():
+            slot = partial_read.take(self.holder.state, self.count).replica.slots[index]
+            assert slot is not None
+            self.holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+            self.holder.replicas.verify_slots([slot])
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
         self.holder.ranks.answer(call_id, None if bad else pack_reply(reply), error)
@@ -285,17 +299,26 @@ def test_bytes_that_change_under_the_copy_are_found(
     """A chunk is digested after its copy, where it lay, and brought again; without a good copy the read fails (R7)."""
     with reader.ranges.ask(2, 3, [(0, 10)], CHUNK_BYTES) as found:
         found.answer()
-        excerpt = partial_read.take(reader.holder.state, 1)
-        reader.holder.replicas.arena.view(excerpt.draft.slots[0] or 0, 8)[3] ^= 1
+        ready = partial_read.take(reader.holder.state, 1)
+        reader.holder.replicas.arena.view(ready.replica.slots[0] or 0, 8)[3] ^= 1
         if is_elsewhere:
             assert found.bytes_of([(0, 10)]) == [b"\1" * 10]
         else:
-            shelved = pair[0].replicas.index.find(SHARD)
-            assert shelved is not None
-            rot(pair[0].replicas, shelved, 0)
+            stored = pair[0].replicas.index.find(SHARD)
+            assert stored is not None
+            rot(pair[0].replicas, stored, 0)
             with pytest.raises(DigestMismatch, match=r"chunks \[0\] .* no good copy was found"):
                 found.bytes_of([(0, 10)])
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")
+
+
+def test_a_wanted_chunk_that_was_quarantined_is_brought_again(reader: Reader) -> None:
+    """The answer names no slot for it: it is repaired like one that is bad after its copy (R7, R30)."""
+    reader.bad_at_first = [1, 2]
+    with reader.ranges.ask(2, 3, [(0, 3 * CHUNK_BYTES)], CHUNK_BYTES) as found:
+        assert found.answer().slots[:4] == (found.answer().slots[0], None, None, None)
+        assert found.bytes_of([(CHUNK_BYTES - 1, CHUNK_BYTES + 2)]) == [b"\1" + b"\2" * CHUNK_BYTES + b"\3"]
+    assert reader.count == 2
 
 
 def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
@@ -305,22 +328,24 @@ def test_a_reader_that_dies_leaves_nothing(reader: Reader) -> None:
     assert sum(slot is not None for slot in found.answer().slots) == 5
     assert used_slots(reader.holder) == before + 5
     reader.link.outbox.put(None)
-    reader.link.closed.set()  # no goodbye
+    reader.link.closed.set()  # no `bye`
     reader.link.channel.close()
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.excerpts.known
+    assert not reader.holder.state.partial_reads.known
 
 
 def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal is a RecoveryError; a late answer finds nobody, and its slots are given back."""
+    """A refusal is a RecoveryError; a late answer finds no process, and its slots are given back."""
     a, _ = pair
-    shelved = a.replicas.index.find(SHARD)
-    assert shelved is not None
-    rot(a.replicas, shelved, 1)
-    with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
-        reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES).answer()
+    stored = a.replicas.index.find(SHARD)
+    assert stored is not None
+    rot(a.replicas, stored, 1)
+    with reader.ranges.ask(2, 3, [(0, 2 * CHUNK_BYTES)], CHUNK_BYTES) as refused:
+        for _ in range(2):  # a later wait meets the refusal again, at once
+            with pytest.raises(RecoveryError, match=r"\{'a': \[1\]\} are damaged"):
+                refused.answer()
 
     late: list[Any] = []
     monkeypatch.setattr(reader.holder.calls, "_relay", lambda *call: late.append(call))
@@ -331,17 +356,17 @@ def test_a_read_that_failed_says_why_and_one_that_takes_too_long_is_given_up(
     ):
         asked.answer()
     wait_for(lambda: late, "the call")
-    reader.relay(shelved, *late[0])
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the late excerpt to go")
+    reader.relay(stored, *late[0])
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the late partial read to go")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_read_that_nobody_opens_is_given_back(
+def test_a_read_that_no_process_opens_is_given_back(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """A load that fails drops what it asked for ahead, whether that has come already or comes later (R7)."""
-    shelved = pair[0].replicas.index.find(SHARD)
-    assert shelved is not None
+    stored = pair[0].replicas.index.find(SHARD)
+    assert stored is not None
     before = used_slots(reader.holder)
     late: list[Any] = []
     if not is_there:
@@ -350,9 +375,9 @@ def test_a_read_that_nobody_opens_is_given_back(
     wait_for(lambda: asked._future.done() or bool(late), "the call")
     asked.close()
     for call in late:
-        reader.relay(shelved, *call)
+        reader.relay(stored, *call)
     wait_for(lambda: used_slots(reader.holder) == before, "the slots to be given back")
-    assert not reader.holder.state.excerpts.known
+    assert not reader.holder.state.partial_reads.known
 
 
 def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +385,8 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
     a, b = pair
     a.replicas.ensure_free(1)
     slots = a.replicas.take_slots(1)
-    shelved = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
-    reader = Reader(b, shelved, monkeypatch)
+    stored = a.replicas.seal_local(SHARD, world_size=4, layout=b"", nbytes=100, slots=slots, attempt=1)
+    reader = Reader(b, stored, monkeypatch)
     with reader.ranges.ask(2, 3, [(0, 100)], CHUNK_BYTES) as found:
         assert len(found.bytes_of([(0, 100)])[0]) == 100
         with pytest.raises(IntegrityError, match="ends at 100"):
@@ -369,12 +394,54 @@ def test_no_byte_behind_a_shard_is_read(pair: tuple[Holder, Holder], monkeypatch
     reader.link.close()
 
 
+def is_held(holder: Holder, slot: int) -> bool:
+    """Whether a reader keeps the pages of a slot of this holder's arena."""
+    with open(holder.folder / SLOTS_NAME, "r+b") as slots:
+        return list(lock_free(slots.fileno(), slot, 1)) == []
+
+
+def test_chunks_that_come_after_the_arena_changed_are_read_in_the_new_one(
+    reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder came back with an empty arena in the middle of a read: slots of the old one name other bytes now."""
+    a, b = pair
+    stored = a.replicas.index.find(SHARD)
+    assert stored is not None
+    manifest = a.replicas.manifest(stored)
+    b.replicas.ensure_free(40)
+    old = b.replicas.take_slots(40)[-1]  # a slot that the new arena does not have
+    new = stored.slots[1]
+    assert new is not None
+    b.replicas.arena.view(old, CHUNK_BYTES)[:] = b"\1" * CHUNK_BYTES
+    monkeypatch.setattr(b.calls, "_relay", lambda *call: None)
+    with ShardRead(reader.link, ReadStep(job="train", step=None, rank=3), WAIT_S) as read:
+        [number] = reader.link.listeners
+        reader.link.take_event(ChunksArrived(read=number, manifest=manifest, chunks=(ArrivedChunk(0, old),)))
+        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(0, b"\1" * CHUNK_BYTES)]
+        assert is_held(b, old)
+        # Said of the old arena, and taken when the new one is known.
+        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(2, old),)))
+        reader.link.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
+        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(1, new),)))
+        assert [(index, bytes(view)) for index, view in read.take([2])] == [(2, b"")]
+        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(1, b"\2" * CHUNK_BYTES)]
+        assert (is_held(b, old), is_held(a, new)) == (False, True)
+    assert not is_held(a, new)
+
+
+def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> None:
+    """A step that no message can hold is refused before anything is sent; the link forgets the read."""
+    with pytest.raises(ConfigError, match="read_step of job"):
+        ShardRead(reader.link, ReadStep(job="train", step=-1, rank=3), 1.0)
+    assert reader.link.listeners == {}
+
+
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
-    """Whatever went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
+    """Anything that went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
     for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
         with (
             reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt) as asked,
             pytest.raises(IntegrityError, match="read again"),
         ):
             asked.answer()
-    wait_for(lambda: not reader.holder.state.excerpts.known, "the excerpts to go")
+    wait_for(lambda: not reader.holder.state.partial_reads.known, "the partial read to go")

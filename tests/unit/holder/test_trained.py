@@ -1,27 +1,27 @@
-"""Steps that are trained and never put count as lost where the store has heard of them (R33)."""
+"""Steps that are trained and never put count as lost where the store has learned of them (R33)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from memstore.core.wire.messages import Heard
+from memstore.core.wire.messages import HostBeat
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
-from memstore.testing.controller.catalog_holder import FakeRank
-from memstore.testing.controller.catalog_trained import trained
-from memstore.testing.controller.catalog_world import CatalogWorld
+from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import ControllerWorld
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
 
-def hear(world: CatalogWorld, host: str, step: int, attempt: int = 1) -> None:
+def report(world: ControllerWorld, host: str, step: int, attempt: int = 1) -> None:
     """A heartbeat that says which step a host's ranks train."""
     world._handle(
-        Heard(host, clock_s=world.holders[host].clock_s, trained={"train": (attempt, step), "other": (1, 99)})
+        HostBeat(host, clock_s=world.holders[host].clock_s, trained={"train": (attempt, step), "other": (1, 99)})
     )
 
 
-def ask(world: CatalogWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:
+def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str, Any]:
     """A question to the controller."""
     count = len(rank.answers.get(verb, ()))
     world.call(rank, verb, **body)
@@ -29,17 +29,17 @@ def ask(world: CatalogWorld, rank: FakeRank, verb: str, **body: Any) -> dict[str
     return dict(rank.answers[verb][-1])
 
 
-def restored(world: CatalogWorld, ranks: int) -> dict[str, Any]:
+def restored(world: ControllerWorld, ranks: int) -> dict[str, Any]:
     """What the next launch's get answers."""
     return dict(world.get(world.launch(ranks))[0])
 
 
-def test_the_highest_that_any_host_heard_counts_also_after_that_host_is_lost() -> None:
+def test_the_highest_that_any_host_received_counts_also_after_that_host_is_lost() -> None:
     """Step 1 is restored; status and plan say before what get says afterwards."""
     world, ranks = trained(3, 3)
-    hear(world, "h0", 7)
-    hear(world, "h1", 9)
-    hear(world, "h2", 8)
+    report(world, "h0", 7)
+    report(world, "h1", 9)
+    report(world, "h2", 8)
     assert ask(world, ranks[0], "status")["jobs"][0]["training_step"] == 9
     assert ask(world, ranks[0], "plan", lose=[])["steps_lost"] == 8
     world.kill_host("h1")
@@ -50,13 +50,15 @@ def test_the_highest_that_any_host_heard_counts_also_after_that_host_is_lost() -
 def test_of_an_attempt_that_is_not_known_nothing_is_counted() -> None:
     """What a host says of a job or an attempt that is not there changes nothing."""
     world, ranks = trained(2, 2)
-    hear(world, "h0", 50, attempt=7)
+    report(world, "h0", 50, attempt=7)
     assert ask(world, ranks[0], "status")["jobs"][0]["training_step"] == 1
     assert restored(world, 2)["steps_lost"] == 0
 
 
-def test_a_job_that_puts_every_tenth_step_is_told_what_it_trains_again(tmp_path: Path, nursery: RankNursery) -> None:
-    """Its holder alone hears which step should_put() names, at most once a second, and outlives the ranks."""
+def test_a_job_that_puts_every_tenth_step_is_reported_what_it_trains_again(
+    tmp_path: Path, nursery: RankNursery
+) -> None:
+    """Its holder alone learns which step should_put() names, at most once a second, and outlives the ranks."""
     with ProcessCluster(tmp_path, {"h0": {}, "h1": {}}) as cluster:
         fleet = Fleet(cluster, nursery, put_every=10)
         ranks = fleet.begin(["h0", "h1"], last_step=0)

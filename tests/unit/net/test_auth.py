@@ -1,4 +1,6 @@
-"""The handshake: whoever does not know the secret gets nothing, whatever he copies or sends back (I19, fault F33)."""
+"""The handshake: a process that does not know the secret gets nothing, anything that he copies or sends back (I19,
+fault F33).
+"""
 
 from __future__ import annotations
 

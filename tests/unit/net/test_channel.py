@@ -1,4 +1,4 @@
-"""One channel: frames arrive whole and in order, every wait ends, and failures are told apart (R4, R28)."""
+"""One channel: frames arrive whole and in order, every wait ends, and failures are distinguished (R4, R28)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_views_of_other_formats_are_sent_as_their_bytes(pair: tuple[Channel, Cha
 
 
 def test_bulk_must_be_taken_before_the_next_frame_and_never_more_than_there_is(pair: tuple[Channel, Channel]) -> None:
-    """A receiver that forgets the bulk is told; skip_bulk drops the rest."""
+    """A receiver that forgets the bulk is reported; skip_bulk drops the rest."""
     left, right = pair
     left.send(Kind.CHUNK, 1, None, views(1000), deadline_s=5)
     left.send(Kind.EVENT, 2, deadline_s=5)
@@ -144,7 +144,9 @@ def test_a_timeout_inside_a_frame_ends_the_channel(sockets: tuple[socket.socket,
 def test_a_peer_that_drips_inside_a_frame_loses_its_connection(
     sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits without limit for a frame gives the rest of one that has begun a limit (slowloris, fault F33)."""
+    """A process that waits without limit for a frame gives the rest of one that has begun a limit (slowloris, fault
+    F33).
+    """
     monkeypatch.setattr("memstore.shell.net.channel.REST_OF_FRAME_S", 0.1)
     frame, stop = wire.pack_header(Kind.EVENT, 1, bytes(1000)) + bytes(1000), threading.Event()
 
@@ -193,7 +195,7 @@ def test_a_sender_waits_for_another_sender_only_until_its_deadline(
     assert right.recv(timeout_s=5).request_id == 3
 
 
-def test_end_of_stream_between_frames_is_told_from_one_inside(sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_end_of_stream_between_frames_is_reported_from_one_inside(sockets: tuple[socket.socket, socket.socket]) -> None:
     """eof is True only where a peer may close: between frames."""
     left, right = sockets
     with Channel(right) as channel:
@@ -275,7 +277,7 @@ def test_garbage_and_oversized_frames_end_the_channel_before_anything_is_allocat
 
 
 def test_a_strangers_long_body_is_refused_from_its_header(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """Before authentication nobody waits for, or holds, more than 4 KiB of a stranger's bytes (I19)."""
+    """Before authentication no process waits for, or holds, more than 4 KiB of a stranger's bytes (I19)."""
     with Channel(sockets[1]) as right:
         right.authenticated = False
         sockets[0].sendall(wire.pack_header(Kind.HELLO, 1, bytes(4097)))

@@ -1,4 +1,4 @@
-"""Listeners serve those who prove themselves and outlive everybody else (R4, I13, I19, I20, fault F33)."""
+"""Listeners serve those who prove themselves and outlive all others (R4, I13, I19, I20, fault F33)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,9 @@ def test_a_stranger_that_is_slow_to_go_keeps_no_peer_out(monkeypatch: pytest.Mon
 
 
 def test_a_stranger_that_never_goes_costs_the_next_peer_not_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread hangs: whoever needs its place is refused after a while, and the next is served once it is gone."""
+    """Its thread hangs: a process that needs its place is refused after a while, and the next is served once it is
+    gone.
+    """
     monkeypatch.setattr(listener, "MAKE_ROOM_S", 0.05)
     refuse, goes = Listener._refuse, threading.Event()
 
@@ -222,6 +224,19 @@ def test_an_error_in_the_callback_costs_only_its_connection(caplog: pytest.LogCa
             channel.recv(timeout_s=5)
         assert works(server)
         until(lambda: "an error of ours" in caplog.text, "bug logged")
+
+
+def test_a_session_that_ends_by_a_message_that_is_none_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that has authenticated and sends nonsense is a mistake of ours: a log without a word would hide it."""
+
+    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
+        raise errors.ProtocolError("the field `shard` is missing")
+
+    with serve(on_channel=on_channel) as server:
+        with connect(server) as channel, pytest.raises(errors.PeerUnreachable):
+            channel.recv(timeout_s=5)
+        until(lambda: "the field `shard` is missing" in caplog.text, "error logged")
+    assert [record.levelname for record in caplog.records if "shard" in record.message] == ["WARNING"]
 
 
 def test_an_error_of_the_machine_in_the_callback_is_not_called_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,8 +295,8 @@ def test_an_address_in_use_or_not_ours_is_a_config_error() -> None:
         Listener.tcp("no such host", 0, secret=SECRET, store="s", identity={}, on_channel=echo)
 
 
-def test_connecting_to_nobody_is_unreachable_and_to_silence_a_timeout(tmp_path: Path) -> None:
-    """Refused, missing and mute listeners are told apart, in time."""
+def test_connecting_to_no_process_is_unreachable_and_to_silence_a_timeout(tmp_path: Path) -> None:
+    """Refused, missing and mute listeners are distinguished, in time."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         identity = {"secret": SECRET, "store": "s", "identity": {}}
@@ -295,7 +310,7 @@ def test_connecting_to_nobody_is_unreachable_and_to_silence_a_timeout(tmp_path: 
 
 
 def test_close_ends_live_connections_and_waiting_threads() -> None:
-    """After close() peers see the end, nobody can connect, and closing again does nothing."""
+    """After close() peers see the end, no process can connect, and closing again does nothing."""
     server = serve()
     channel, stranger = connect(server), socket.create_connection(server.address)
     until(lambda: server.connections == 2, "both accepted")
@@ -327,7 +342,7 @@ def test_close_waits_for_a_handler_that_hangs_only_so_long() -> None:
 
 
 def test_a_holder_that_takes_no_connections_is_a_timeout(tmp_path: Path) -> None:
-    """Its queue is full: who connects hears of it within its own limit."""
+    """Its queue is full: who connects learns of it within its own limit."""
     path = tmp_path / "holder.sock"
     with socket.socket(socket.AF_UNIX) as stuck, contextlib.ExitStack() as waiting:
         stuck.bind(str(path))
@@ -390,7 +405,7 @@ def test_a_unix_peer_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
-    """A wrong path costs an error, not somebody's file."""
+    """A wrong path costs an error, not a user's file."""
     path = tmp_path / "notes.txt"
     path.write_text("keep")
     with pytest.raises(errors.ConfigError, match="not a socket"):

@@ -92,7 +92,7 @@ def test_four_racks_on_two_machines_are_paired_across_machines(strategy: str) ->
     strategy=st.sampled_from(("mixed", "ring")),
 )
 @settings(deadline=None, max_examples=60)
-def test_copies_share_no_machine_whatever_the_labels(
+def test_copies_share_no_machine_for_any_the_labels(
     places: list[tuple[str, str]], replicas: int, strategy: str
 ) -> None:
     """Where the machines alone would let all copies be apart, labels do not bring two of them together (R1)."""

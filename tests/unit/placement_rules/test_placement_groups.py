@@ -26,7 +26,7 @@ def _racks(*sizes: int, capacity_bytes: int | None = None) -> Topology:
     )
 
 
-def _guests(placement: Placement) -> Counter[str]:
+def _peers(placement: Placement) -> Counter[str]:
     return Counter(target for held in placement.targets.values() for target in held)
 
 
@@ -58,52 +58,52 @@ def test_shapes_are_geminis(hosts_count: int, replicas: int, shapes: list[tuple[
 @given(sizes=RACKS, replicas=st.integers(1, 5), strategy=st.sampled_from(STRATEGIES))
 @settings(deadline=None, max_examples=300)
 def test_separation_is_kept_exactly_where_balance_allows(sizes: list[int], replicas: int, strategy: str) -> None:
-    """No rack above N // m: all separated, m - 1 guests each, nothing unmet. Else at most m guests."""
+    """No rack above N // m: all separated, m - 1 peers each, nothing unmet. Else at most m peers."""
     topology = _racks(*sizes)
     placement = place(topology, replicas=replicas, strategy=strategy)  # type: ignore[arg-type]
     copies = min(replicas, sum(sizes))
-    guests = _guests(placement)
+    peers = _peers(placement)
     assert all(owner not in held and len(set(held)) == copies - 1 for owner, held in placement.targets.items())
-    assert max(guests.values(), default=0) <= copies
+    assert max(peers.values(), default=0) <= copies
     domains = sizes if placement.level == "rack" else [1]
     fits = max(domains) <= sum(sizes) // copies
     if fits and (strategy != "group" or sum(sizes) % copies == 0):
-        assert set(guests.values()) <= {copies - 1}
+        assert set(peers.values()) <= {copies - 1}
         assert _separated(placement, topology)
         assert placement.unmet == ()
     assert bool(placement.unmet) != _separated(placement, topology)
 
 
 def test_uneven_racks_are_separated_by_one_larger_ring() -> None:
-    """4 racks of 2 at m=3: a ring of 5 would need 5 racks, a ring of all 8 separates everybody."""
+    """4 racks of 2 at m=3: a ring of 5 would need 5 racks, a ring of all 8 separates all."""
     topology = _racks(2, 2, 2, 2)
     mixed = place(topology, replicas=3)
     assert [(group.kind, len(group.members)) for group in mixed.groups] == [("ring", 8)]
     assert _separated(mixed, topology)
 
 
-def test_a_rack_with_most_hosts_is_separated_as_far_as_spare_seats_go() -> None:
-    """Racks of 3 and 1 at m=2: the lone host takes two guests, the third is listed as unmet."""
+def test_a_rack_with_most_hosts_is_separated_as_far_as_spare_places_go() -> None:
+    """Racks of 3 and 1 at m=2: the lone host takes two peers, the third is listed as unmet."""
     topology = _racks(3, 1)
     placement = place(topology, replicas=2)
-    assert _guests(placement)["r1-0"] == 2
+    assert _peers(placement)["r1-0"] == 2
     (unmet,) = placement.unmet
     assert (unmet.level, unmet.domain) == ("rack", "r0")
     assert placement.targets[unmet.owner] == (unmet.target,)
-    assert "no seat is left" in unmet.why
+    assert "no place is left" in unmet.why
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 2, 1, 1), (4, 4, 2, 1), (5, 3, 2, 1)])
-def test_guests_are_moved_on_where_that_separates_an_owner(sizes: tuple[int, ...]) -> None:
-    """Too big a rack for groups of 3: taking free seats only would leave an owner unseparated."""
+def test_peers_are_moved_on_where_that_separates_an_owner(sizes: tuple[int, ...]) -> None:
+    """Too big a rack for groups of 3: taking free places only would leave an owner unseparated."""
     topology = _racks(*sizes)
     assert place(topology, replicas=3).unmet == ()
 
 
 @given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=5))
 @settings(deadline=None, max_examples=100)
-def test_two_copies_clash_only_where_all_seats_outside_are_taken(sizes: list[int]) -> None:
-    """m=2: a rack of s of N hosts has 2 (N - s) seats outside; only the rest is unmet."""
+def test_two_copies_clash_only_where_all_places_outside_are_taken(sizes: list[int]) -> None:
+    """m=2: a rack of s of N hosts has 2 (N - s) places outside; only the rest is unmet."""
     biggest, hosts_count = max(sizes), sum(sizes)
     unmet = place(_racks(*sizes), replicas=2).unmet
     assert len(unmet) == max(0, biggest - 2 * (hosts_count - biggest))
@@ -142,10 +142,10 @@ def test_too_few_hosts_is_a_visible_shortfall(strategy: str) -> None:
 
 
 @given(sizes=RACKS, replicas=st.integers(1, 3), seed=st.integers(0, 10**6))
-@example(sizes=[1, 4, 7, 4, 7, 7], replicas=3, seed=9866)  # a host gave one guest's bytes to two newcomers
+@example(sizes=[1, 4, 7, 4, 7, 7], replicas=3, seed=9866)  # a host gave one peer's bytes to two newcomers
 @settings(deadline=None, max_examples=150)
 def test_capacity_is_never_exceeded_and_no_copy_is_dropped_silently(sizes: list[int], replicas: int, seed: int) -> None:
-    """Guests' bytes fit every host; each missing copy is in unmet and lowers `replicas`."""
+    """Peers' bytes fit every host; each missing copy is in unmet and lowers `replicas`."""
     rng = random.Random(seed)
     hosts = [
         Host(each.host_id, each.labels, each.machine, capacity_bytes=rng.choice([None, 0, 5, 12, 30]))
@@ -165,12 +165,12 @@ def test_capacity_is_never_exceeded_and_no_copy_is_dropped_silently(sizes: list[
 
 
 def test_a_full_host_is_swapped_for_another_in_another_rack() -> None:
-    """A host without room gets no guests; its group's copies go elsewhere, still separated."""
+    """A host without room gets no peers; its group's copies go elsewhere, still separated."""
     hosts = list(_racks(2, 2, 2, capacity_bytes=20).hosts.values())
     hosts[0] = Host("r0-0", {"rack": "r0"}, "m", capacity_bytes=0)
     topology = Topology.of(hosts, ("rack",))
     placement = place(topology, replicas=2, demand_bytes=dict.fromkeys(topology.hosts, 10))
-    assert _guests(placement)["r0-0"] == 0
+    assert _peers(placement)["r0-0"] == 0
     assert placement.unmet == ()
     assert _separated(placement, topology)
 
@@ -209,9 +209,9 @@ def test_nonsense_is_refused_by_name(keywords: dict[str, object], message: str) 
 
 @pytest.mark.slow
 def test_ten_thousand_hosts_are_separated_and_balanced() -> None:
-    """250 racks of 40 at m=3, with a remainder: every host's copies in three racks, two guests each."""
+    """250 racks of 40 at m=3, with a remainder: every host's copies in three racks, two peers each."""
     topology = _racks(*[40] * 250)
     placement = place(topology, replicas=3)
     assert placement.unmet == ()
     assert _separated(placement, topology)
-    assert set(_guests(placement).values()) == {2}
+    assert set(_peers(placement).values()) == {2}

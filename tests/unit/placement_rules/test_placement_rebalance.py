@@ -38,8 +38,8 @@ def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -
     had = _pairs(old)
     best = None
     for chosen in product(*choices):
-        guests = Counter(target for held in chosen for target in held)
-        if max(guests.values(), default=0) <= copies:
+        peers = Counter(target for held in chosen for target in held)
+        if max(peers.values(), default=0) <= copies:
             moves = sum((o, t) not in had for o, held in zip(ids, chosen, strict=True) for t in held)
             best = moves if best is None else min(best, moves)
     return best
@@ -48,7 +48,7 @@ def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -
 @given(seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=150)
 def test_moves_are_the_fewest_by_brute_force(seed: int) -> None:
-    """At most 6 hosts, unit room, the same replicas: nobody could do it with fewer new pairs."""
+    """At most 6 hosts, unit room, the same replicas: no process could do it with fewer new pairs."""
     rng = random.Random(seed)
     copies = rng.choice((2, 2, 3))
     racks_count = rng.randint(copies, 4)
@@ -82,8 +82,8 @@ def test_result_is_as_separated_as_a_fresh_placement_and_balanced(seed: int, str
         assert len(new.unmet) <= len(place(topology, replicas=replicas, strategy=strategy).unmet)  # type: ignore[arg-type]
         copies = min(replicas, len(hosts))
         assert all(len(set(held) - {owner}) == copies - 1 for owner, held in new.targets.items())
-        guests = Counter(target for held in new.targets.values() for target in held)
-        assert max(guests.values(), default=0) <= copies
+        peers = Counter(target for held in new.targets.values() for target in held)
+        assert max(peers.values(), default=0) <= copies
         assert {(move.owner, move.target) for move in result.moves} == _pairs(new) - _pairs(old)
         for move in result.moves:
             assert move.source is None or (move.owner, move.source) in _pairs(old) - _pairs(new)
@@ -113,14 +113,14 @@ def test_one_lost_host_moves_only_the_copies_it_held() -> None:
 
 
 def test_a_joining_host_only_adds_its_own_targets() -> None:
-    """A newcomer costs m - 1 new pairs; its seats stay free for later."""
+    """A newcomer costs m - 1 new pairs; its places stay free for later."""
     hosts = [_host(f"h{at:03d}", at % 5) for at in range(100)]
     old = place(Topology.of(hosts, ("rack",)), replicas=3)
     result = rebalance(old, Topology.of([*hosts, _host("new", 1)], ("rack",)), replicas=3)
     assert [(move.owner, move.why) for move in result.moves] == [("new", "new joined")] * 2
 
 
-def test_room_is_made_by_moving_one_guest_rather_than_starting_afresh() -> None:
+def test_room_is_made_by_moving_one_peer_rather_than_starting_afresh() -> None:
     """Two hosts join a rack, one leaves it; 3 moves do, a fresh placement would take 4."""
     before = [_host("h0", 2), _host("h1", 2), _host("h2", 1), _host("h3", 2), _host("h4", 0)]
     old = place(Topology.of(before, ("rack",)), replicas=2)

@@ -68,13 +68,13 @@ def test_all_loads_are_as_even_as_any_choice_allows(demands) -> None:
 
 
 def test_pouring_alone_would_not_be_optimal() -> None:
-    """A case that needs a path of two hand-overs: the early demands must make way for a later one."""
+    """A case that needs a path of two submissions: the early demands must make way for a later one."""
     demands = [(("a", "b"), 6), (("b", "c"), 6), (("c", "d"), 6), (("a", "e"), 1), (("a", "b"), 9)]
     assert max(loads_of(share(demands)).values()) == least_maximum(demands)
 
 
 def test_chunks_without_a_holder_are_refused() -> None:
-    """A demand that nobody can meet is a mistake of the caller; an empty one is not."""
+    """A demand that no process can meet is a mistake of the caller; an empty one is not."""
     with pytest.raises(ValueError, match="no host"):
         share([((), 1)])
     assert share([((), 0)]) == [{}]
@@ -94,12 +94,12 @@ def test_one_shard_is_fetched_from_all_its_holders_at_once() -> None:
 def test_a_plan_sends_as_evenly_as_possible(rows) -> None:
     """The plan's own runs reach the optimum over all chunks that a peer has to send."""
     copies, demands = [], []
-    for rank, (names, chunks, holes) in enumerate(rows):
+    for rank, (names, chunks, missing_chunks) in enumerate(rows):
         spec = ShardSpec(f"d{rank}", chunks * 10, 10, chunks, len(rows))
         for position, name in enumerate(names):
-            missing = frozenset(holes) if position else frozenset()
+            missing = frozenset(missing_chunks) if position else frozenset()
             copies.append(Copy(ShardId("job", 1, 1, rank), spec, name, missing))
-        demands += [(names[:1] if chunk in holes else names, 1) for chunk in range(chunks)]
+        demands += [(names[:1] if chunk in missing_chunks else names, 1) for chunk in range(chunks)]
     targets = dict.fromkeys(range(len(rows)), "new")
     found = plan(Inventory("job", tuple(copies)), (Span(1, None),), world_size=len(rows), rank_hosts=targets)
     loads: dict[str, int] = {}

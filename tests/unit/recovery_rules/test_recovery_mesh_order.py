@@ -19,7 +19,7 @@ def spec(rank: int, chunks: int, world_size: int) -> ShardSpec:
 
 
 def committed(chunks: list[int], copies: list[Copy], step: int = 7) -> Inventory:
-    """One committed step; a durable marker makes it whole whatever the copies lack."""
+    """One committed step; a durable marker makes it whole for any copies lack."""
     size = len(chunks)
     specs = {rank: spec(rank, count, size) for rank, count in enumerate(chunks)}
     digests = {rank: found.digest for rank, found in specs.items()}
@@ -29,8 +29,8 @@ def committed(chunks: list[int], copies: list[Copy], step: int = 7) -> Inventory
 
 def moved_by_hand(inventory: Inventory, hosts: list[str], order: tuple[int, ...]) -> int:
     """What the planner itself fetches from elsewhere when rank r runs where process order[r] is."""
-    seats = {rank: hosts[process] for rank, process in enumerate(order)}
-    found = plan(inventory, SPANS, world_size=len(order), rank_hosts=seats)
+    members = {rank: hosts[process] for rank, process in enumerate(order)}
+    found = plan(inventory, SPANS, world_size=len(order), rank_hosts=members)
     return found.bytes_peer + found.bytes_durable
 
 
@@ -93,7 +93,7 @@ def ring(hosts: list[str], ranks_per_host: int) -> list[Copy]:
 
 
 def test_the_identity_wins_a_tie() -> None:
-    """Two hosts that hold everything: whoever sits where, nothing moves, so nobody is renumbered."""
+    """Two hosts that hold everything: whichever process sits where, nothing moves, so no process is renumbered."""
     copies = [Copy(ShardId(JOB, 1, 7, rank), spec(rank, 1, 4), host) for rank in range(4) for host in "ab"]
     found = mesh_order(committed([1] * 4, copies), SPANS, process_hosts=dict(enumerate("abba")))
     assert (found.order, found.moved_bytes) == ((0, 1, 2, 3), 0)
@@ -129,10 +129,10 @@ def test_a_group_larger_than_what_a_host_runs_is_refused() -> None:
         mesh_order(committed([1], []), SPANS, process_hosts={0: "a"}, together=0)
 
 
-def test_nothing_to_restore_moves_nobody() -> None:
+def test_nothing_to_restore_moves_no_process() -> None:
     """A new job, a step of another world size, or hosts that are awaited: the launcher's ranks stand."""
-    nobody = mesh_order(Inventory(JOB), SPANS, process_hosts={0: "a", 1: "b"})
-    assert (nobody.order, nobody.step) == ((0, 1), None)
+    none_there = mesh_order(Inventory(JOB), SPANS, process_hosts={0: "a", 1: "b"})
+    assert (none_there.order, none_there.step) == ((0, 1), None)
     larger = mesh_order(committed([1] * 3, []), SPANS, process_hosts={0: "a", 1: "b"})
     assert (larger.order, larger.step) == ((0, 1), None)
     fact = CommitFact(StepId(1, 7), 1, {0: "d0"}, {0: ("late",)})
@@ -141,7 +141,7 @@ def test_nothing_to_restore_moves_nobody() -> None:
 
 
 def test_a_large_world_is_ordered_at_once() -> None:
-    """8,192 ranks on 1,024 hosts, every rank handed out anew: exact, and far from every permutation."""
+    """8,192 ranks on 1,024 hosts, every rank handed out again: exact, and far from every permutation."""
     hosts = [f"h{n:04}" for n in range(1024)]
     inventory = committed([1] * 8192, ring(hosts, 8))
     scattered = {process: hosts[process * 5 % 1024] for process in range(8192)}

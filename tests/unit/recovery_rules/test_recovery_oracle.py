@@ -105,8 +105,8 @@ def test_every_subset_of_lost_hosts_matches_the_oracle(kind: str, replicas: int)
                 if oracle:
                     recovered += 1
                     after = relaunch(rank_hosts, lost)
-                    at_home = all(after[rank] in {f"h{host}" for host in row} for rank, row in enumerate(table))
-                    assert found.verdict == ("local" if at_home else "peer")
+                    at_own_host = all(after[rank] in {f"h{host}" for host in row} for rank, row in enumerate(table))
+                    assert found.verdict == ("local" if at_own_host else "peer")
                     check_bytes(found, inventory, lost)
                 else:
                     refused += 1
@@ -141,8 +141,10 @@ def test_two_ranks_per_host_and_durable_bytes_for_what_ram_lacks(replicas: int) 
             assert found.bytes_durable == sum(specs[rank].nbytes for rank in gone)
             check_bytes(found, inventory, lost)
             after = relaunch(rank_hosts, lost)
-            at_home = all(after[r] in {f"h{host}" for host in table[r // ranks_per_host]} for r in range(world_size))
-            expected = "durable" if len(gone) == world_size else "mixed" if gone else "local" if at_home else "peer"
+            at_own_host = all(
+                after[r] in {f"h{host}" for host in table[r // ranks_per_host]} for r in range(world_size)
+            )
+            expected = "durable" if len(gone) == world_size else "mixed" if gone else "local" if at_own_host else "peer"
             assert found.verdict == expected
             seen.add(expected)
     assert seen == {"local", "peer", "mixed", "durable"}

@@ -73,7 +73,7 @@ def test_an_unknown_job_has_no_history() -> None:
     ],
 )
 def test_any_trace_of_the_job_is_history(known) -> None:
-    """A job with history and nothing whole is told from a new job (R23)."""
+    """A job with history and nothing whole is reported from a new job (R23)."""
     found = restore(**known)
     assert (found.verdict, found.has_history, found.step) == ("none", True, None)
     assert "there is history" in found.why
@@ -181,13 +181,13 @@ def test_copies_with_other_digests_than_the_commit_do_not_count() -> None:
 
 def test_two_whole_digests_without_a_commit_are_ambiguous() -> None:
     """Never a guess: two whole shards of one rank and no fact to choose by are refused (R24)."""
-    twins = [copy(5, 0, "a", "x"), copy(5, 0, "c", "y"), copy(5, 1, "b")]
-    found = restore([*whole_step(4), *twins])
+    pair = [copy(5, 0, "a", "x"), copy(5, 0, "c", "y"), copy(5, 1, "b")]
+    found = restore([*whole_step(4), *pair])
     assert found.step == StepId(1, 4)
     assert "ambiguous" in found.rejected[0].reason
-    one_torn = [twins[0], replace(twins[1], missing=frozenset({0})), twins[2]]
+    one_torn = [pair[0], replace(pair[1], missing=frozenset({0})), pair[2]]
     assert restore(one_torn).digests[0] == "x"
-    assert restore(twins, markers=[DurableMarker(StepId(1, 5), 2, {0: spec("y"), 1: spec("d5-1")})]).digests[0] == "y"
+    assert restore(pair, markers=[DurableMarker(StepId(1, 5), 2, {0: spec("y"), 1: spec("d5-1")})]).digests[0] == "y"
 
 
 def test_contradicting_facts_are_ambiguous() -> None:
@@ -290,15 +290,15 @@ def test_a_rank_without_a_host_is_refused() -> None:
 
 @st.composite
 def worlds(draw):
-    """Draw an inventory of three steps with random holes, facts, markers and digests."""
+    """Draw an inventory of three steps with randomly missing chunks, facts, markers and digests."""
     copies, commits, markers = [], [], []
     for step in (1, 2, 3):
         for rank in (0, 1):
             for host in "abcd":
                 if draw(st.booleans()):
-                    holes = draw(st.sets(st.integers(0, 3), max_size=3))
+                    missing_chunks = draw(st.sets(st.integers(0, 3), max_size=3))
                     digest = draw(st.sampled_from(["", "", "", "odd"]))
-                    copies.append(copy(step, rank, host, digest, missing=holes))
+                    copies.append(copy(step, rank, host, digest, missing=missing_chunks))
         if draw(st.booleans()):
             commits.append(commit(step))
         if draw(st.integers(0, 3)) == 0:
@@ -333,7 +333,7 @@ def oracle_whole(step: int, copies, commits, markers) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_random_inventories_agree_with_the_oracle_in_any_order(world, seed: int) -> None:
-    """The newest step that is whole chunk by chunk wins, whatever the order in which copies are listed."""
+    """The newest step that is whole chunk by chunk wins, for any order in which copies are listed."""
     copies, commits, markers = world
     found = restore(copies, commits, markers)
     whole = [step for step in (3, 2, 1) if oracle_whole(step, copies, commits, markers)]

@@ -50,7 +50,9 @@ def test_everything_is_synced_before_it_is_named(tier: PartsTier, monkeypatch: p
 
 
 def test_marker_goes_first_and_durably(tier: PartsTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention unlinks the marker and syncs the folder before it touches a part, so no crash leaves a hollow step."""
+    """Retention unlinks the marker and syncs the folder before it touches a part, so no crash leaves a marked step
+    without parts.
+    """
     write_step(tier, 1)
     kept = write_step(tier, 2)
     calls: list[str] = []
@@ -75,7 +77,7 @@ def test_marker_goes_first_and_durably(tier: PartsTier, monkeypatch: pytest.Monk
 
 
 def test_remove_job_leaves_strangers_alone(tier: PartsTier) -> None:
-    """All of a job goes; a file somebody else put there stays, with the folders above it."""
+    """All of a job goes; a file another process put there stays, with the folders above it."""
     write_step(tier, 1)
     write_step(tier, 2)
     stranger = Path(tier.files.where, JOB, "1", "2", "notes.txt")

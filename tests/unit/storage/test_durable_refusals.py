@@ -108,7 +108,7 @@ def test_files_of_another_kind_are_refused(tier: PartsTier, tmp_path: Path, name
 
 
 def test_missing_root_is_never_an_empty_history(tmp_path: Path) -> None:
-    """An unmounted share is an error that says so, not a job that nobody knows (R23)."""
+    """An unmounted share is an error that says so, not a job that no process knows (R23)."""
     tier = PartsTier(DirectoryFiles(tmp_path / "unmounted"))
     for call in (tier.jobs, lambda: tier.markers(JOB), lambda: tier.sweep(JOB, ())):
         with pytest.raises(ConfigError, match="mount or create it"):

@@ -92,7 +92,7 @@ def test_step_round_trips(tier: PartsTier, nbytes: int) -> None:
     assert slices_count(spec_of(shard_of(10), 40 * CHUNK + 1, 1)) == 14
 
 
-def test_slices_may_come_in_any_order_from_anybody(tier: PartsTier, url: str) -> None:
+def test_slices_may_come_in_any_order_from_any_process(tier: PartsTier, url: str) -> None:
     """Two writers that know nothing of one another write the slices of one shard backwards; the part is whole."""
     shard, nbytes = shard_of(1), 9 * CHUNK
     spec, other = spec_of(shard, nbytes, 1), PartsTier(files_from_url(url))
@@ -116,7 +116,7 @@ def test_markers_come_oldest_first_with_lineage(tier: PartsTier) -> None:
 
 
 def test_part_without_marker_is_invisible(tier: PartsTier) -> None:
-    """A crash before the marker leaves a step that nobody is offered."""
+    """A crash before the marker leaves a step that no process is offered."""
     write_part(tier, shard_of(5))
     assert tier.markers(JOB) == ([], [])
 
@@ -316,7 +316,7 @@ def test_probe_leaves_nothing(tier: PartsTier) -> None:
 
 
 def test_a_place_that_is_not_there_is_never_an_empty_history(url: str) -> None:
-    """An unmounted share or a bucket that is gone is an error that says so, not a job that nobody knows (R23)."""
+    """An unmounted share or a bucket that is gone is an error that says so, not a job that no process knows (R23)."""
     gone = url.replace("bucket", "no-such-bucket") if "://" in url else url + "/unmounted"
     tier = PartsTier(files_from_url(gone))
     for call in (tier.jobs, lambda: tier.markers(JOB), lambda: tier.sweep(JOB, ())):

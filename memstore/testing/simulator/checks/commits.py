@@ -40,7 +40,7 @@ class Commits:
                 self.observed.facts[step], self._terms[step] = fact, entry.term
                 self._journals.setdefault(step, set()).add(holder.host_id)
 
-    def told_committed(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
+    def commit_reported(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
         """Look at a commit that a ticket is sent for the first time."""
         step = StepId(rank.attempt, step_number)
         if step in self.observed.acked or step_number not in rank.tickets:

@@ -10,7 +10,7 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-HEARD_S = 0.05  # a controller learns of a host's end within this
+NOTICE_S = 0.05  # a controller learns of a host's end within this
 
 
 class Drops:
@@ -19,13 +19,18 @@ class Drops:
     def __init__(self, world: World, observed: Observed, promises: Promises) -> None:
         self.world, self.observed, self.promises = world, observed, promises
         self._ordered_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when its drop was ordered
+        self._unaware: set[tuple[str, ShardId]] = set()  # dropped by order of a controller that knew of no such commit
         self._taken_s: dict[tuple[str, ShardId], float] = {}  # (host, shard) -> when a fault took the copy
 
     def ordered(self, controller: Controller, host: str, order: FreeCopies | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
         shards = [shard.id for shard in order.shards]
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
-        job = controller.catalog.jobs.get(self.world.scenario.job)
+        job = controller.machine.jobs.get(self.world.scenario.job)
+        commits = {(job.name, step) for job in controller.machine.jobs.values() for step in job.commits}
+        unaware = {shard for shard in shards if (shard.job, StepId(shard.attempt, shard.step)) not in commits}
+        self._unaware.difference_update((host, shard) for shard in shards)
+        self._unaware.update((host, shard) for shard in unaware)
         newest = max(job.commits, default=None) if job is not None else None
         if job is None or newest is None or isinstance(order, DropJob) or not self.world.scenario.is_strict:
             return
@@ -44,13 +49,17 @@ class Drops:
 
     def dropped(self, host: str, shard: ShardId, digest: str) -> None:
         """Look at a copy that has gone without a fault."""
-        self.promises.dropped(host, shard)
+        taken = self._taken_meanwhile(host, shard)
+        self.promises.dropped(host, shard, taken)
         step = StepId(shard.attempt, shard.step)
         newest = max(self.observed.facts, default=None)
         if newest is None or step != newest or shard.job != self.world.scenario.job:
             return
+        if step not in self.observed.acked and (host, shard) in self._unaware:
+            # its fact is in too few journals: no rank was informed of it, and a new controller has not learned of it
+            return
         left = sorted(h for h, believed in self.observed.believed.items() if (shard, digest) in believed)
-        left += self._taken_meanwhile(host, shard)
+        left += taken
         if len(left) < self.world.scenario.replicas:
             raise Violation("R19", f"{host} dropped {shard}, the newest committed; copies left: {left}")
 
@@ -59,5 +68,5 @@ class Drops:
 
         The controller counted on their copies when it gave the order, and was right to do so.
         """
-        since_s = self._ordered_s.get((host, shard), self.world.now) - HEARD_S
+        since_s = self._ordered_s.get((host, shard), self.world.now) - NOTICE_S
         return sorted(h for (h, lost), at_s in self._taken_s.items() if lost == shard and at_s >= since_s)

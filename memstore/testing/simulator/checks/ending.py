@@ -13,7 +13,7 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
     if controller is None:
         raise Violation("I16", "no controller serves at the end")
     known = {
-        (copy.shard, host, copy.missing) for job in controller.catalog.jobs.values()
+        (copy.shard, host, copy.missing) for job in controller.machine.jobs.values()
         for ranks in job.copies.values() for hosts in ranks.values() for host, copy in hosts.items()
     }  # fmt: skip
     held = {(c.shard, h, c.missing) for h, holder in world.holders.items() for c in holder.copies()}
@@ -24,12 +24,12 @@ def look_at_the_end(world: World, redundancy: Redundancy) -> None:
         leased = {o: n for o, n in holder.replicas.table.leases.items() if n}
         if leased:
             raise Violation("I13", f"{host} still leases slots to dead processes: {leased}")
-        # A sender that was cut off could not say that it gave up, so its draft stays until it has been idle for long.
-        # Chunks that no reader took, because their reader died or the controller did, go by their deadline.
-        drafts = {k for k, draft in holder.replicas.index.drafts.items() if draft.excerpt is None}
-        kept = [k for k in drafts if (k[1], k[0]) not in holder.peer_server.incoming]
+        # A sender that was cut off could not say that it gave up, so its incoming replica stays until it has been idle
+        # for long. Chunks that no reader took, because their reader died or the controller did, go by their deadline.
+        incoming = {k for k, replica in holder.replicas.index.incoming.items() if replica.part is None}
+        kept = [k for k in incoming if (k[1], k[0]) not in holder.peer_server.incoming]
         if kept:
-            raise Violation("I13", f"{host} still has drafts {sorted(map(str, kept))[:3]}")
+            raise Violation("I13", f"{host} still has incoming replicas {sorted(map(str, kept))[:3]}")
     why = redundancy.why_not_live()
     if why:
         raise Violation("I16", f"at the end {why}")

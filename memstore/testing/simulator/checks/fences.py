@@ -23,10 +23,10 @@ class Fences:
         """Say whether a holder has promised to refuse an attempt."""
         return attempt < self._answered.get((holder, job), 0)
 
-    def look_at_drafts(self, holder: Holder) -> None:
+    def look_at_incoming(self, holder: Holder) -> None:
         """Raise Violation if a holder still receives a shard in an attempt that it has fenced."""
-        for (shard, sender, *_), draft in holder.replicas.index.drafts.items():
-            if sender in self.world.holders and self.is_fenced(holder, shard.job, draft.attempt):
+        for (shard, sender, *_), replica in holder.replicas.index.incoming.items():
+            if sender in self.world.holders and self.is_fenced(holder, shard.job, replica.attempt):
                 raise Violation("R21", f"{holder.host_id} receives {shard} of {sender} in a fenced attempt")
 
     def sealed_here(self, holder: Holder, shard: ShardId) -> None:

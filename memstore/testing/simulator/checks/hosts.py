@@ -15,7 +15,7 @@ def racks_of(world: World, hosts: Iterable[str]) -> set[str]:
 def trusted_hosts(world: World) -> list[str]:
     """Return the hosts that get a second copy first: those that do not die often (R29)."""
     controller = world.served()
-    hosts = controller.catalog.hosts if controller is not None else None
+    hosts = controller.machine.hosts if controller is not None else None
     return [h for h in world.holders if hosts and not hosts.is_on_probation(world.now, h)]
 
 

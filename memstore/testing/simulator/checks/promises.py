@@ -56,19 +56,23 @@ class Promises:
 
     def claims_redundancy(self, controller: Controller) -> bool:
         """Say whether the store claims every copy of what is promised."""
-        live = set(controller.catalog.hosts.live_ids())
+        live = set(controller.machine.hosts.live_ids())
         for _, shard in self.promised():
-            job = controller.catalog.jobs.get(shard.job)
+            job = controller.machine.jobs.get(shard.job)
             step = StepId(shard.attempt, shard.step)
             copies = job.copies.get(step, {}).get(shard.rank, {}) if job is not None else {}
             if len([h for h, c in copies.items() if h in live and not c.missing]) < self.world.scenario.replicas:
                 return False
         return True
 
-    def dropped(self, host: str, shard: ShardId) -> None:
-        """Look at a copy that has gone without a fault: a promised shard must have enough others (R19)."""
+    def dropped(self, host: str, shard: ShardId, taken: list[str]) -> None:
+        """Look at a copy that has gone without a fault: a promised shard must have enough others (R19).
+
+        Args:
+            taken: Hosts whose copies faults have taken since the drop was ordered: the order counted on them.
+        """
         for what, promised in self.promised():
-            left = self.copies(shard)
+            left = [*self.copies(shard), *taken]
             if promised == shard and len(left) < self.world.scenario.replicas:
                 raise Violation("R19", f"{host} dropped {shard}, kept by {what}; copies left: {left}")
 

@@ -13,12 +13,12 @@ from recovery.inventory import ShardId
 
 
 class Puts:
-    """What ranks hand over, and what their holders make of it."""
+    """What ranks submit, and what their holders make of it."""
 
     def __init__(self, observed: Observed, fences: Fences) -> None:
         self.observed, self.fences = observed, fences
 
-    def handed_over(self, shard: ShardId, content: list[bytes]) -> None:
+    def submitted(self, shard: ShardId, content: list[bytes]) -> None:
         """Record the bytes that a rank has put."""
         self.observed.contents.setdefault(shard, []).append(content)
         self.observed.steps_put += 1

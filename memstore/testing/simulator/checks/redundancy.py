@@ -28,12 +28,12 @@ class Redundancy:
 
     def is_claimed(self, controller: Controller) -> bool:
         """Say whether the store claims all copies of its newest committed step and of all promises."""
-        job = controller.catalog.jobs.get(self.world.scenario.job)
+        job = controller.machine.jobs.get(self.world.scenario.job)
         if job is None or not job.commits:
             return not self.observed.acked
         newest = max(job.commits)
         fact = job.commits[newest]
-        live = set(controller.catalog.hosts.live_ids())
+        live = set(controller.machine.hosts.live_ids())
         for rank in range(fact.world_size):
             hosts = job.copies.get(newest, {}).get(rank, {})
             have = [h for h, c in hosts.items() if h in live and not c.missing]
@@ -83,8 +83,18 @@ class Redundancy:
         newest, now = self.newest_there(), self.world.now
         if newest is None or newest != self._short[0] or not self._is_calm() or not self.lacking(newest):
             self._short = (newest, now)
+        elif not self.world.scenario.is_strict and self._is_lost(newest):
+            return  # faults took every copy of some shard: nothing can bring it back
         elif now - self._short[1] > REPAIR_S:
             raise Violation("R29", f"for {REPAIR_S:g} s {self.lacking(newest)}, and nothing hinders repair")
+
+    def _is_lost(self, step: StepId) -> bool:
+        """Say whether some rank's shard of a committed step lies whole on no host."""
+        shards = {
+            (ShardId(self.world.scenario.job, step.attempt, step.step, rank), digest)
+            for rank, digest in enumerate(self.observed.facts[step].digests)
+        }
+        return not shards <= {each for whole in self.observed.whole.values() for each in whole}
 
     def _is_calm(self) -> bool:
         """Say whether every process and link works and the newest attempt trains."""
@@ -113,7 +123,7 @@ class Redundancy:
         controller = world.served()
         if controller is None:
             return "no controller serves the job"
-        job = controller.catalog.jobs.get(world.scenario.job)
+        job = controller.machine.jobs.get(world.scenario.job)
         if job is None or job.newest is None or len(trusted_hosts(world)) < len(world.holders):
             return ""  # a copy's place may be a host that dies often, which gets none
         for step in kept_steps(job, job.newest) & self.observed.facts.keys():

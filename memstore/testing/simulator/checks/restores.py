@@ -21,15 +21,15 @@ class Restores:
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
-        self._seated: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
+        self._processes: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
     def ordered(self, rank: Rank, answer: Body) -> None:
         """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
         orders = self._orders.setdefault(rank.attempt, set())
         orders.add(tuple(answer["order"]))
-        if self._seated.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
-            self._seated[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
-        other = self._seated[rank.attempt, rank.rank]
+        if self._processes.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
+            self._processes[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
+        other = self._processes[rank.attempt, rank.rank]
         if len(orders) > 1 or other is not rank:
             who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
             raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any, Protocol
 
 from memstore.core.cluster.facts import AttemptOpened, Fact, StepCommitted
-from memstore.core.format.shared_layout import NaturalLayout
+from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank
@@ -32,14 +32,14 @@ class SharedShards:
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
-        self.opened: dict[Launch, list[AttemptOpened]] = defaultdict(list)  # in some journal, each with other copiers
-        self.copiers: dict[Launch, AttemptOpened] = {}  # the fact whose writers a rank was sent
-        # (attempt and step, shard) -> what its copiers put as shared chunks
+        self.opened: dict[Launch, list[AttemptOpened]] = defaultdict(list)  # in some journal, each with other writers
+        self.writers: dict[Launch, AttemptOpened] = {}  # the fact whose writers a rank was sent
+        # (attempt and step, shard) -> what its writers put as shared chunks
         self.shared: dict[tuple[StepId, int], list[list[bytes]]] = defaultdict(list)
         self.put_by: dict[ShardId, list[bytes]] = {}  # shared chunks of a rank's put
         self._calm: dict[int, int] = {}  # attempt -> faults before it, if none of them lasts
-        self._unreported: dict[tuple[int, int, int], int] = {}  # attempt, two copiers that differ -> commits in a row
-        self._reported: set[tuple[int, int, int]] = set()  # attempt, two copiers that a holder reported to differ
+        self._unreported: dict[tuple[int, int, int], int] = {}  # attempt, two writers that differ -> commits in a row
+        self._reported: set[tuple[int, int, int]] = set()  # attempt, two writers that a holder reported to differ
 
     # -- which ranks copy -----------------------------------------------------------------------
 
@@ -48,55 +48,57 @@ class SharedShards:
         if not isinstance(fact, AttemptOpened) or not fact.shard_of or fact.job != self.world.scenario.job:
             return
         launch: Launch = (fact.attempt, fact.order, fact.key)
-        if all((known.shard_of, known.copiers) != (fact.shard_of, fact.copiers) for known in self.opened[launch]):
-            told = self.copiers.get(launch)
-            if told is not None:
-                raise Violation("R34", f"{launch} has copiers {fact.copiers} on {host}, ranks know {told.copiers}")
+        if all((known.shard_of, known.writers) != (fact.shard_of, fact.writers) for known in self.opened[launch]):
+            known_fact = self.writers.get(launch)
+            if known_fact is not None:
+                raise Violation(
+                    "R34", f"{launch} has writers {fact.writers} on {host}, ranks know {known_fact.writers}"
+                )
             self.opened[launch].append(fact)
-            self._look_at_copiers(fact)
+            self._look_at_writers(fact)
 
-    def _look_at_copiers(self, fact: AttemptOpened) -> None:
+    def _look_at_writers(self, fact: AttemptOpened) -> None:
         scenario = self.world.scenario
         for shard in range(scenario.shards):
             ranks = [rank for rank, named in enumerate(fact.shard_of) if named == shard]
-            chosen = [rank for rank in fact.copiers if rank in ranks]
+            chosen = [rank for rank in fact.writers if rank in ranks]
             hosts, all_hosts = {fact.hosts[rank] for rank in chosen}, {fact.hosts[rank] for rank in ranks}
             if not chosen or len(hosts) < len(chosen) or len(chosen) > scenario.replicas:
-                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has copiers {chosen} on {hosts}")
+                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has writers {chosen} on {hosts}")
             if not scenario.racks and len(chosen) < min(scenario.replicas, len(all_hosts)):
-                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} is on {all_hosts}, copiers {chosen}")
+                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} is on {all_hosts}, writers {chosen}")
             racks = racks_of(self.world, hosts)
             if self._owes_racks(fact) and len(racks) < len(chosen):
-                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has copiers {chosen} in {racks}")
+                raise Violation("R34", f"shard {shard} of attempt {fact.attempt} has writers {chosen} in {racks}")
 
     def _owes_racks(self, fact: AttemptOpened) -> bool:
-        """Say whether the hosts of the ranks are well and lie in enough racks, so that each copier owes a rack."""
+        """Say whether the hosts of the ranks are well and lie in enough racks, so that each writer owes a rack."""
         holders = [self.world.holders[host] for host in set(fact.hosts)]
         is_well = all(h.is_serving and h.session is not None and h.info.labels for h in holders)
         return is_well and len(racks_of(self.world, set(fact.hosts))) >= self.world.scenario.replicas
 
-    def told(self, rank: SharingRank, answer: Body) -> None:
+    def joined(self, rank: SharingRank, answer: Body) -> None:
         """Look at the writers that a rank is sent: those of the fact, whichever controller or process asks again."""
         launch: Launch = (int(answer["attempt"]), tuple(answer["order"]), rank.key)
-        known = [self.copiers[launch]] if launch in self.copiers else self.opened[launch]
+        known = [self.writers[launch]] if launch in self.writers else self.opened[launch]
         for fact in known:
             by_shard = [
-                [r for r in fact.copiers if fact.shard_of[r] == shard] for shard in range(max(fact.shard_of) + 1)
+                [r for r in fact.writers if fact.shard_of[r] == shard] for shard in range(max(fact.shard_of) + 1)
             ]
             number = fact.shard_of[int(answer["rank"])]
-            roster = by_shard if answer["rank"] == 0 else []
-            if answer["shared_shard"] == [number, len(by_shard), by_shard[number], roster]:
-                self.copiers[launch] = fact
+            writers_by_shard = by_shard if answer["rank"] == 0 else []
+            if answer["shared_shard"] == [number, len(by_shard), by_shard[number], writers_by_shard]:
+                self.writers[launch] = fact
                 if self._is_calm():
                     self._calm.setdefault(fact.attempt, self._faults_count())
                 return
-        facts = [fact.copiers for fact in known]
+        facts = [fact.writers for fact in known]
         raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer['shared_shard']}, facts say {facts}")
 
     # -- what was put ---------------------------------------------------------------------------
 
     def shared_put(self, rank: SharingRank, step: int, chunks: list[bytes]) -> None:
-        """Record what a rank puts of the shard that it shares; no chunks if it is no copier."""
+        """Record what a rank puts of the shard that it shares; no chunks if it is no writer."""
         shard = ShardId(rank.job, rank.attempt, step, rank.rank)
         self.put_by[shard] = chunks
         if chunks and chunks not in self.shared[StepId(rank.attempt, step), rank.shard]:
@@ -106,43 +108,45 @@ class SharedShards:
         """Return how many of a put's first chunks other ranks have too, bit for bit."""
         return len(self.put_by.get(shard, ()))
 
-    def reported(self, shard: ShardId, twin: int, unequal: list[int]) -> None:
-        """Look at a holder's report of the chunks in which two copiers differ: it must be true."""
-        theirs = self.put_by.get(ShardId(shard.job, shard.attempt, shard.step, twin), [])
+    def reported(self, shard: ShardId, other_rank: int, unequal: list[int]) -> None:
+        """Look at a holder's report of the chunks in which two writers differ: it must be true."""
+        theirs = self.put_by.get(ShardId(shard.job, shard.attempt, shard.step, other_rank), [])
         mine = self.put_by.get(shard, [])
         truth = [n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
-        self._reported.discard((shard.attempt, shard.rank, twin))
+        self._reported.discard((shard.attempt, shard.rank, other_rank))
         if truth:
-            self._reported.add((shard.attempt, shard.rank, twin))
+            self._reported.add((shard.attempt, shard.rank, other_rank))
         if unequal != truth:
-            raise Violation("R34", f"{shard} and rank {twin} are said to differ in {unequal}, and do in {truth}")
+            raise Violation("R34", f"{shard} and rank {other_rank} are said to differ in {unequal}, and do in {truth}")
 
     # -- what is committed ----------------------------------------------------------------------
 
     def committed(self, step: StepId, fact: StepCommitted) -> None:
         """Look at a commit.
 
-        Unless a fault hinders that, copiers hold one another's copies, and those that differ are reported.
+        Unless a fault hinders that, writers hold one another's copies, and those that differ are reported.
         """
-        launch = next((x for x in reversed(self.copiers) if x[0] == step.attempt), None)  # perhaps renumbered
+        launch = next((x for x in reversed(self.writers) if x[0] == step.attempt), None)  # perhaps renumbered
         if launch is None or fact.is_degraded:
             return
         if not self._is_calm() or self._calm.get(step.attempt) != self._faults_count():
             self._calm.pop(step.attempt, None)
             return
-        opened = self.copiers[launch]
+        opened = self.writers[launch]
         hosts = {rank.rank: rank.host_id for rank in self.world.ranks if rank.attempt == step.attempt}
-        for rank in opened.copiers:
-            others = [r for r in opened.copiers if r != rank and opened.shard_of[r] == opened.shard_of[rank]]
+        for rank in opened.writers:
+            others = [r for r in opened.writers if r != rank and opened.shard_of[r] == opened.shard_of[rank]]
             away = {hosts[r] for r in others if r in hosts and self._may_hold(hosts, rank, r)} - {*fact.hosts[rank]}
             if away:
-                raise Violation("R34", f"{step}: copier {rank}'s shard is on {fact.hosts[rank]}, not on twins' {away}")
+                raise Violation(
+                    "R34", f"{step}: writer {rank}'s shard is on {fact.hosts[rank]}, not on the other writers' {away}"
+                )
             for other in others:
                 if rank < other:
                     self._look_at_pair(step, rank, other)
 
     def _may_hold(self, hosts: dict[int, str], rank: int, other: int) -> bool:
-        """Say whether a copier may hold the other's copy: not if both sit in one rack and copies owe racks.
+        """Say whether a writer may hold the other's copy: not if both sit in one rack and copies owe racks.
 
         They sit in one rack if the hosts of other racks were away when the attempt opened.
         """
@@ -150,7 +154,7 @@ class SharedShards:
         return len(set(racks)) == len(racks) or self.world.scenario.racks_wanted == 1
 
     def _look_at_pair(self, step: StepId, rank: int, other: int) -> None:
-        """Demand that two copiers that differ are reported within some commits.
+        """Demand that two writers that differ are reported within some commits.
 
         A copy that comes after the next put was sealed is not compared; of several in a row some are in time.
         """
@@ -170,7 +174,7 @@ class SharedShards:
         world = self.world
         is_clear = not (world.network.cut or world.network.slow or world.drains) and world.has_kv
         served = world.served()
-        is_clear = is_clear and served is not None and not any(map(served.catalog.state.is_draining, world.holders))
+        is_clear = is_clear and served is not None and not any(map(served.machine.state.is_draining, world.holders))
         return are_well(world) and is_clear and len(trusted_hosts(world)) == len(world.holders)
 
     def _faults_count(self) -> int:
@@ -181,12 +185,12 @@ class SharedShards:
     # -- what is got ----------------------------------------------------------------------------
 
     def loaded(
-        self, rank: SharingRank, step: StepId, where: StepId, found: NaturalLayout, shared: list[bytes],
+        self, rank: SharingRank, step: StepId, where: StepId, found: SharedShardLayout, shared: list[bytes],
         own: list[bytes] | None,
     ) -> None:  # fmt: skip
         """Look at both parts that a rank has restored.
 
-        Both are of the step that the round gave: the own part of the rank's own shard, the shared part as some copier
+        Both are of the step that the round gave: the own part of the rank's own shard, the shared part as some writer
         of its shard put it.
         """
         who = f"rank {rank.rank} of attempt {rank.attempt}"
@@ -195,7 +199,7 @@ class SharedShards:
         if found.shared is None or (found.shard, found.shards) != (rank.shard, self.world.scenario.shards):
             raise Violation("R34", f"{who} was sent for shard {rank.shard} of {step} to a rank that has no copy of it")
         if shared not in self.shared[step, rank.shard]:
-            raise Violation("R34", f"{who} got as shared part of {step} what no copier of shard {rank.shard} put")
+            raise Violation("R34", f"{who} got as shared part of {step} what no writer of shard {rank.shard} put")
         put = self.observed.contents.get(ShardId(rank.job, step.attempt, step.step, rank.rank), [])
         if own is not None and not any(content[-len(own) :] == own for content in put):
             raise Violation("R34", f"{who} got as its own part of {step} what it did not put")

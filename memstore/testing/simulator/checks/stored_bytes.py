@@ -1,7 +1,7 @@
 """R6 and R7: the bytes in every memory are what slot headers and manifests say, and stay while they are read.
 
 A memory is looked at after each event that changed it. The same look finds replicas that have gone (R19), forks of
-wrong bytes (R32), slots in wrong hands (R8) and drafts of fenced attempts (R21).
+wrong bytes (R32), slots in wrong hands (R8) and incoming replicas of fenced attempts (R21).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoredBytes:
         holder = self.world.holders.get(name)
         if holder is not None and holder.is_up and not memory.is_cut:
             self._look_at_table(holder)
-            self.fences.look_at_drafts(holder)
+            self.fences.look_at_incoming(holder)
             look_at_leases(self.world, holder)
         sealed, good = _sealed_digests(name, memory)
         whole: set[Replica] = set()
@@ -51,7 +51,7 @@ class StoredBytes:
             manifest, digest, wanted = _decoded(data)
             if manifest.shard.job != self.world.scenario.job:
                 self.promises.look_at_fork(name, manifest)
-            if not wanted <= sealed | memory.hurt:
+            if not wanted <= sealed | memory.damaged:
                 raise Violation("R7", f"a manifest of {manifest.shard} on {name} names chunks that no slot holds")
             replica = (manifest.shard, digest)
             if name not in self.observed.ever.setdefault(replica, set()) and wanted <= sealed:
@@ -78,11 +78,11 @@ class StoredBytes:
             if int(holder.memory.headers[number].state) == SEALED:
                 raise Violation("R6", f"{holder.host_id} adopted slot {number}, whose bytes are not its digest's")
 
-    def read(self, holder: Holder, shelved: StoredReplica, index: int) -> None:
+    def read(self, holder: Holder, stored: StoredReplica, index: int) -> None:
         """Look at a chunk of a pinned replica that is read: its slot must not have been used again (R7)."""
-        number = shelved.slots[index]
-        if number is not None and bytes(holder.memory.headers[number].digest) != shelved.digests[index]:
-            raise Violation("R7", f"slot {number} of {holder.host_id} was reused while {shelved.shard} was read")
+        number = stored.slots[index]
+        if number is not None and bytes(holder.memory.headers[number].digest) != stored.digests[index]:
+            raise Violation("R7", f"slot {number} of {holder.host_id} was reused while {stored.shard} was read")
 
 
 def _sealed_digests(name: str, memory: Memory) -> tuple[set[bytes], set[bytes]]:

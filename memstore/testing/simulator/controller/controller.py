@@ -13,14 +13,14 @@ from memstore.core.wire.messages import (
     Event,
     HostLost,
     LeaseRenewed,
-    Note,
+    LogLine,
     Report,
-    Tell,
+    SendOrder,
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
 from memstore.core.wire.replies import pack_reply
-from memstore.testing.controller.catalog_holder import plain_event
+from memstore.testing.controller.holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import Holder
@@ -59,7 +59,7 @@ class SimSession:
     def _end_replaced(self) -> None:
         old, host = self.controller, self.holder.host_id
         if old.sessions.get(host) is self:
-            old.catalog.lease.is_outranked |= self.holder.term > old.term
+            old.machine.lease.is_outranked |= self.holder.term > old.term
             old.lose(host, "the holder obeys another controller")
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class SimController:
         self.world, self.checker, self.term, self.name = world, checker, term, f"controller-{term}"
         self.is_alive, self.is_frozen = True, False
         self.sessions: dict[str, SimSession] = {}
-        self.catalog = ControllerMachine(
+        self.machine = ControllerMachine(
             term=term,
             now=world.now,
             wall_offset_s=WALL_S + skew_s,
@@ -92,19 +92,19 @@ class SimController:
         """Give the state machine an event and carry out its actions."""
         if not self.is_alive:
             return
-        actions = self.catalog.handle(self.world.now, event)
-        assert not self.catalog.parts.observer.problem, self.catalog.parts.observer.problem
+        actions = self.machine.handle(self.world.now, event)
+        assert not self.machine.parts.recorder.problem, self.machine.parts.recorder.problem
         for action in actions:
-            if isinstance(action, Note):
+            if isinstance(action, LogLine):
                 self.world.note(f"{self.name}: {action.text}")
                 continue
-            if isinstance(action, Tell) and isinstance(action.order, FreeCopies | DropJob):
+            if isinstance(action, SendOrder) and isinstance(action.order, FreeCopies | DropJob):
                 self.checker.drops.ordered(self, action.host_id, action.order)
             session = self.sessions.get(action.host_id)
             if session is not None:
                 session.down.send(self.world.now, lambda a=action, s=session: self._arrive(s, a))  # type: ignore[misc]
         for host, session in list(self.sessions.items()):
-            state = self.catalog.hosts.states.get(host)
+            state = self.machine.hosts.states.get(host)
             if (
                 state is not None
                 and state.status == "dead"
@@ -112,11 +112,11 @@ class SimController:
             ):
                 self.lose(host, None)  # dead by silence: it needs a new session
 
-    def _arrive(self, session: SimSession, action: Tell | Answer) -> None:
+    def _arrive(self, session: SimSession, action: SendOrder | Answer) -> None:
         holder = session.holder
         if holder.session is not session:
             return
-        if isinstance(action, Tell):
+        if isinstance(action, SendOrder):
             holder.obey(decode_order(encode(action.order)))
         else:
             data = None if action.reply is None else pack_reply(action.reply)

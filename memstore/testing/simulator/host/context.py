@@ -10,7 +10,7 @@ from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
-from memstore.testing.simulator.host.twins import SimTwins, TwinHolder
+from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.world.virtual_time import Thread
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import Copy
@@ -26,13 +26,13 @@ class HostWorld(World, Protocol):
         """The newest holder of each host."""
 
 
-class HostContext(TwinHolder, Protocol):
+class HostContext(SharedShardHolder, Protocol):
     """A holder, as its own parts and its peers see it."""
 
     checker: Checker
     fences: JobFences
     view: set[str]  # hosts that the controller has named
-    twins: SimTwins
+    shared_shards: SimSharedShards
     state: HolderState
 
     @property

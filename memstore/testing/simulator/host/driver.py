@@ -8,21 +8,20 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import random
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
 from memstore.core.arena.replica_index import IncomingReplica, StagedKey
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.holder import effects, ranks
-from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DurablePlace
-from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoDraft, OfferedChunk
+from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoIncoming, OfferedChunk
 from memstore.core.wire.rank_messages import CheckInto, SlotsLeased, StepLevel
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
-from memstore.shell.holder.chunk_notifier import TELL_S, ChunkNotifier
+from memstore.shell.holder.chunk_notifier import NOTIFY_S, ChunkNotifier
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import PeerLink, connect
@@ -35,7 +34,6 @@ T = TypeVar("T")
 Waits = Generator[Wait, None, T]
 BATCH_CHUNKS = 2
 VERIFY_S = (0.005, 0.05)  # to digest a replica again
-LATE_SHARE, LATE_MAX_S = 0.3, 1.0  # of welcomes: longer than a broken link takes to come back
 FILE_S = 0.001  # to read a small file, or to look at a few slots
 
 
@@ -44,10 +42,9 @@ class Driver:
 
     def __init__(self, holder: HostContext) -> None:
         self.holder, self.replicas = holder, holder.replicas
-        self.lateness = random.Random(f"welcomes {holder.world.scenario.seed} {holder.host_id}")
         self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
-        self._opened_s: dict[ShardId, float] = {}  # when the draft of what is brought was opened
+        self._opened_s: dict[ShardId, float] = {}  # when the incoming replica of what is brought was opened
 
     def extended(self, calls: Mapping[type[Effect], Callable[[Any], Waits[Any]]]) -> Driver:
         """Return a driver of the same holder that carries out more kinds of effects."""
@@ -55,11 +52,11 @@ class Driver:
         other._calls = {**self._calls, **calls}
         return other
 
-    def start(self, steps: Steps[Any]) -> None:
+    def start(self, steps: Procedure[Any]) -> None:
         """Run a procedure as a thread of the holder."""
         self.holder.spawn(self.run(steps))
 
-    def run(self, steps: Steps[T]) -> Waits[T]:
+    def run(self, steps: Procedure[T]) -> Waits[T]:
         """Run a procedure to its end and return its result."""
         value: Any = None
         error: MemstoreError | None = None
@@ -95,7 +92,7 @@ class Driver:
     def _(self, effect: effects.Together) -> Waits[list[Any]]:
         ends: dict[int, tuple[Any, MemstoreError | None]] = {}
 
-        def child(number: int, steps: Steps[Any]) -> Waits[None]:
+        def child(number: int, steps: Procedure[Any]) -> Waits[None]:
             try:
                 ends[number] = (yield from self.run(steps)), None
             except MemstoreError as exc:
@@ -104,11 +101,11 @@ class Driver:
         for number, steps in enumerate(effect.procedures):
             self.holder.spawn(child(number, steps))
         while effect.notifier is not None and len(ends) < len(effect.procedures):
-            effect.notifier.tell()
-            yield TELL_S
+            effect.notifier.notify()
+            yield NOTIFY_S
         yield lambda: len(ends) == len(effect.procedures)
         if effect.notifier is not None:
-            effect.notifier.tell()
+            effect.notifier.notify()
         for _, error in (ends[number] for number in sorted(ends)):
             if error is not None:
                 raise error
@@ -120,7 +117,7 @@ class Driver:
         return connect(self.holder, effect.host)
 
     @_perform.register
-    def _(self, effect: effects.Ask) -> Waits[Any]:
+    def _(self, effect: effects.CallPeer) -> Waits[Any]:
         return (yield from effect.peer.ask(effect.request))
 
     @_perform.register
@@ -134,16 +131,16 @@ class Driver:
                 chunks=tuple(OfferedChunk(*chunk) for chunk in offered),
             )  # fmt: skip
             reply = yield from effect.peer.ask(request, shipment)
-            if isinstance(reply, NoDraft):
-                raise PeerRefused("no such draft", is_final=False)
+            if isinstance(reply, NoIncoming):
+                raise PeerRefused("no such incoming replica", is_final=False)
 
     @_perform.register
     def _(self, effect: effects.ReceiveChunks) -> Waits[list[int]]:
         found = yield from effect.peer.fetch(
-            FetchChunks(shard=WireShard.of(effect.draft.shard), digest=effect.digest, chunks=tuple(effect.chunks))
+            FetchChunks(shard=WireShard.of(effect.replica.shard), digest=effect.digest, chunks=tuple(effect.chunks))
         )
         return [
-            index for index, data in zip(effect.chunks, found, strict=True) if self._is_bad(effect.draft, index, data)
+            index for index, data in zip(effect.chunks, found, strict=True) if self._is_bad(effect.replica, index, data)
         ]
 
     @_perform.register
@@ -152,10 +149,10 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.ReceiveDurable) -> Waits[list[int]]:
-        _, chunks = yield from self._part(effect.place, effect.draft.shard, effect.spec)
+        _, chunks = yield from self._part(effect.place, effect.replica.shard, effect.spec)
         found = {index: chunks[index] if index < len(chunks) else b"" for index in effect.chunks}
         sized = {index: data if len(data) == effect.sizes[index] else b"" for index, data in found.items()}
-        return [index for index, data in sized.items() if self._is_bad(effect.draft, index, data)]
+        return [index for index, data in sized.items() if self._is_bad(effect.replica, index, data)]
 
     def _part(self, place: DurablePlace, shard: ShardId, spec: ShardSpec) -> Waits[tuple[bytes, list[bytes]]]:
         """Read a shard from durable storage."""
@@ -169,34 +166,34 @@ class Driver:
             raise IntegrityError(f"durable storage has not all slices of {shard}")
         return part
 
-    def _is_bad(self, draft: IncomingReplica, index: int, data: bytes) -> bool:
-        """Keep a chunk that came; True if it is not what the draft expects, or nothing came."""
+    def _is_bad(self, replica: IncomingReplica, index: int, data: bytes) -> bool:
+        """Keep a chunk that came; True if it is not what the incoming replica expects, or nothing came."""
         if not data:
             return True
         number = self.replicas.take_slots_growing(1)[0]
         self.replicas.arena.view(number, len(data))[:] = data
         self.holder.memory.version += 1
-        return bool(self.replicas.keep_chunks(draft, [(index, number, len(data), chunk_digest(data))]))
+        return bool(self.replicas.keep_chunks(replica, [(index, number, len(data), chunk_digest(data))]))
 
     @_perform.register
     def _(self, effect: effects.Verify) -> Waits[list[int]]:
         yield self.holder.world.network.rng.uniform(*VERIFY_S)
-        self._opened_s.pop(effect.shelved.shard, None)
-        return self.replicas.verify(effect.shelved)
+        self._opened_s.pop(effect.stored.shard, None)
+        return self.replicas.verify(effect.stored)
 
     @_perform.register
-    def _(self, effect: effects.OpenDraft) -> Waits[IncomingReplica]:
+    def _(self, effect: effects.OpenIncoming) -> Waits[IncomingReplica]:
         yield FILE_S
         self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
-        return self.replicas.open_draft(
+        return self.replicas.open_incoming(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )
 
     @_perform.register
     def _(self, effect: effects.KeepStaged) -> Waits[None]:
         yield from ()
-        self.replicas.keep_staged(effect.key, effect.shelved, effect.pin)
-        self.verified_s[effect.key] = self._opened_s.pop(effect.shelved.shard, self.holder.world.now)
+        self.replicas.keep_staged(effect.key, effect.stored, effect.pin)
+        self.verified_s[effect.key] = self._opened_s.pop(effect.stored.shard, self.holder.world.now)
 
     @_perform.register
     def _(self, effect: effects.OpenNotifier) -> Waits[ChunkNotifier | None]:
@@ -205,7 +202,7 @@ class Driver:
         link = cast("RankLink | None", self.holder.state.ranks.links.get(listener.nonce)) if listener else None
         if listener is None or link is None or not link.is_open:
             return None
-        return ChunkNotifier(link.process.hear, listener.number, effect.manifest, effect.draft)
+        return ChunkNotifier(link.process.receive, listener.number, effect.manifest, effect.replica)
 
     @_perform.register
     def _(self, effect: effects.Warn) -> Waits[None]:
@@ -242,26 +239,25 @@ class Driver:
     def _(self, effect: effects.Grant) -> Waits[None]:
         yield from ()
         if slots := ranks.lease(self.holder.state, effect.link):
-            cast(RankLink, effect.link).process.hear(SlotsLeased(slots=tuple(slots)))
+            cast(RankLink, effect.link).process.receive(SlotsLeased(slots=tuple(slots)))
 
     @_perform.register
-    def _(self, effect: effects.TellWelcome) -> Waits[None]:
-        if self.lateness.random() < LATE_SHARE:
-            yield self.lateness.uniform(0.0, LATE_MAX_S)
+    def _(self, effect: effects.SendWelcome) -> Waits[None]:
+        yield from ()
         link = cast(RankLink, effect.link)
         if link.is_open:
             link.process.welcomed(self.holder, effect.stale)
 
     @_perform.register
-    def _(self, effect: effects.Tell) -> Waits[None]:
+    def _(self, effect: effects.SendToRank) -> Waits[None]:
         yield from ()
         link, message = cast(RankLink, effect.link), effect.message
         if link.is_open and isinstance(message, StepLevel) and message.level in ("committed", "durable"):
-            self.holder.checker.commits.told_committed(link.process, message.step, is_degraded=message.degraded)
+            self.holder.checker.commits.commit_reported(link.process, message.step, is_degraded=message.degraded)
         if link.is_open and isinstance(message, CheckInto):
             self._check(link.process, message)
         elif link.is_open:
-            link.process.hear(message)
+            link.process.receive(message)
 
     def _check(self, rank: Rank, message: CheckInto) -> None:
         if not rank.is_frozen:
@@ -281,7 +277,7 @@ class Driver:
     @_perform.register
     def _(self, effect: effects.ForgetJob) -> Waits[None]:
         yield from ()
-        self.holder.twins.forget(effect.job, effect.attempt)
+        self.holder.shared_shards.forget(effect.job, effect.attempt)
 
     @_perform.register
     def _(self, effect: effects.Unexpected) -> Waits[None]:

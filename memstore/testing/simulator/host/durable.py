@@ -24,7 +24,7 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.errors import TransportError
+from memstore.errors import IntegrityError, TransportError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.world.durable_storage import DurableStorage
@@ -92,16 +92,16 @@ class Persister:
 
     def _turn(self, effect: effects.SliceTurn) -> Waits[float]:
         yield from ()
-        nbytes = slice_nbytes(effect.shelved.spec, effect.number)
+        nbytes = slice_nbytes(effect.stored.spec, effect.number)
         return take_turn(self.free_s, effect.job, self.holder.world.now, nbytes, effect.bytes_per_s)
 
     def _copy(self, effect: effects.CopySlice) -> Waits[tuple[list[bytes], int | None]]:
         yield from ()
         chunks: list[bytes] = []
-        for index in slice_range(effect.shelved.spec, effect.number):
-            self.holder.checker.stored_bytes.read(self.holder, effect.shelved, index)
-            view = self.holder.replicas.chunk_view(effect.shelved, index)
-            if view is None or chunk_digest(view) != effect.shelved.digests[index]:
+        for index in slice_range(effect.stored.spec, effect.number):
+            self.holder.checker.stored_bytes.read(self.holder, effect.stored, index)
+            view = self.holder.replicas.chunk_view(effect.stored, index)
+            if view is None or chunk_digest(view) != effect.stored.digests[index]:
                 return [], index
             chunks.append(bytes(view))
         return chunks, None
@@ -122,12 +122,13 @@ class Persister:
     def _write_marker(self, effect: effects.StoreMarker) -> Waits[None]:
         yield from self._travel()
         step, specs = effect.marker.step, dict(effect.marker.specs)
-        lineage = msgspec.to_builtins(effect.lineage)
-        self.storage.markers[effect.job, step.attempt, step.step] = (specs, effect.marker.key, lineage)
+        path = (effect.job, step.attempt, step.step)
         for rank, spec in specs.items():  # every slice of every part must be there before the marker (R31)
-            shard = ShardId(effect.job, step.attempt, step.step, rank)
-            if self.storage.part(shard, spec.digest, effect.marker.key) is None:
+            if self.storage.part(ShardId(*path, rank), spec.digest, effect.marker.key) is None:
+                if path in self.storage.removed:  # the order came late, as to a holder that was frozen
+                    raise IntegrityError(f"{step} lacks the part of rank {rank}: no marker was written")
                 raise Violation("R31", f"the marker of {step} was written before rank {rank}'s part under its key")
+        self.storage.markers[path] = (specs, effect.marker.key, msgspec.to_builtins(effect.lineage))
 
     def _remove(self, effect: effects.RemoveDurable) -> Waits[None]:
         yield from self._travel()

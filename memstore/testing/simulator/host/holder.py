@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import drop, fork, ranks, reads, room, stage
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
@@ -20,11 +20,11 @@ from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
+    CallReceived,
     Event,
     FactAck,
     HostInfo,
     HostUp,
-    RankCall,
     Report,
 )
 from memstore.core.wire.orders import (
@@ -33,6 +33,7 @@ from memstore.core.wire.orders import (
     CallAnswered,
     CallRefused,
     DropJob,
+    EchoClock,
     Fence,
     ForgetStory,
     FreeCopies,
@@ -56,7 +57,6 @@ from memstore.core.wire.orders import (
     Reserve,
     StageShard,
     TakeIncarnation,
-    TellClock,
     VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
@@ -68,7 +68,7 @@ from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.requests import fields_told
+from memstore.testing.requests import reply_fields
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
@@ -76,8 +76,8 @@ from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.seal import Sealer
+from memstore.testing.simulator.host.shared_shards import SimSharedShards
 from memstore.testing.simulator.host.staging import Stager
-from memstore.testing.simulator.host.twins import SimTwins
 from memstore.testing.simulator.world.memory import (
     MachineClock,
     Memory,
@@ -106,18 +106,19 @@ class SimHolder:
         term = read_journal(memory.journal, self.fences)
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
-        self.link_orders = itertools.count()
-        self.calls = Calls(lambda *call: self.tell(RankCall(self.host_id, *call)), first=info.incarnation << 32)
+        self.calls = Calls(
+            lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
+        )
         memory.is_cut, memory.crash_in = False, None
         self.replicas = ReplicaStore(
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.replicas.on_hurt = self.sealed
+        self.replicas.on_damaged = self.sealed
         self.peer_server = PeerServer(
             self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
-        self.twins = SimTwins(self, world, checker.shared_shards)
+        self.shared_shards = SimSharedShards(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
@@ -163,7 +164,7 @@ class SimHolder:
 
     def _fact_written(self, seq: int) -> None:
         self.checker.commits.journalled(self)
-        self.tell(FactAck(self.host_id, seq))
+        self.send_event(FactAck(self.host_id, seq))
 
     def hello(self) -> HostUp:
         """What a new session begins with: inventory, journal, processes (R16)."""
@@ -175,25 +176,24 @@ class SimHolder:
         """The inventory."""
         return list(self.replicas.index.copies(self.host_id, job))
 
-    def tell(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
         if self.session is not None and self.is_up:
             self.session.report(event)
 
     def report(self, report: reports.Report) -> None:
         """Report something done."""
-        self.tell(Report(self.host_id, report))
+        if isinstance(report, reports.Fenced):
+            self.checker.fences.answered(self, report.job, report.attempt)
+        self.send_event(Report(self.host_id, report))
 
     def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
         """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        shelved = self.replicas.index.find(copy.shard, copy.spec.digest)
-        if shelved is not None and not shelved.is_doomed:
-            held = Copy(shelved.shard, shelved.spec, self.host_id, shelved.missing)
-            self.report(Sealed(copy=WireCopy.of(held), put=put))
+        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))
 
     def _copy_sealed(self, copy: Copy) -> None:
         self.sealed(copy)
-        self.twins.sealed(copy.shard)
+        self.shared_shards.sealed(copy.shard)
 
     # -- ranks --------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class SimHolder:
 
     def join(self, rank: Rank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
-        link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
+        link, is_ours = open_link(rank), rank.mapping is self.memory.slots
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
         self.memory.idle_s = 0.0
 
@@ -231,7 +231,7 @@ class SimHolder:
         if call is None or link is None or not link.is_open:
             return
         reply = unpack_passed(call.request, data) if data is not None else None
-        body = fields_told(call.request, data) if data is not None else {}
+        body = reply_fields(call.request, data) if data is not None else {}
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank
         if isinstance(reply, ShardStaged | ChunksStaged):
@@ -240,7 +240,7 @@ class SimHolder:
             link.process.answered(call.rank_id, body, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
-        """A hand-over came completely: seal it under the fence that holds now (R21)."""
+        """A submission came completely: seal it under the fence that holds now (R21)."""
         if isinstance(rank.link, RankLink):
             self.sealer.take_over(rank.link, ready)
 
@@ -269,7 +269,7 @@ class SimHolder:
         match order:
             case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
                 self.sessions.facts.take(order)
-            case TellClock():
+            case EchoClock():
                 self.session.clock_s = order.clock_s  # type: ignore[union-attr]
             case AllHosts() | HostNews():
                 known = self.view.difference(order.gone) if isinstance(order, HostNews) else set()
@@ -279,7 +279,7 @@ class SimHolder:
             case Fence():
                 self.sealer.fence(order.job, order.attempt, order.members)
             case PushTargets():
-                self.twins.declare(order)
+                self.shared_shards.declare(order)
             case Reserve():
                 self.driver.start(room.reserve(state, order))
             case Grow():
@@ -295,7 +295,7 @@ class SimHolder:
             case OrderCheck():
                 self.driver.start(stage.check(state, order))
             case RaiseLevel():
-                self.driver.start(ranks.tell_attempt(state, order.job, ranks.raised(order)))
+                self.driver.start(ranks.send_to_attempt(state, order.job, ranks.raised(order)))
             case AbandonStep():
                 self._later(drop.abandon(state, order))
             case FreeCopies():
@@ -325,7 +325,7 @@ class SimHolder:
         if self.session is not None:
             self.session.reset()
 
-    def _later(self, steps: Steps[None]) -> None:
+    def _later(self, steps: Procedure[None]) -> None:
         """Run a procedure on a thread that may be busy: a session may end meanwhile."""
 
         def late() -> Thread:

@@ -86,7 +86,7 @@ class Request:
         index = self.lack.pop(0)
         assert self.source is not None
         if isinstance(self.source, StreamingReplica):
-            self.target.twins.travels(self.source.shard, index)
+            self.target.shared_shards.travels(self.source.shard, index)
         if self.is_cut and not self.lack:
             raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
         if self.source.stored is not None:
@@ -124,7 +124,7 @@ class PeerLink:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
         yield from self._travel()
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
-        if fresh is not None and (yield from self.peer.twins.await_own_of(fresh, self.holder)):
+        if fresh is not None and (yield from self.peer.shared_shards.await_own_of(fresh, self.holder)):
             yield from self._travel()
         return Request(self.holder, self.peer, source).ask(request)
 

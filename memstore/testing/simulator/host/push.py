@@ -19,7 +19,7 @@ class Pusher:
 
     def replicate(self, shard: ShardId, digest: str, fresh: StreamingReplica | None = None) -> bool:
         """Push to every target; False if there are none."""
-        targets = self.holder.twins.targets(shard)
+        targets = self.holder.shared_shards.targets(shard)
         for push in procedure.replicate(self.state, shard, digest, targets, fresh):
             self.driver.start(procedure.run(self.state, push))
         return bool(targets)

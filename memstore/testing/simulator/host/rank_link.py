@@ -20,7 +20,6 @@ class RankLink:
     job: str
     rank: int
     attempt: int
-    order: int
     parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
@@ -31,15 +30,16 @@ class RankLink:
         return not self.process.is_dead and self.process.link is self
 
 
-def open_link(rank: Rank, order: int) -> RankLink:
+def open_link(rank: Rank) -> RankLink:
     """Return a new link of a process, to which it listens from now on."""
-    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, rank.rank, rank.attempt, order)
+    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, *rank.place)
     return link
 
 
 def hello_of(rank: Rank, arena: str) -> RankHello:
     """Return what a process says first; `arena`: the one that it has mapped."""
+    number, attempt = rank.place
     return RankHello(
-        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=rank.rank, attempt=rank.attempt,
+        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
         held=tuple(rank.held()), arena=arena, parent=None,
     )  # fmt: skip

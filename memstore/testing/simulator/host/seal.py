@@ -12,10 +12,7 @@ from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.calls import SkipStep
-from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.reports import Fenced
 from memstore.shell.holder.pending_calls import Call
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -38,7 +35,7 @@ class Digested:
 
 
 class Sealer:
-    """The hand-overs and fences of one holder."""
+    """The submissions and fences of one holder."""
 
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver, pusher: Pusher) -> None:
         self.holder, self.state, self.pusher = holder, state, pusher
@@ -51,18 +48,17 @@ class Sealer:
                 effects.NotePut: self._note_put,
                 effects.CompareShared: self._compare_shared,
                 effects.GiveUpPut: self._give_up,
-                effects.AnswerFence: self._answer_fence,
             }
         )
 
     def take_over(self, link: RankLink, ready: PutReady) -> None:
-        """Seal a hand-over that came completely."""
+        """Seal a submission that came completely."""
         ready = msgspec.structs.replace(
             ready, arena=self.holder.replicas.arena_identity
         )  # its sample tells another one
         put = procedure.add(self.state, link, ready)
         if put is not None:
-            self.holder.twins.began(put.shard)
+            self.holder.shared_shards.began(put.shard)
             self.driver.start(procedure.run(self.state, put))
 
     def fence(self, job: str, attempt: int, members: Collection[str]) -> None:
@@ -90,34 +86,23 @@ class Sealer:
         for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
             yield DIGEST_S
             fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
-        shelved = holder.replicas.seal_local(
+        stored = holder.replicas.seal_local(
             effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
             slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
         )  # fmt: skip
-        holder.checker.puts.sealed_here(holder, effect.shard, shelved.digests)
-        return shelved
+        holder.checker.puts.sealed_here(holder, effect.shard, stored.digests)
+        return stored
 
     def _note_put(self, effect: effects.NotePut) -> Waits[int | None]:
         yield from ()
-        self.holder.twins.ended(effect.shelved.shard)
-        return self.holder.twins.put(effect.shelved, effect.shared_count)
+        self.holder.shared_shards.ended(effect.stored.shard)
+        return self.holder.shared_shards.put(effect.stored, effect.shared_count)
 
     def _compare_shared(self, effect: effects.CompareShared) -> Waits[None]:
         yield from ()
-        self.holder.twins.sealed(effect.shard)
+        self.holder.shared_shards.sealed(effect.shard)
 
     def _give_up(self, effect: effects.GiveUpPut) -> Waits[None]:
         yield from ()
-        shard = effect.shard
-        self.holder.twins.ended(shard)
-        request = SkipStep(
-            job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=effect.why,
-            is_failed=effect.is_failed,
-        )  # fmt: skip
-        self.holder.calls.ask(Call(None, "", 0, request))
-
-    def _answer_fence(self, effect: effects.AnswerFence) -> Waits[None]:
-        yield from ()
-        copies = tuple(map(WireCopy.of, self.holder.replicas.index.copies(self.holder.host_id, effect.job)))
-        self.holder.checker.fences.answered(self.holder, effect.job, effect.attempt)
-        self.holder.report(Fenced(job=effect.job, attempt=effect.attempt, copies=copies))
+        self.holder.shared_shards.ended(effect.shard)
+        self.holder.calls.ask(Call(None, "", 0, effect.request))

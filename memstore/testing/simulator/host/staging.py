@@ -39,25 +39,26 @@ class Stager:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
         try:
-            lent = yield from self.driver.run(reads.lend(self.state, link, staged))
+            pinned = yield from self.driver.run(reads.pin_staged(self.state, link, staged))
         except IntegrityError as exc:
             rank.answered(call_id, body, ("RecoveryError", str(exc)))
             return
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
-        wanted = [index for index, slot in enumerate(lent.slots) if slot is not None]
-        read = rank.read([lent.slots[index] for index in wanted])
+        wanted = [index for index, slot in enumerate(pinned.slots) if slot is not None]
+        read = rank.read([pinned.slots[index] for index in wanted])
         if rank.link is link and holder.is_up:
-            holder.checker.restores.read_whole(rank, is_pinned=lent.pin in link.pins)
+            holder.checker.restores.read_whole(rank, is_pinned=pinned.pin in link.pins)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
-            reads.give_back(rank.link, lent.pin)  # as a rank does, on the link that it has now
-        chunks = decode_manifest(lent.manifest).chunks
-        if [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
+            reads.give_back(rank.link, pinned.pin)  # as a rank does, on the link that it has now
+        chunks = decode_manifest(pinned.manifest).chunks
+        is_lost = isinstance(staged, ShardStaged) and None in pinned.slots  # a chunk went bad after it was staged
+        if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
             if isinstance(staged, ShardStaged) and staged.report is not None:  # a barrier said: good (R27)
                 key = StagedKey(rank.job, rank.rank, "round", staged.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
-                holder.checker.restores.read_damaged(rank, [n for n in lent.slots if n is not None], staged_s)
+                holder.checker.restores.read_damaged(rank, [n for n in pinned.slots if n is not None], staged_s)
             rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
             return
         found = dict(zip(wanted, read, strict=True)) if isinstance(staged, ChunksStaged) else read
-        rank.answered(call_id, {**body, "slots": list(lent.slots), "manifest": lent.manifest, "read": found}, None)
+        rank.answered(call_id, {**body, "slots": list(pinned.slots), "manifest": pinned.manifest, "read": found}, None)

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.job import Job
-from memstore.core.commit.commits import Steps
+from memstore.core.commit.commits import StepCommits
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.durable.write_state import MARKER
 from memstore.core.durable.writes import DurableOrders
@@ -24,7 +24,7 @@ from memstore.core.restore.staging import Staging
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.messages import Tell
+from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import SliceWritten
@@ -36,19 +36,19 @@ from placement.topology import Host
 from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
 
-COMMIT_RULE = Steps.commit_rule
+COMMIT_RULE = StepCommits.commit_rule
 LATE_HOSTS = (  # both hosts of a shard are away after a restart of everything, within recovery_grace_s (R24)
     Fault(6.0, "reboot-all", (0,), for_s=4.0),
     Fault(6.55, "freeze-holder", (1,), for_s=3.9),
 )
-GUEST_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # it has no ranks of its own, so no launch follows
+SPARE_HOST_LOST = Fault(8.0, "kill-host", (2,), for_s=2.0)  # it has no ranks of its own, so no launch follows
 
 
-def _told_whole(fact: Any) -> Any:
+def _as_whole(fact: Any) -> Any:
     return None if fact is None else structs.replace(fact, is_degraded=False, reason="")
 
 
-def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+def _commit_without(self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
     """Return what the commit rule says if every copy that is not there counts as refused."""
     kept = job.refusals
     shards = [ShardId(job.name, step.attempt, step.step, rank) for rank in range(world_size)]
@@ -62,27 +62,27 @@ def _commit_without(self: Steps, job: Job, world_size: int, step: StepId) -> Any
 @planted("commit-before-the-ack", "R18", "R18")
 def commit_before_the_ack() -> Any:
     """A step is committed, and not called degraded, when its owners alone have sealed it."""
-    return patch.object(Steps, "commit_rule", lambda *a: _told_whole(_commit_without(*a)))
+    return patch.object(StepCommits, "commit_rule", lambda *a: _as_whole(_commit_without(*a)))
 
 
 @planted("commit-names-targets", "R18", "I4")
 def commit_names_targets() -> Any:
     """A commit counts the hosts that were to get a copy, not those that sealed one."""
 
-    def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+    def rule(self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
         fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
         if fact is None or placement is None or job.newest is None:
             return fact
         owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
-        return _told_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
+        return _as_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
 
-    return patch.object(Steps, "commit_rule", rule)
+    return patch.object(StepCommits, "commit_rule", rule)
 
 
 @planted("degraded-reported-whole", "R18", "R18", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2)
 def degraded_reported_whole() -> Any:
     """A degraded commit is reported as whole."""
-    return patch.object(Steps, "commit_rule", lambda *a: _told_whole(COMMIT_RULE(*a)))
+    return patch.object(StepCommits, "commit_rule", lambda *a: _as_whole(COMMIT_RULE(*a)))
 
 
 @planted("hosts-counted-as-racks", "R18", "R18", hosts=4, racks=2, world_size=4)
@@ -114,7 +114,7 @@ def one_rack() -> Iterator[None]:
 def commit_without_a_rank() -> Any:
     """A step that one rank skipped is committed with that rank's older shard."""
 
-    def rule(self: Steps, job: Job, world_size: int, step: StepId) -> Any:
+    def rule(self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
         ranks = job.copies.get(step, {})
         gaps = [r for r in range(world_size) if r not in ranks]
         for rank in gaps if len(gaps) < world_size else ():
@@ -123,15 +123,15 @@ def commit_without_a_rank() -> Any:
                 ranks[rank] = dict(job.copies[older[-1]][rank])
         return COMMIT_RULE(self, job, world_size, step)
 
-    return patch.object(Steps, "commit_rule", rule)
+    return patch.object(StepCommits, "commit_rule", rule)
 
 
 @planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3)
 def reports_counted_twice() -> Any:
     """A seal that is reported twice counts as two copies."""
-    sealed = Steps.sealed
+    sealed = StepCommits.sealed
 
-    def twice(self: Steps, now: float, copy: Any) -> None:
+    def twice(self: StepCommits, now: float, copy: Any) -> None:
         job = self.state.jobs.get(copy.shard.job)
         step = StepId(copy.shard.attempt, copy.shard.step)
         known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
@@ -140,7 +140,7 @@ def reports_counted_twice() -> Any:
                 job.add_copy(replace(copy, host=host))
         sealed(self, now, copy)
 
-    return patch.object(Steps, "sealed", twice)
+    return patch.object(StepCommits, "sealed", twice)
 
 
 @planted("fact-not-replicated", "R16", "R16", Fault(3.0, "slow-link", (1,), for_s=6.0, count=8),
@@ -154,7 +154,7 @@ def fact_not_replicated() -> Any:
 def fact_not_written() -> Any:
     """A fact takes effect before any journal has it."""
 
-    def spread(self: FactLog, is_enough: Any) -> list[Any]:
+    def replicated(self: FactLog, is_enough: Any) -> list[Any]:
         ready = [entry.fact for entry in self.pending]
         self.applied_seq = max([self.applied_seq, *(entry.seq for entry in self.pending)])
         return ready
@@ -166,7 +166,7 @@ def fact_not_written() -> Any:
         flush(self)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(FactLog, "spread", spread))
+    stack.enter_context(patch.object(FactLog, "replicated", replicated))
     stack.enter_context(patch.object(Journal, "send_facts", lambda self: None))
     stack.enter_context(patch.object(Journal, "record_waiting", flushed))
     return stack
@@ -176,15 +176,15 @@ def fact_not_written() -> Any:
 @contextmanager
 def evicted_early() -> Iterator[None]:
     """The last committed step is dropped when a newer one is put, before that is committed."""
-    sealed = Steps.sealed
+    sealed = StepCommits.sealed
 
-    def then_drop(self: Steps, now: float, copy: Any) -> None:
+    def then_drop(self: StepCommits, now: float, copy: Any) -> None:
         sealed(self, now, copy)
         job = self.state.jobs[copy.shard.job]
         for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
             self.retention._drop_step(job, step)
 
-    with patch.object(Steps, "sealed", then_drop):
+    with patch.object(StepCommits, "sealed", then_drop):
         yield
 
 
@@ -192,24 +192,24 @@ def evicted_early() -> Iterator[None]:
 def everything_freed() -> Any:
     """A new attempt's first put frees all steps of older attempts, the restored one too."""
 
-    def shed(self: Retention, job: Job) -> None:
-        for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.ordinal]:
+    def free_unrestorable(self: Retention, job: Job) -> None:
+        for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.attempt_number]:
             self._drop_step(job, step)
 
-    return patch.object(Retention, "shed", shed)
+    return patch.object(Retention, "free_unrestorable", free_unrestorable)
 
 
 @planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
 def skip_not_reported() -> Any:
     """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
     stack = ExitStack()
-    stack.enter_context(patch.object(Steps, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
-    stack.enter_context(patch.object(Steps, "_give_up_passed", lambda *a: None))
-    stack.enter_context(patch.object(Steps, "_give_up_if_passed", lambda *a: None))
+    stack.enter_context(patch.object(StepCommits, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
+    stack.enter_context(patch.object(StepCommits, "_give_up_passed", lambda *a: None))
+    stack.enter_context(patch.object(StepCommits, "_give_up_if_passed", lambda *a: None))
     return stack
 
 
-@planted("ghost-copies", "R21", "R29", GUEST_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
+@planted("ghost-copies", "R21", "R29", SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
 def ghost_copies() -> Any:
     """A host that comes back with empty memory counts as holding its old copies."""
     return patch.object(Job, "drop_host", lambda self, host_id: None)
@@ -234,7 +234,7 @@ def damaged_copy_counted() -> Any:
     return patch.object(Repair, "_consider_step", blind)
 
 
-@planted("repair-waits-for-ever", "R29", "R29", GUEST_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
+@planted("repair-waits-for-ever", "R29", "R29", SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
 def repair_waits_for_ever() -> Any:
     """Repair goes on waiting for a host that came back without its memory."""
     return patch.object(Repair, "_may_come_back", lambda *a: True)
@@ -280,14 +280,19 @@ def steps_mixed() -> Any:
         chosen = active.plan.step
         older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
         for number, action in enumerate(self.out.actions[first:], first):
-            if older and isinstance(action, Tell) and isinstance(order := action.order, StageShard) and order.rank == 0:
+            if (
+                older
+                and isinstance(action, SendOrder)
+                and isinstance(order := action.order, StageShard)
+                and order.rank == 0
+            ):
                 copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
                 hosts = sorted(job.copies[older[-1]][0])
                 order = structs.replace(
                     order, shard=WireShard.of(copy.shard), spec=WireSpec.of(copy.spec), holders=tuple(hosts),
                     runs=(Run("peer", copy.host, 0, copy.spec.chunks_count),),
                 )  # fmt: skip
-                self.out.actions[number] = Tell(action.host_id, order)
+                self.out.actions[number] = SendOrder(action.host_id, order)
 
     return patch.object(Staging, "start", mixed)
 
@@ -314,10 +319,10 @@ def keys_not_compared() -> Any:
         before = len(self.out.actions)
         order(self, job, write, pieces)
         for number, action in enumerate(self.out.actions[before:], before):
-            if isinstance(action, Tell):
+            if isinstance(action, SendOrder):
                 key = self.keys.of(job.name).names.get(action.host_id, "")
                 own: Any = structs.replace(action.order, key=key)
-                self.out.actions[number] = Tell(action.host_id, own)
+                self.out.actions[number] = SendOrder(action.host_id, own)
 
     def reported(self: DurableOrders, host_id: str, report: SliceWritten) -> None:
         write = self.states.of(report.job).active

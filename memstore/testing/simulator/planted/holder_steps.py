@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.holder import ranks, seal
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.core.holder.sessions import Sessions
-from memstore.core.holder.state import HandOver, HolderState
+from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import chunk_notifier
@@ -22,11 +22,9 @@ from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
-# With all ranks of an attempt again and again, about every third seed has a hand-over in the very moment of a fence.
+# With all ranks of an attempt again and again, about every third seed has a submission in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
-BROKEN_LINKS = [Fault(2.0 + 0.4 * n, "break-link", rank=n % 3) for n in range(24)]
-LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]
-UNTOLD = patch.object(ranks, "tell_fenced", lambda *_: iter(()))  # no process learns that it is fenced
+UNNOTIFIED = patch.object(ranks, "send_fenced", lambda *_: iter(()))  # no process learns that it is fenced
 
 
 @planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
@@ -34,7 +32,7 @@ def lease_freed_by_timeout() -> Any:
     """Leases of a rank that has been silent for a while are given to others."""
     reap = ranks.reap
 
-    def hasty(state: HolderState) -> Steps[None]:
+    def hasty(state: HolderState) -> Procedure[None]:
         for link in list(state.ranks.links.values()):
             process: Any = link
             if process.process.is_frozen:
@@ -55,31 +53,25 @@ def lease_freed_by_a_broken_link() -> Any:
     return patch.object(ReplicaStore, "confirm", forget)
 
 
-@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8)
-def older_link_taken() -> Any:
-    """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
-    return patch.object(ranks, "_is_newest", lambda state, link: True)
-
-
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
 @contextmanager
 def fence_not_kept() -> Iterator[None]:
     """A holder answers a fence and goes on as before."""
-    with patch.object(seal, "open_fence", lambda state, job, attempt: None), UNTOLD:
+    with patch.object(seal, "open_fence", lambda state, job, attempt: None), UNNOTIFIED:
         yield
 
 
 @planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
 @contextmanager
 def seal_ignores_fence() -> Iterator[None]:
-    """A holder seals what a rank of a fenced attempt hands over."""
+    """A holder seals what a rank of a fenced attempt submits."""
     add = seal.add
 
-    def unfenced(state: HolderState, link: Any, ready: Any) -> HandOver | None:
+    def unfenced(state: HolderState, link: Any, ready: Any) -> SubmittedPut | None:
         put = add(state, link, ready)
         return replace(put, fence=0) if put is not None else None
 
-    with patch.object(seal, "add", unfenced), UNTOLD:
+    with patch.object(seal, "add", unfenced), UNNOTIFIED:
         yield
 
 
@@ -107,7 +99,7 @@ def level_before_the_fact() -> Any:
 
 @planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
 def fence_answered_early() -> Any:
-    """A fence is answered before the shards that were handed over in time are sealed."""
+    """A fence is answered before the shards that were submitted in time are sealed."""
     return patch.object(seal, "FENCE_DRAIN_S", 0.0)
 
 
@@ -146,14 +138,14 @@ def use_is_a_connect() -> Iterator[None]:
         yield
 
 
-@planted("reader-told-of-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
-def reader_told_of_other_slots() -> Any:
+@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
+def reader_reported_of_other_slots() -> Any:
     """A reader that gets chunks one by one gets the slot of another chunk."""
 
     before: list[int] = []
 
-    def told(index: int, slot: int) -> ArrivedChunk:
+    def other_slot(index: int, slot: int) -> ArrivedChunk:
         before.append(slot)
         return ArrivedChunk(index, before[-2] if before[1:] else slot)
 
-    return patch.object(chunk_notifier, "ArrivedChunk", told)
+    return patch.object(chunk_notifier, "ArrivedChunk", other_slot)

@@ -19,12 +19,12 @@ from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.planted.bug import planted
-from memstore.testing.simulator.planted.holder_steps import BROKEN_LINKS
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId, StepId
 
 PINNED = Fault(4.0, "pin-step")
 FORKED = Fault(4.0, "fork-step")
+BROKEN_LINKS = [Fault(2.0 + 0.4 * n, "break-link", rank=n % 3) for n in range(24)]
 
 
 @planted("retention-ignores-pins", "R19", "R19", PINNED)

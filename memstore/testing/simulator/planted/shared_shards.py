@@ -1,4 +1,4 @@
-"""Planted bugs around ranks with equal state: the choice of copiers, offers that wait, reports, restores (R34)."""
+"""Planted bugs around ranks with equal state: the choice of writers, offers that wait, reports, restores (R34)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from memstore.core.holder.effects import DigestAndStore, WaitFor
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging
-from memstore.core.targets import shared_shards as core_twins
-from memstore.core.targets.shared_shards import Twins
+from memstore.core.targets import shared_shards as core_shared_shards
+from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
-from memstore.shell.holder.shared_shards import Twins as HolderTwins
-from memstore.testing.simulator.host import twins
+from memstore.shell.holder.shared_shards import HolderSharedShards
+from memstore.testing.simulator.host import shared_shards
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
@@ -29,50 +29,50 @@ HYBRID: dict[str, Any] = {"shards": 2, "world_size": 6}
 RESTART = Fault(5.0, "kill-rank")
 
 
-@planted("copiers-in-one-domain", "R34", "R34", world_size=6, **DDP)
-def copiers_in_one_domain() -> Any:
-    """The copiers are the lowest ranks of one host."""
+@planted("writers-in-one-domain", "R34", "R34", world_size=6, **DDP)
+def writers_in_one_domain() -> Any:
+    """The writers are the lowest ranks of one host."""
 
     def near(shard_of: Any, hosts: Any, topology: Any, *, replicas: int, **_: Any) -> tuple[int, ...]:
         return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
 
-    return patch.object(core_twins, "choose_copiers", near)
+    return patch.object(core_shared_shards, "choose_writers", near)
 
 
-@planted("copiers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP)
-def copiers_chosen_again() -> Any:
-    """After a process has taken a rank's place, other ranks are copiers."""
-    replace_seat = Attempts._replace_seat
+@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP)
+def writers_chosen_again() -> Any:
+    """After a process has taken a rank's place, other ranks are writers."""
+    replace_member = Attempts._replace_member
 
     def again(self: Attempts, name: str, attempt: Any, call: Any) -> None:
         record = self.journal.record
-        others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.copiers)
-        with patch.object(self.journal, "record", lambda fact: record(replace(fact, copiers=others))):
-            replace_seat(self, name, attempt, call)
+        others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.writers)
+        with patch.object(self.journal, "record", lambda fact: record(replace(fact, writers=others))):
+            replace_member(self, name, attempt, call)
 
-    return patch.object(Attempts, "_replace_seat", again)
+    return patch.object(Attempts, "_replace_member", again)
 
 
-@planted("copiers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP)
-def copiers_not_written() -> Any:
-    """Copiers are chosen each time a rank asks, among the hosts that live then, and recorded in no fact."""
+@planted("writers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP)
+def writers_not_written() -> Any:
+    """Writers are chosen each time a rank asks, among the hosts that live then, and recorded in no fact."""
 
-    def joined(self: Twins, attempt: Any, rank: int) -> SharedShardPlace:
+    def joined(self: SharedShards, attempt: Any, rank: int) -> SharedShardPlace:
         count = len(self.state.hosts.live_ids())
         ranks = range(attempt.world_size)
         table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
         mine = attempt.shard_of[rank]
-        roster = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
-        return SharedShardPlace(mine, len(table), tuple(table[mine]), roster)
+        writers_by_shard = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+        return SharedShardPlace(mine, len(table), tuple(table[mine]), writers_by_shard)
 
-    return patch.object(Twins, "joined", joined)
+    return patch.object(SharedShards, "joined", joined)
 
 
-@planted("copies-of-copiers-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
-def copies_of_copiers_go_anywhere() -> Any:
-    """A copier's copies go to its host's ordinary targets, not to the hosts of its shard's other copiers."""
+@planted("copies-of-writers-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
+def copies_of_writers_go_anywhere() -> Any:
+    """A writer's copies go to its host's ordinary targets, not to the hosts of its shard's other writers."""
     return patch.object(
-        Twins, "targets", lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner]
+        SharedShards, "targets", lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner]
     )
 
 
@@ -101,13 +101,13 @@ def another_shard_restored() -> Any:
     )
 
 
-@planted("copiers-wait-for-one-another", "R34", "R34", **DDP)
+@planted("writers-wait-for-one-another", "R34", "R34", **DDP)
 @contextmanager
-def copiers_wait_for_one_another() -> Iterator[None]:
-    """A host digests its rank's put after the other copier's copy has come, whose offer waits for that digest."""
-    fresh, row_of, rows = seal._fresh, HolderTwins._row, dict[ShardId, Any]()
+def writers_wait_for_one_another() -> Iterator[None]:
+    """A host digests its rank's put after the other writer's copy has come, whose offer waits for that digest."""
+    fresh, row_of, rows = seal._fresh, HolderSharedShards._row, dict[ShardId, Any]()
 
-    def noted(self: HolderTwins, shard: ShardId) -> Any:
+    def noted(self: HolderSharedShards, shard: ShardId) -> Any:
         rows[shard] = row_of(self, shard)
         return rows[shard]
 
@@ -120,41 +120,41 @@ def copiers_wait_for_one_another() -> Iterator[None]:
                 return end.value
             if isinstance(effect, DigestAndStore):  # its own offers are made
                 store: Any = state.store
-                for twin in rows[shard].twins if rows[shard] is not None else ():
-                    theirs = ShardId(shard.job, shard.attempt, shard.step, twin)
+                for other_rank in rows[shard].other_writers if rows[shard] is not None else ():
+                    theirs = ShardId(shard.job, shard.attempt, shard.step, other_rank)
                     yield WaitFor(lambda: store.index.find(theirs) is not None, 8.0)  # noqa: B023
             value = yield effect
 
-    with patch.object(seal, "_fresh", late), patch.object(HolderTwins, "_row", noted):
+    with patch.object(seal, "_fresh", late), patch.object(HolderSharedShards, "_row", noted):
         yield
 
 
-@planted("copier-not-waited-for", "R34", "R34", tries=4, **DDP)
-def copier_not_waited_for() -> Any:
+@planted("writer-not-waited-for", "R34", "R34", tries=4, **DDP)
+def writer_not_waited_for() -> Any:
     """An offer of equal chunks is answered while this host digests its own."""
-    return patch.object(HolderTwins, "is_over", lambda self, shard, own: True)
+    return patch.object(HolderSharedShards, "is_over", lambda self, shard, own: True)
 
 
-@planted("late-copier-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
+@planted("late-writer-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
          Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP)  # fmt: skip
-def late_copier_awaited_again() -> Any:
+def late_writer_awaited_again() -> Any:
     """An offer waits for a rank although an earlier offer has waited for it in vain."""
-    return patch.object(HolderTwins, "gave_up", lambda self, shard, own: None)
+    return patch.object(HolderSharedShards, "gave_up", lambda self, shard, own: None)
 
 
 @planted("wait-without-end", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP)
 def wait_without_end() -> Any:
-    """An offer waits for the local copier's put without a limit."""
-    return patch.object(twins, "TWIN_WAIT_S", 60.0)
+    """An offer waits for the local writer's put without a limit."""
+    return patch.object(shared_shards, "WRITER_WAIT_S", 60.0)
 
 
 @planted("own-state-compared", "R34", "R34", **DDP)
 def own_state_compared() -> Any:
-    """Copiers are reported to differ in the chunks that are each one's own."""
+    """Writers are reported to differ in the chunks that are each one's own."""
     return patch.object(seal, "shared_count", lambda ready: len(ready.slots))
 
 
-@planted("differing-copiers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
-def differing_copiers_unreported() -> Any:
-    """Copies are not compared with the local copier's put."""
-    return patch.object(HolderTwins, "_compare", lambda self, own, other: None)
+@planted("differing-writers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
+def differing_writers_unreported() -> Any:
+    """Copies are not compared with the local writer's put."""
+    return patch.object(HolderSharedShards, "_compare", lambda self, own, other: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.arena.replica_index import OWN_DRAFT, IncomingReplica, ReplicaIndex, StoredReplica
+from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.shell.arena import adoption
 from memstore.shell.arena.manifests import ManifestFolder
@@ -36,9 +36,9 @@ class _Equal:
 def digest_skipped_on_arrival() -> Any:
     """A chunk from a peer is kept without comparing its digest."""
 
-    def keep(self: ReplicaStore, draft: IncomingReplica, came: Any) -> list[int]:
-        for index, number, nbytes, _ in came:
-            self.index.fill(draft, index, number, draft.digests[index], nbytes, self.clock.time())
+    def keep(self: ReplicaStore, replica: IncomingReplica, arrived: Any) -> list[int]:
+        for index, number, nbytes, _ in arrived:
+            self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
         self.flush()
         return []
 
@@ -56,12 +56,12 @@ def adoption_trusts_headers() -> Any:
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
 def digest_skipped_on_staging() -> Any:
     """A restore hands local bytes to the rank without digesting them again."""
-    return patch.object(ReplicaStore, "verify", lambda self, shelved: sorted(shelved.missing))
+    return patch.object(ReplicaStore, "verify", lambda self, stored: sorted(stored.missing))
 
 
 @planted("bad-slot-not-condemned", "R30", "R23 R6 R29", Fault(4.5, "kill-rank"),
          Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
-def bad_slot_not_condemned() -> Any:
+def bad_slot_not_quarantined() -> Any:
     """A slot with bad bytes stays in its replicas and is served."""
     return patch.object(ReplicaIndex, "quarantine", lambda self, number: [])
 
@@ -75,17 +75,17 @@ def scrub_finds_nothing() -> Any:
 @planted("scrub-passes-manifests", "R30", "R29", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS)
 def scrub_passes_manifests() -> Any:
     """The scrub skips manifests."""
-    return patch.object(Scrubber, "_check_manifest", lambda self, shelved: False)
+    return patch.object(Scrubber, "_check_manifest", lambda self, stored: False)
 
 
 @planted("have-without-a-reference", "R13", "R6 R7")
 def have_without_a_reference() -> Any:
     """An offered chunk that is here already is counted without a reference of its own."""
 
-    def hold(self: ReplicaIndex, draft: IncomingReplica, index: int, nbytes: int) -> int | None:
-        number = self.table.lookup(draft.digests[index], nbytes)
-        if number is not None and draft.slots[index] is None:
-            draft.slots[index] = number
+    def hold(self: ReplicaIndex, replica: IncomingReplica, index: int, nbytes: int) -> int | None:
+        number = self.table.lookup(replica.digests[index], nbytes)
+        if number is not None and replica.slots[index] is None:
+            replica.slots[index] = number
         return number
 
     return patch.object(ReplicaIndex, "hold_known", hold)
@@ -102,10 +102,10 @@ def free_before_unlink() -> Any:
     """A dropped replica's slots are freed before its manifest is unlinked."""
 
     def discard(self: ReplicaStore, gone: list[StoredReplica]) -> None:
-        for shelved in gone:
-            self.index.free(shelved)
+        for stored in gone:
+            self.index.free(stored)
             self.flush()
-            self.manifests.remove(ManifestFolder.name_of(shelved.shard, shelved.spec.digest))
+            self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
 
     return patch.object(ReplicaStore, "_discard", discard)
 
@@ -116,7 +116,7 @@ def ack_before_the_manifest() -> Any:
     finish = ReplicaStore.finish
 
     def unsaved(self: ReplicaStore, name: str, data: bytes) -> StoredReplica:
-        if name == OWN_DRAFT:
+        if name == LOCAL_SENDER:
             return finish(self, name, data)
         with patch.object(self.manifests, "save", lambda name, data: None):
             return finish(self, name, data)
@@ -146,9 +146,9 @@ def manifest_before_the_chunks() -> Any:
     return patch.multiple(ReplicaStore, finish=early, flush=late)
 
 
-@planted("stale-hand-over", "R8", "R6 R7 R8", *CRASHES, step_s=0.15, tries=3)
-def stale_hand_over() -> Any:
-    """After a broken link a rank hands over slots that are not leased to it any more, and the holder takes them."""
+@planted("stale-submission", "R8", "R6 R7 R8", *CRASHES, step_s=0.15, tries=3)
+def stale_submission() -> Any:
+    """After a broken link a rank submits slots that are not leased to it any more, and the holder takes them."""
 
     def take(self: SlotTable, owner: Any, numbers: Any) -> bool:
         for number in numbers:
@@ -156,24 +156,27 @@ def stale_hand_over() -> Any:
             self._enter(number, SlotState.RECEIVING)
         return True
 
-    return patch.multiple(SlotTable, hand_over=take, confirm=lambda self, owner, held: (list(held), []))
+    return patch.multiple(SlotTable, submit=take, confirm=lambda self, owner, held: (list(held), []))
 
 
-@planted("drafts-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3, world_size=2)
-def drafts_kept() -> Any:
-    """A push that was given up leaves its draft at the peer for ever."""
+@planted(
+    "incoming-replicas-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3, world_size=2
+)
+def incoming_kept() -> Any:
+    """A push that was given up leaves its incoming replica at the peer for ever."""
     abort = PeerServer._abort
 
     def forget(self: PeerServer, request: Any) -> Any:
-        with patch.object(self.replicas, "abort_draft", lambda name, shard: None):
+        with patch.object(self.replicas, "abort_incoming", lambda name, shard: None):
             return abort(self, request)
 
     return patch.object(PeerServer, "_abort", forget)
 
 
-@planted("fence-keeps-drafts", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
+@planted(
+    "fence-keeps-incoming-replicas", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
          step_s=0.15, tries=5)  # fmt: skip
-def fence_keeps_drafts() -> Any:
+def fence_keeps_incoming() -> Any:
     """A fence leaves half-received shards of older attempts alone."""
     return patch.object(ReplicaIndex, "abort_older", lambda self, job, attempt: [])
 
@@ -218,4 +221,4 @@ def drop_leaves_staged() -> Any:
 @planted("peer-copies-refused", "R10", "I16")
 def peer_copies_refused() -> Any:
     """A host refuses every copy of a peer for want of room."""
-    return patch.object(ReplicaIndex, "guest_refusal", lambda self, shard, count: "guest share full")
+    return patch.object(ReplicaIndex, "peer_refusal", lambda self, shard, count: "peer share full")

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.holder import seal
-from memstore.core.holder.effects import Steps
+from memstore.core.holder.effects import Procedure
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run import taken_files
@@ -30,7 +30,7 @@ def old_arena_written() -> Iterator[None]:
         yield
 
 
-def _seen(*_: Any) -> Steps[str]:
+def _seen(*_: Any) -> Procedure[str]:
     yield from ()
     return ""
 

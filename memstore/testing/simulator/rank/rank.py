@@ -1,6 +1,6 @@
 """A training process: it joins, gets, checks every byte that it is given, then puts step after step until it ends.
 
-It mirrors the rank's side of a link (shell/rank/holder_link.py): leased slots, slots under a copy, hand-overs kept
+It mirrors the rank's side of a link (shell/rank/holder_link.py): leased slots, slots under a copy, submissions kept
 until they are sealed, calls kept until they are answered. All of them outlive the holder (R8).
 """
 
@@ -15,7 +15,7 @@ import msgspec
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.wire.calls import RankCall, SkipStep
+from memstore.core.wire.calls import AssignRanks, Join, RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -26,7 +26,7 @@ from memstore.core.wire.rank_messages import (
     SlotsLeased,
     StepLevel,
 )
-from memstore.testing.controller.catalog_holder import LEVELS
+from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
@@ -41,6 +41,7 @@ STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
 THAW_POLL_S = 0.1
 RANGES_S = 30.0  # how long a read of ranges may take
+TOGETHER_EVERY = 5  # one in so many steps every rank reads the same shard
 WRITE_S = 0.004  # one chunk's copy: long enough for a fault to stop it
 
 
@@ -54,6 +55,7 @@ class SimRank:
         self.nonce = f"n{self.pid}"
         self.owner = Owner(self.pid, 1, self.pid)
         self.attempt = 0
+        self.place = (rank, 0)  # rank and attempt that its link names, from the moment at which the answer comes
         self.is_dead = self.is_frozen = self.is_fenced = False
         self.is_left = False  # its launcher takes it for dead
         self.is_restored = False  # its get is over
@@ -62,7 +64,7 @@ class SimRank:
         self.mapping: list[bytearray] = []  # the arena's file: another list if that is another file
         self.pool: list[int] = []
         self.in_copy: set[int] = set()
-        self.handovers: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
+        self.unsealed_puts: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
         self.calls: dict[int, RankCall] = {}
         self.call_ids = itertools.count(1)
         self.replies: dict[int, Body] = {}
@@ -83,7 +85,7 @@ class SimRank:
 
     def held(self) -> list[int]:
         """Return every slot that it believes to be its own."""
-        waiting = [n for ready in self.handovers.values() for n in ready.slots]
+        waiting = [n for ready in self.unsealed_puts.values() for n in ready.slots]
         return sorted({*self.pool, *self.in_copy, *waiting})
 
     def connect(self, holder: Holder) -> None:
@@ -95,17 +97,17 @@ class SimRank:
         self.holder = holder
         self.map_arena(holder.memory)
         self.in_copy.difference_update(stale)
-        anew: set[int] = set()
-        for key, ready in self.handovers.items():
+        regranted: set[int] = set()
+        for key, ready in self.unsealed_puts.items():
             if not set(ready.slots).isdisjoint(stale):
-                anew.update(ready.slots)
-                self.handovers[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
-        taken = {n for ready in self.handovers.values() for n in ready.slots}
-        self.pool = sorted({*self.pool, *anew}.difference(stale) - self.in_copy - taken)
+                regranted.update(ready.slots)
+                self.unsealed_puts[key] = msgspec.structs.replace(ready, slots=(), nbytes=0, is_lost=True)
+        taken = {n for ready in self.unsealed_puts.values() for n in ready.slots}
+        self.pool = sorted({*self.pool, *regranted}.difference(stale) - self.in_copy - taken)
 
     def connected(self, holder: Holder) -> None:
         """Send again what was not sealed or answered."""
-        for _, ready in sorted(self.handovers.items()):
+        for _, ready in sorted(self.unsealed_puts.items()):
             holder.take_over(self, ready)
         for call_id, request in sorted(self.calls.items()):
             holder.call(self, call_id, request)
@@ -118,7 +120,7 @@ class SimRank:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
         return [b"" if number is None else bytes(self.mapping[number]) for number in slots]
 
-    def hear(self, message: HolderEvent) -> None:
+    def receive(self, message: HolderEvent) -> None:
         """Take what the holder says."""
         match message:
             case SlotsLeased(slots=slots):
@@ -132,7 +134,7 @@ class SimRank:
                     read = dict(zip((c.index for c in chunks), self.read([c.slot for c in chunks]), strict=True))
                     self.checker.restores.arrived(self, self.streams[number], read, [c.slot for c in chunks])
             case StepLevel(step=step, level=level) if message.attempt == self.attempt:
-                self.rise(step, level)
+                self.raise_level(step, level)
                 self.resume_step = max(self.resume_step, message.resume)
                 for old in [s for s, at in self.tickets.items() if s < step and at in LEVELS[:3]]:
                     self.tickets[old] = "superseded" if level == "committed" else self.tickets[old]
@@ -162,12 +164,14 @@ class SimRank:
         if isinstance(request, SkipStep):
             self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
         elif request is not None:
+            if isinstance(request, Join | AssignRanks) and not error:
+                self.place = (int(body["rank"]), int(body["attempt"]))
             self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
 
-    def rise(self, step: int, level: str) -> None:
+    def raise_level(self, step: int, level: str) -> None:
         """Set the level of a ticket; levels only grow, and a ticket that has ended stays as it is (R15)."""
         if level != "pending":
-            self.handovers.pop((self.attempt, step), None)
+            self.unsealed_puts.pop((self.attempt, step), None)
         now = self.tickets.get(step)
         if now not in LEVELS or now is None:
             return
@@ -211,8 +215,10 @@ class SimRank:
             self.steps_done = step
             if scenario.reads_ranges and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_ranges(), self)
-            if scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
-                self.world.spawn(self._read_streamed(step), self)
+            if scenario.streams_reads and step % TOGETHER_EVERY == 0:
+                self.world.spawn(self._read_streamed(step, 0), self)
+            elif scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
+                self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
@@ -226,12 +232,11 @@ class SimRank:
         if "error" not in answer:
             self.checker.restores.read_ranges(self, answer)
 
-    def _read_streamed(self, number: int) -> Thread:
-        """Read another rank's newest shard whole, and look at its chunks as they come (R27)."""
+    def _read_streamed(self, number: int, rank: int) -> Thread:
+        """Read a rank's newest shard whole, and look at its chunks as they come (R27)."""
         answer = yield from self._answer(
-            "read_step", RANGES_S, rank=(self.rank + 1) % self.world_size, step=None, of_attempt=None,
-            listener=ChunkListener(self.nonce, number),
-        )  # fmt: skip
+            "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, listener=ChunkListener(self.nonce, number)
+        )
         if "error" not in answer:
             self.checker.restores.read_ranges(self, {**answer, "read": dict(enumerate(answer["read"]))})
 
@@ -272,7 +277,7 @@ class SimRank:
         return {"error": ""} if answer is None else answer
 
     def _put(self, step: int) -> Thread:
-        """Copy into leased slots chunk by chunk and hand over; skip the step if there is no room (R11, R12)."""
+        """Copy into leased slots chunk by chunk and submit; skip the step if there is no room (R11, R12)."""
         world = self.world
         self.tickets[step] = "pending"
         if self.raises or step < self.resume_step:
@@ -306,8 +311,8 @@ class SimRank:
             layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, world_size=self.world_size,
             shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0,
         )  # fmt: skip
-        self.handovers[self.attempt, step] = ready
-        self.checker.puts.handed_over(ShardId(self.job, self.attempt, step, self.rank), content)
+        self.unsealed_puts[self.attempt, step] = ready
+        self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, ready))
 
     def content(self, step: int) -> list[bytes]:

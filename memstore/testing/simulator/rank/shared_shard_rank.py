@@ -1,7 +1,7 @@
-"""A rank that names its shard: a copier puts the shared part, and every rank gets it from a copier (R34).
+"""A rank that names its shard: a writer puts the shared part, and every rank gets it from a writer (R34).
 
 It mirrors memstore/client/shared_shard.py. Its own part comes from its own shard, in the round. The shared part comes
-from a copier's shard of the same step, without a barrier. With another world size all ranks agree on the step, and get
+from a writer's shard of the same step, without a barrier. With another world size all ranks agree on the step, and get
 the shared part alone.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.format.shared_layout import NaturalLayout, Part
+from memstore.core.format.shared_layout import Part, SharedShardLayout
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
@@ -33,8 +33,8 @@ class SharedShardRank(SimRank):
         super().__init__(world, checker, rank, host_id, key)
         self.dealer = dealer
         self.shard_of, self.world_size = tuple(shard_of), len(shard_of)  # by rank
-        self.copiers: tuple[int, ...] = ()
-        self.roster: tuple[tuple[int, ...], ...] = ()
+        self.writers: tuple[int, ...] = ()
+        self.writers_by_shard: tuple[tuple[int, ...], ...] = ()
         self.stuck_at = ""  # the question that it never asks
 
     @property
@@ -43,9 +43,9 @@ class SharedShardRank(SimRank):
         return self.shard_of[self.rank]
 
     @property
-    def is_copier(self) -> bool:
+    def is_writer(self) -> bool:
         """Return whether it copies what it shares."""
-        return self.rank in self.copiers
+        return self.rank in self.writers
 
     def named(self) -> Body:
         """Return what it says of its shard when it joins."""
@@ -54,15 +54,15 @@ class SharedShardRank(SimRank):
     def joined(self, answer: Body) -> None:
         """Take its place, and learn which ranks copy."""
         super().joined(answer)
-        shard, shards, copiers, roster = answer["shared_shard"]
-        self.copiers, self.roster = tuple(copiers), tuple(tuple(ranks) for ranks in roster)
-        self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_copier
-        self.checker.shared_shards.told(self, answer)
+        shard, shards, writers, writers_by_shard = answer["shared_shard"]
+        self.writers, self.writers_by_shard = tuple(writers), tuple(tuple(ranks) for ranks in writers_by_shard)
+        self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_writer
+        self.checker.shared_shards.joined(self, answer)
         size = self.world.memories[self.host_id].chunk_bytes
-        first = SHARED_CHUNKS * self.is_copier
-        shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_copier else None
-        layout = NaturalLayout(
-            int(shard), int(shards), self.copiers, self.roster, shared, Part(b"", first, OWN_CHUNKS * size)
+        first = SHARED_CHUNKS * self.is_writer
+        shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_writer else None
+        layout = SharedShardLayout(
+            int(shard), int(shards), self.writers, self.writers_by_shard, shared, Part(b"", first, OWN_CHUNKS * size)
         )
         self.layout = layout.encode((first + OWN_CHUNKS) * size)
 
@@ -74,25 +74,25 @@ class SharedShardRank(SimRank):
     # -- putting --------------------------------------------------------------------------------
 
     def content(self, step: int) -> list[bytes]:
-        """Return a copier's two shared chunks, of which one never changes, and one chunk of its own."""
+        """Return a writer's two shared chunks, of which one never changes, and one chunk of its own."""
         is_torn, self.differs = self.differs > 0, max(0, self.differs - 1)
         texts = (
             f"frozen layer of shard {self.shard}",
             f"shared {self.key} {self.shard} {step}{f' but for rank {self.rank}' if is_torn else ''}",
         )
-        shared = [chunk_of(text) for text in texts] if self.is_copier else []
+        shared = [chunk_of(text) for text in texts] if self.is_writer else []
         self.checker.shared_shards.shared_put(self, step, shared)
         return [*shared, chunk_of(f"own {self.key} {self.rank} {step}")]
 
     def shared_chunks(self) -> int | None:
         """Return how many of its first chunks other ranks put as well."""
-        return SHARED_CHUNKS * self.is_copier
+        return SHARED_CHUNKS * self.is_writer
 
     # -- getting --------------------------------------------------------------------------------
 
     def check(self, manifest: Manifest) -> str:
         """Say why it cannot take what was staged: its number must have held the same shard in that step."""
-        layout = NaturalLayout.decode(manifest)
+        layout = SharedShardLayout.decode(manifest)
         if layout is None or (layout.shard, layout.shards) != (self.shard, self.world.scenario.shards):
             return f"{manifest.shard} is not of shard {self.shard}"
         return ""
@@ -112,13 +112,13 @@ class SharedShardRank(SimRank):
         if answer["step"] is None:
             return step
         mine = self._layout_of(answer)
-        home = answer
+        shared_answer = answer
         if mine.shared is None:
-            found = yield from self._read(self._near(mine.copiers), int(answer["step"]), int(answer["attempt"]))
+            found = yield from self._read(self._near(mine.writers), int(answer["step"]), int(answer["attempt"]))
             if found is None:
                 return None
-            home = found
-        self._loaded(StepId(int(answer["attempt"]), step), home, answer["read"][mine.own.first_chunk :])
+            shared_answer = found
+        self._loaded(StepId(int(answer["attempt"]), step), shared_answer, answer["read"][mine.own.first_chunk :])
         return step
 
     def _get_resized(self) -> Generator[Wait, None, int | None]:
@@ -135,8 +135,8 @@ class SharedShardRank(SimRank):
             opened = yield from self._read(0, step.step, step.attempt)
             if opened is None:
                 return None
-        copier = self._near(self._layout_of(opened).roster[self.shard])
-        found = yield from self._read(copier, step.step, step.attempt)
+        writer = self._near(self._layout_of(opened).writers_by_shard[self.shard])
+        found = yield from self._read(writer, step.step, step.attempt)
         if found is None:
             return None
         self._loaded(step, found, None)
@@ -146,17 +146,17 @@ class SharedShardRank(SimRank):
         return (yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt))
 
     def _near(self, ranks: Sequence[int]) -> int:
-        """Return the copier that all ranks of this host read from."""
+        """Return the writer that all ranks of this host read from."""
         return ranks[zlib.crc32(self.host_id.encode()) % len(ranks)]
 
-    def _layout_of(self, answer: Body) -> NaturalLayout:
-        layout = NaturalLayout.decode(decode_manifest(answer["manifest"]))
+    def _layout_of(self, answer: Body) -> SharedShardLayout:
+        layout = SharedShardLayout.decode(decode_manifest(answer["manifest"]))
         if layout is None:
             raise ValueError(f"the shard that was put at step {answer['step']} has no layout of a shared shard")
         return layout
 
-    def _loaded(self, step: StepId, home: Body, own: list[bytes] | None) -> None:
+    def _loaded(self, step: StepId, shared_answer: Body, own: list[bytes] | None) -> None:
         """Check both parts: the shared one must come from a shard whose layout says that it has it."""
-        found, where = self._layout_of(home), StepId(int(home["attempt"]), int(home["step"]))
+        found, where = self._layout_of(shared_answer), StepId(int(shared_answer["attempt"]), int(shared_answer["step"]))
         count = SHARED_CHUNKS if found.shared is not None else 0
-        self.checker.shared_shards.loaded(self, step, where, found, home["read"][:count], own)
+        self.checker.shared_shards.loaded(self, step, where, found, shared_answer["read"][:count], own)

@@ -149,12 +149,12 @@ class Cluster:
         self.at(back_after_s, lambda: self._bring_back(holder))
         for other in self.holders.values():  # one of them may die at a write in this
             if other is not holder and other.is_up:
-                self._drop_drafts(other, name)
+                self._drop_incoming(other, name)
 
-    def _drop_drafts(self, holder: SimHolder, sender: str) -> None:
+    def _drop_incoming(self, holder: SimHolder, sender: str) -> None:
         """End the connections of a sender that died: what it had begun to send is given up (R13)."""
-        for shard, name, _ in [k for k in holder.replicas.index.drafts if len(k) == 3 and k[1] == sender]:
-            holder.replicas.abort_draft(name, shard)
+        for shard, name, _ in [k for k in holder.replicas.index.incoming if len(k) == 3 and k[1] == sender]:
+            holder.replicas.abort_incoming(name, shard)
 
     def _bring_back(self, holder: SimHolder) -> None:
         if self.holders[holder.host_id] is holder and not holder.is_up:
@@ -203,7 +203,7 @@ class Cluster:
     def served(self) -> SimController | None:
         """Return the controller in charge if it serves."""
         newest = self.controllers[-1] if self.controllers else None
-        is_serving = newest is not None and newest.is_alive and not newest.is_frozen and newest.catalog.is_settled
+        is_serving = newest is not None and newest.is_alive and not newest.is_frozen and newest.machine.is_settled
         return newest if is_serving else None
 
     # -- ranks --------------------------------------------------------------------------------

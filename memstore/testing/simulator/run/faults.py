@@ -116,7 +116,7 @@ def _put_raises(cluster: Cluster, each: Fault) -> None:
 
 @fault("differ")
 def _differ(cluster: Cluster, each: Fault) -> None:
-    """Let a copier put other bytes than the ranks with the same shard, for some steps (R34)."""
+    """Let a writer put other bytes than the ranks with the same shard, for some steps (R34)."""
     rank = _rank(cluster, each)
     if rank is not None:
         rank.differs = each.count

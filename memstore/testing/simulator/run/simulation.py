@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from memstore.core.wire.messages import Heard
+from memstore.core.wire.messages import HostBeat
 from memstore.testing.simulator.controller.controller import DIAL_S, LEASE_S, SimController
 from memstore.testing.simulator.host.holder import REAP_S, SimHolder
 from memstore.testing.simulator.run.cluster import Cluster
@@ -98,4 +98,4 @@ def _each(those: Iterable[T], work: Callable[[T], None]) -> None:
 
 def _beat(holder: SimHolder) -> None:
     if holder.is_serving and holder.session is not None:
-        holder.tell(Heard(holder.host_id, clock_s=holder.session.clock_s))
+        holder.send_event(HostBeat(holder.host_id, clock_s=holder.session.clock_s))

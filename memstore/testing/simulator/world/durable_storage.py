@@ -18,6 +18,7 @@ class DurableStorage:
     # (shard, digest, key's name, slice) -> number of slices, manifest, chunks
     slices: dict[tuple[ShardId, str, str, int], tuple[int, bytes, list[bytes]]] = field(default_factory=dict)
     markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], str, Body]] = field(default_factory=dict)
+    removed: set[tuple[str, int, int]] = field(default_factory=set)  # steps that an order removed
     keys: dict[str, str] = field(default_factory=dict)  # host -> name of the key in its file
     problem: str = ""  # every operation fails with it
     delay_s: float = 0.05
@@ -25,6 +26,7 @@ class DurableStorage:
 
     def remove_step(self, job: str, attempt: int, step: int) -> None:
         """Remove a step's marker, then its slices."""
+        self.removed.add((job, attempt, step))
         self.markers.pop((job, attempt, step), None)
         for key in [k for k in self.slices if (k[0].job, k[0].attempt, k[0].step) == (job, attempt, step)]:
             del self.slices[key]

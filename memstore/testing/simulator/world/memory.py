@@ -34,9 +34,9 @@ class Memory:
         self.manifests: dict[str, bytes] = {}
         self.journal: list[bytes] = []
         self.spoilt: dict[int, float] = {}  # slot whose bytes a fault has changed -> when, until it is freed
-        self.hurt: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
+        self.damaged: set[bytes] = set()  # digests that a fault has spoilt here: a manifest may lack them (R30)
         self.rotten: set[str] = set()  # names of manifests that a fault has spoilt, until they are written again
-        self.hollow: set[int] = set()  # slots without pages: a process that touches one is killed
+        self.unbacked: set[int] = set()  # slots without pages: a process that touches one is killed
         self.is_removed = False  # the names of its files are gone, but its holder has them open (R35)
         self.is_full = False  # no room for a manifest, a slot or a fact
         self.is_cut = False
@@ -57,9 +57,9 @@ class Memory:
         """Lose everything, as a machine that is replaced."""
         self.slots, self.headers, self.manifests, self.journal = [], [], {}, []
         self.spoilt.clear()
-        self.hurt.clear()
+        self.damaged.clear()
         self.rotten.clear()
-        self.hollow.clear()
+        self.unbacked.clear()
         self.is_removed = False
         self.version += 1
 
@@ -77,7 +77,7 @@ class Memory:
         """Change a byte of a slot, as a fault does."""
         self.slots[slot][0] ^= 0x20
         self.spoilt[slot] = now
-        self.hurt.add(bytes(self.headers[slot].digest))
+        self.damaged.add(bytes(self.headers[slot].digest))
         self.version += 1
 
     def write(self) -> bool:
@@ -153,7 +153,7 @@ class MemoryArena(Arena):
         self.memory = memory
         self.chunk_bytes, self.limit_slots = memory.chunk_bytes, limit_slots
         self.headers = MemoryHeaders(memory)  # type: ignore[assignment]
-        self.hollow = sorted(memory.hollow)
+        self.unbacked = sorted(memory.unbacked)
 
     @property
     def identity(self) -> str:
@@ -167,7 +167,7 @@ class MemoryArena(Arena):
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return a slot's bytes."""
-        if slot in self.memory.hollow:
+        if slot in self.memory.unbacked:
             raise AssertionError(f"slot {slot} of {self.memory.host_id} is used without memory behind it: a SIGBUS")
         return memoryview(self.memory.slots[slot])[: self.chunk_bytes if nbytes is None else nbytes]
 
@@ -183,17 +183,17 @@ class MemoryArena(Arena):
         return len(memory.slots)
 
     def fill(self, slots: Sequence[int], on_step: Any = None) -> None:
-        """Claim the pages of hollow slots again; CapacityError if the file system is full."""
+        """Claim the pages of unbacked slots again; CapacityError if the file system is full."""
         if self.memory.is_full:
             raise CapacityError(f"the simulated file system has no room for {len(slots)} slots")
         if self.memory.write():
-            self.memory.hollow.difference_update(slots)
+            self.memory.unbacked.difference_update(slots)
 
     def give_back(self, slots: Sequence[int]) -> list[int]:
         """Give the pages of slots back, each in an operation of its own; the slots read as zeros from then on."""
         for slot in slots:
             if self.memory.write():
-                self.memory.hollow.add(slot)
+                self.memory.unbacked.add(slot)
                 self.memory.slots[slot] = bytearray(self.chunk_bytes)
         return []
 

@@ -59,9 +59,9 @@ class Network:
 class Stream:
     """Messages from one process to another, in order, while `is_open`."""
 
-    def __init__(self, network: Network, schedule: Schedule, source: str, target: str, can_hear: Callable[[], bool]):
+    def __init__(self, network: Network, schedule: Schedule, source: str, target: str, reaches: Callable[[], bool]):
         self.network, self._schedule = network, schedule
-        self.source, self.target, self._can_hear = source, target, can_hear
+        self.source, self.target, self._reaches = source, target, reaches
         self.is_open = True
         self._waiting: deque[Callable[[], None]] = deque()
         self._last_s = 0.0
@@ -76,7 +76,7 @@ class Stream:
     def _arrive(self) -> None:
         if not self.is_open or not self._waiting:
             return
-        if not self.network.reaches(self.source, self.target) or not self._can_hear():
+        if not self.network.reaches(self.source, self.target) or not self._reaches():
             self._schedule(RETRY_S, self._arrive)
             return
         self._waiting.popleft()()

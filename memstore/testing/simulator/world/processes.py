@@ -31,7 +31,7 @@ class Controller(Protocol):
     """A controller, as holders and checks see it."""
 
     term: int
-    catalog: ControllerMachine
+    machine: ControllerMachine
 
     @property
     def sessions(self) -> Mapping[str, Session]:
@@ -116,6 +116,7 @@ class Rank(Process, Protocol):
     job: str
     attempt: int
     rank: int
+    place: tuple[int, int]  # rank and attempt that its link names
     host_id: str
     key: str
     nonce: str
@@ -143,7 +144,7 @@ class Rank(Process, Protocol):
     def connected(self, holder: Holder) -> None:
         """Send again what was not sealed or answered."""
 
-    def hear(self, message: HolderEvent) -> None:
+    def receive(self, message: HolderEvent) -> None:
         """Take what the holder says."""
 
     def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:

@@ -73,11 +73,11 @@ class Scenario:
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
             f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
             f"durable storage {'on' if self.has_durable else 'off'}{', ranks renumbered' if self.is_ordered else ''}"
-            f"{self._twins_text()}"
+            f"{self._shared_shards_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
 
-    def _twins_text(self) -> str:
+    def _shared_shards_text(self) -> str:
         sizes = f", world sizes {list(self.sizes)}" if self.sizes else ""
         if not self.shards:
             return sizes
@@ -96,7 +96,7 @@ WEIGHTS = {
 # random stream of its own. So every seed of the corpus still draws the scenario that failed once.
 HISTORY_SEEDS = (4,)  # modulo 10
 CLOCK_SEEDS = (0, 1, 4)  # modulo 20
-TWIN_SEEDS = (3, 9, 18)  # modulo 20
+SHARED_SHARD_SEEDS = (3, 9, 18)  # modulo 20
 ORDERED_SEEDS = (14,)  # modulo 20
 ENDING_SEEDS = (0, 1)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40
@@ -130,10 +130,10 @@ def draw(seed: int) -> Scenario:
         is_paced=seed % 40 in PACE_SEEDS,
         faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
-    return _with_twins(drawn) if seed % 20 in TWIN_SEEDS else drawn
+    return _with_shared_shards(drawn) if seed % 20 in SHARED_SHARD_SEEDS else drawn
 
 
-def _with_twins(drawn: Scenario) -> Scenario:
+def _with_shared_shards(drawn: Scenario) -> Scenario:
     """Return a scenario whose ranks name shards; in one of four they name none."""
     rng = random.Random(f"twins {drawn.seed}")
     size = rng.choice([drawn.hosts, drawn.hosts, drawn.hosts + 1, 2 * drawn.hosts])

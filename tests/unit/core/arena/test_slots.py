@@ -1,4 +1,4 @@
-"""The slot table under any order of leases, hand-overs, seals and deaths keeps its invariants (R6, R8, R13)."""
+"""The slot table under any order of leases, submissions, seals and deaths keeps its invariants (R6, R8, R13)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Slots(RuleBasedStateMachine):
         self.leased[owner].update(numbers)
 
     @rule(owner=st.sampled_from(OWNERS), data=st.data())
-    def hand_over(self, owner: Owner, data: st.DataObject) -> None:
-        """Only what is leased to the owner can be handed over, all or nothing."""
+    def submit(self, owner: Owner, data: st.DataObject) -> None:
+        """Only what is leased to the owner can be submitted, all or nothing."""
         numbers = data.draw(st.lists(st.integers(0, 5), max_size=3))
         is_mine = self.leased[owner].issuperset(numbers) and len(set(numbers)) == len(numbers)
-        assert self.table.hand_over(owner, numbers) == is_mine
+        assert self.table.submit(owner, numbers) == is_mine
         if is_mine:
             self.leased[owner].difference_update(numbers)
             self.receiving.update(numbers)
@@ -76,7 +76,7 @@ class Slots(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), what=st.sampled_from(["hold", "unhold", "condemn"]))
     def reference(self, data: st.DataObject, what: str) -> None:
-        """The last reference frees a slot; a condemned one is found no more."""
+        """The last reference frees a slot; a quarantined one is found no more."""
         number = data.draw(st.sampled_from(sorted(self.held)))
         if what == "condemn":
             self.table.quarantine(number)

@@ -43,7 +43,7 @@ def test_bad_spacing_is_refused(value: str | int) -> None:
 
 
 def test_connect_refuses_what_cannot_be_read() -> None:
-    """Before anybody has joined: the controller could only fail on it."""
+    """Before any process has joined: the controller could only fail on it."""
     with pytest.raises(ConfigError, match="durable_every='often'"):
         connect("job", rank=0, world_size=1, config=Config(durable_every="often"))
 
@@ -154,7 +154,7 @@ def test_failed_write_is_not_started_again_for_the_same_step() -> None:
 
 
 def test_attempt_that_went_back_is_written() -> None:
-    """After a rewind the count starts anew instead of waiting to catch up with the abandoned branch (R22)."""
+    """After a rewind the count starts again instead of waiting to catch up with the abandoned branch (R22)."""
     got = next_durable(
         9.0, last_started_s=1.0, last_durable_step=StepId(1, 900), committed=[StepId(2, 501)], every="100 steps"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects, persist
-from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
@@ -35,7 +35,7 @@ DIGEST = "d" * 32
 SPEC = ShardSpec(DIGEST, 16, 8, 2, 1)
 PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
 STEP = WireStep(1, 2)
-SHELVED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
+STORED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ class Host:
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=self.reports.append,
-            sealed=lambda shelved, put: self.reported_copies.append(shelved), is_stopping=lambda: False,
+            sealed=lambda stored, put: self.reported_copies.append(stored), is_stopping=lambda: False,
             is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
         self.pins += self.is_here
-        return (SHELVED, 1) if self.is_here else None
+        return (STORED, 1) if self.is_here else None
 
-    def unpin(self, shelved: StoredReplica, pin: int) -> None:
+    def unpin(self, stored: StoredReplica, pin: int) -> None:
         self.pins -= 1
 
-    def manifest(self, shelved: StoredReplica) -> bytes:
+    def manifest(self, stored: StoredReplica) -> bytes:
         return b"manifest"
 
-    def play(self, *procedures: Steps[Any]) -> None:
+    def play(self, *procedures: Procedure[Any]) -> None:
         """Run procedures one after the other, as the runner does each."""
         for steps in procedures:
             value: Any = None
@@ -118,8 +118,8 @@ class Host:
         return values.get(type(effect))
 
     @property
-    def told(self) -> list[tuple[Any, ...]]:
-        """What the controller was told of slices: rank, slice, and why not."""
+    def reported(self) -> list[tuple[Any, ...]]:
+        """What the controller was informed of slices: rank, slice, and why not."""
         return [(report.rank, report.number, report.problem) for report in self.reports]
 
 
@@ -133,7 +133,7 @@ def test_slices_are_copied_under_a_pin_and_written_without_one() -> None:
     """Storage may hang: then the slots of a step that was dropped meanwhile are free all the same."""
     host = Host()
     host.play(*persist.slices(host.state, order()))
-    assert host.told == [(0, 0, None), (0, 1, None)]
+    assert host.reported == [(0, 0, None), (0, 1, None)]
     assert host.pins_at_write == [0, 0]
 
 
@@ -142,23 +142,23 @@ def test_a_host_with_another_key_writes_nothing_and_names_its_key() -> None:
     host = Host(key="other")
     host.play(persist.slices(host.state, order())[0])
     assert host.reports[0].key == "other"
-    assert "has key other here, ordered was k" in host.told[0][2]
+    assert "has key other here, ordered was k" in host.reported[0][2]
     assert not [effect for effect in host.done if isinstance(effect, effects.WriteSlice)]
 
 
-def test_a_chunk_that_went_bad_is_condemned_and_not_written() -> None:
+def test_a_chunk_that_went_bad_is_quarantined_and_not_written() -> None:
     """The copy is reported as it is then, so that repair replaces it."""
     host = Host(bad=1)
     host.play(persist.slices(host.state, order())[0])
-    assert host.reported_copies == [SHELVED]
-    assert host.told[0][2] == f"chunk 1 of {SHARD} went bad before it was written"
+    assert host.reported_copies == [STORED]
+    assert host.reported[0][2] == f"chunk 1 of {SHARD} went bad before it was written"
 
 
 def test_a_slice_of_what_was_dropped_says_so() -> None:
-    """The controller plans anew."""
+    """The controller plans again."""
     host = Host(is_here=False)
     host.play(persist.slices(host.state, order())[0])
-    assert host.told[0][2] == f"{SHARD} is not here any more"
+    assert host.reported[0][2] == f"{SHARD} is not here any more"
 
 
 @pytest.mark.parametrize("is_stopped_early", [True, False])
@@ -173,7 +173,7 @@ def test_nothing_is_said_of_slices_that_are_not_wanted_any_more(is_stopped_early
     assert host.reports == []
 
 
-def test_one_step_of_a_job_is_written_at_a_time_and_may_begin_anew() -> None:
+def test_one_step_of_a_job_is_written_at_a_time_and_may_begin_again() -> None:
     """An order of another step ends the older one's slices; one after a stop is obeyed."""
     host, later = Host(), WireStep(1, 3)
     older = persist.slices(host.state, order())
@@ -189,7 +189,7 @@ def test_a_failed_write_is_reported_with_its_reason() -> None:
     """Nothing is known of the bytes; the controller tries again."""
     host = Host(errors={effects.WriteSlice: TransportError("storage hangs")})
     host.play(persist.slices(host.state, order())[0])
-    assert host.told == [(0, 0, "storage hangs")]
+    assert host.reported == [(0, 0, "storage hangs")]
 
 
 def test_a_marker_is_reported_before_what_lies_around_is_swept() -> None:

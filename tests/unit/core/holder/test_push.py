@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from memstore.core.holder import effects
-from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
 from memstore.core.wire.reports import PushFailed, Report
-from memstore.errors import MemstoreError, PeerRefused, PeerUnreachable
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable
 from recovery.inventory import ShardId
 
 SHARD = ShardId("job", 1, 2, 0)
@@ -32,6 +32,7 @@ class Replica:
     digest: str = "d"
     sizes: tuple[int, ...] = (8, 8)
     readers: int = 1
+    stored: Any = None
 
     def begin(self) -> None:
         self.readers += 1
@@ -59,18 +60,21 @@ class Host:
 
     answer: Callable[[Request[Any]], Message | MemstoreError] = take
     is_here: bool = True
+    is_damaged: bool = False  # the manifest of what it sends
     now: float = 0.0
     asked: list[str] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
+    lacking: list[bool] = field(default_factory=list)  # of each copy that was reported again
 
     def __post_init__(self) -> None:
         self.state = HolderState(
             "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=self.reports.append, sealed=lambda shelved, put: None,
-            is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+            report=self.reports.append, sealed=lambda stored, put: self.lacking.append(stored.is_nameless),
+            is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
         link: Any = SimpleNamespace(
             nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt, parent=""
@@ -80,10 +84,10 @@ class Host:
     def outgoing(self, shard: ShardId, digest: str) -> Replica | None:
         if not self.is_here:
             return None
-        self.pinned.append(Replica(shard, digest))
+        self.pinned.append(Replica(shard, digest, stored=SimpleNamespace(is_nameless=False)))
         return self.pinned[-1]
 
-    def play(self, steps: Steps[Any]) -> Any:
+    def play(self, steps: Procedure[Any]) -> Any:
         """Run a procedure, as the runner does."""
         value: Any = None
         error: MemstoreError | None = None
@@ -102,7 +106,7 @@ class Host:
     def _perform(self, effect: Effect) -> Any:
         if isinstance(effect, effects.Sleep):
             self.now += effect.seconds
-        elif isinstance(effect, effects.Ask):
+        elif isinstance(effect, effects.CallPeer):
             self.asked.append(str(effect.request.__struct_config__.tag))
             found = self.answer(effect.request)
             if isinstance(found, MemstoreError):
@@ -110,10 +114,12 @@ class Host:
             return found
         elif isinstance(effect, effects.SendChunks):
             self.sent.append(list(effect.chunks))
-        elif isinstance(effect, effects.Tell):
-            self.told.append(str(getattr(effect.message, "level", "")))
+        elif isinstance(effect, effects.SendToRank):
+            self.reported.append(str(getattr(effect.message, "level", "")))
         elif isinstance(effect, effects.AwaitDigest):
             return "d"
+        elif isinstance(effect, effects.ReadManifest) and self.is_damaged:
+            raise DigestMismatch("the manifest is damaged")
         elif isinstance(effect, effects.Reach) and effect.host == "gone":
             raise PeerUnreachable("host gone is not in the view")
         return b"manifest"
@@ -146,20 +152,20 @@ def test_what_the_target_has_does_not_travel() -> None:
     assert (host.asked, host.sent) == (["offer"], [])
 
 
-def test_the_rank_is_told_when_the_last_of_its_copies_is_sealed() -> None:
+def test_the_rank_is_reported_when_the_last_of_its_copies_is_sealed() -> None:
     """One of two targets is not enough; a push that is under way already counts for both who asked for it."""
     host = Host()
     first = replicate(host.state, SHARD, "d", ["b", "c"], None)
     again = replicate(host.state, SHARD, "d", ["b"], None)
     assert ([push.target for push in first], again) == (["b", "c"], [])
     host.play(run(host.state, first[1]))
-    assert host.told == []
+    assert host.reported == []
     host.play(run(host.state, first[0]))
-    assert host.told == ["replicated", "replicated"]
+    assert host.reported == ["replicated", "replicated"]
 
 
 def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
-    """Only those that are missing travel again; after three rounds the copy is given up and its draft aborted."""
+    """Only missing chunks travel again; after three rounds the copy is given up and its slots are free."""
     host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.sent == [[0, 1]] + [[1]] * (SEAL_ROUNDS_MAX - 1)
@@ -178,7 +184,7 @@ def test_a_target_without_room_is_asked_again_until_that_is_final_or_takes_too_l
 
 
 def test_a_silent_target_is_pinged_first_and_given_up_once_it_would_count_as_dead() -> None:
-    """The controller may still hear of it: no put waits for it longer than for a dead host (R18, R28)."""
+    """The controller may still learn of it: no put waits for it longer than for a dead host (R18, R28)."""
     host = Host(lambda request: PeerUnreachable("no answer"))
     host.push()
     why, is_final = host.failure
@@ -209,7 +215,7 @@ def test_what_breaks_while_a_put_is_digested_is_tried_again_once_it_is_stored() 
     [push] = replicate(host.state, SHARD, "", ["b"], fresh)
     assert fresh.readers == 1
     host.play(run(host.state, push))
-    assert (fresh.readers, len(host.pinned), host.told) == (0, 1, ["replicated"])
+    assert (fresh.readers, len(host.pinned), host.reported) == (0, 1, ["replicated"])
 
 
 def test_a_replica_that_was_dropped_meanwhile_needs_no_copy() -> None:
@@ -253,8 +259,17 @@ def test_an_error_that_nothing_foresees_is_noted_and_said() -> None:
     assert host.failure == ("ZeroDivisionError('odd')", True)
 
 
-def test_a_refusal_while_sending_aborts_the_draft() -> None:
+def test_a_refusal_while_sending_aborts_the_incoming_replica() -> None:
     """Its room at the target is free again at once (R13)."""
     host = Host(lambda request: PeerRefused("odd", is_final=True) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.asked == ["offer", "seal", "abort"]
+
+
+def test_a_copy_whose_manifest_is_damaged_is_reported_as_none() -> None:
+    """It may be the only one of a step that would commit with fewer copies, and could not be read."""
+    host = Host(is_damaged=True)
+    host.push()
+    assert host.lacking == [True]
+    assert host.failure == ("the manifest is damaged", True)
+    assert host.asked == ["offer", "abort"]

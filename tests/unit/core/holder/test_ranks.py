@@ -1,29 +1,30 @@
-"""Which link of a process is taken, and what becomes of its leases when two come at once (R8)."""
+"""What a holder does with the links of one process, effect by effect: two that come at once, one that ends (R4, R8)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import effects, ranks
-from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.effects import Effect
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.rank_messages import RankHello
+from memstore.core.wire.reports import RankArrived, RankGone, Report
 
-PROCESS = Owner(7, 1, 1)
-SHARE = 4
+OWNER = Owner(1, 1, 1)
+HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena", parent=None)
 
 
 @dataclass(eq=False)
 class Link:
-    """A connection of one rank's process."""
+    """One connection of the same rank."""
 
-    order: int
     nonce: str = "n"
-    owner: Owner = PROCESS
+    owner: Owner = OWNER
     job: str = "job"
     rank: int = 0
     attempt: int = 1
@@ -33,89 +34,80 @@ class Link:
     is_open: bool = True
 
 
-class Host:
-    """A holder with eight slots, of which a rank's share is four."""
-
-    arena_identity = "here"
-
-    def __init__(self) -> None:
-        self.table = SlotTable(8)
-        store: Any = self
-        self.granted: dict[int, list[int]] = {}  # by the order of the link
-        self.state = HolderState(
-            "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0, report=lambda report: None,
-            sealed=lambda shelved, put: None, is_stopping=lambda: False, is_alive=lambda owner: True,
-            pin_numbers=itertools.count(),
-        )  # fmt: skip
-
-    def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
-        return self.table.confirm(owner, held)[1]
-
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, stand_ins_for: Sequence[Owner]) -> list[int]:
-        return self.table.lease(owner, SHARE - len(self.table.leases.get(owner, ())), attempt=attempt)
-
-    def join(self, link: Any, held: Sequence[int] = ()) -> Steps[None]:
-        """Begin to take a link, whose rank holds slots."""
-        hello = RankHello(
-            nonce="n", life=0, pid=7, job="job", rank=0, attempt=1, held=tuple(held), arena="here", parent=None
-        )  # fmt: skip
-        return ranks.join(self.state, link, hello)
-
-    def play(self, steps: Steps[None], *, until: type[Effect] | None = None) -> None:
-        """Run a procedure to its end, or until it has asked for an effect."""
-        for effect in steps:
-            if isinstance(effect, effects.Grant):
-                self.granted[effect.link.order] = ranks.lease(self.state, effect.link)
-            elif isinstance(effect, effects.CloseLink):
-                effect.link.is_open = False  # type: ignore[misc]
-            if until is not None and isinstance(effect, until):
-                return
-
-    @property
-    def taken(self) -> Any:
-        """The link on which the process is connected."""
-        return self.state.ranks.links.get("n")
+def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
+    """Return the state of a holder with these slots, which appends its reports to a list."""
+    reports = [] if reports is None else reports
+    store: Any = SimpleNamespace(
+        arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
+        lease=lambda owner, job, rank, attempt, substitute_for: table.lease(owner, 4, attempt=attempt),
+        reclaim=table.reclaim,
+    )  # fmt: skip
+    return HolderState(
+        "a", store, lambda shard, digest: None, Limits(suspect_after_s=2.0, dead_after_s=6.0), now=lambda: 0.0,
+        report=reports.append, sealed=lambda stored, put: None, is_stopping=lambda: False,
+        is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+    )  # fmt: skip
 
 
-def test_a_link_whose_welcome_is_late_does_not_take_the_place_of_a_newer_one() -> None:
-    """The process gave it up and listens on the newer one, which keeps its leases and stays open."""
-    host, old, new = Host(), Link(0), Link(1)
-    late = host.join(old)
-    host.play(late, until=effects.TellWelcome)
-    host.play(host.join(new))
-    host.play(late)
-    assert host.taken is new
-    assert (old.is_retired, old.is_open, new.is_retired, new.is_open) == (True, False, False, True)
-    assert sorted(host.table.leases[PROCESS]) == host.granted[1]
+def test_of_two_links_that_arrive_at_once_the_later_one_is_taken() -> None:
+    """The first one's welcome is late: by then the process has given it up, and is connected on the other."""
+    state, first, second = host(SlotTable(8)), Link(), Link()
+    late = ranks.join(state, first, HELLO)
+    assert isinstance(next(late), effects.SendWelcome)
+    first.is_open = False
+    list(ranks.join(state, second, HELLO))
+    assert state.ranks.links == {"n": second}
+    assert [type(effect) for effect in late] == [effects.CloseLink]
+    assert (state.ranks.links, first.is_retired, second.is_retired) == ({"n": second}, True, False)
+    assert not state.ranks.arriving
 
 
-def test_two_links_that_replace_a_third_at_once_leave_the_newest_its_leases() -> None:
-    """The older one does not compare the leases with what its rank held then: those of the newer one are granted."""
-    host, first, old, new = Host(), Link(0), Link(1), Link(2)
-    host.play(host.join(first))
-    held = host.granted[0]
-    late = host.join(old, held[:1])
-    host.play(late, until=effects.CloseLink)
-    host.play(host.join(new, held))
-    host.play(late)
-    assert host.taken is new
-    assert sorted(host.table.leases[PROCESS]) == held
-    assert not host.state.ranks.arriving
+def test_a_link_that_is_closed_late_frees_nothing_that_a_newer_one_was_leased() -> None:
+    """It waits for the end of an older link; meanwhile a third one is welcomed and leased slots."""
+    table = SlotTable(8)
+    state, oldest, first, second = host(table), Link(), Link(), Link()
+    state.ranks.links["n"] = oldest
+    late = ranks.join(state, first, HELLO)
+    assert isinstance(next(late), effects.CloseLink)
+    leased: list[int] = []
+    for effect in ranks.join(state, second, HELLO):
+        leased += ranks.lease(state, second) if isinstance(effect, effects.Grant) else []
+    assert len(leased) == 4
+    list(late)
+    assert sorted(table.leases[OWNER]) == sorted(leased)
+    assert state.ranks.links == {"n": second}
 
 
-def test_a_link_that_was_accepted_before_the_one_that_is_taken_is_ended() -> None:
-    """Its thread ran late: what it says of leases is of before."""
-    host, old, new = Host(), Link(0), Link(1)
-    host.play(host.join(new))
-    host.play(host.join(old))
-    assert host.taken is new
-    assert (old.is_open, sorted(host.table.leases[PROCESS])) == (False, host.granted[1])
+def test_a_link_that_ends_keeps_no_pin_and_is_no_ones_link_any_more() -> None:
+    """It is out of the table before its pins go, so a read that is being answered keeps none for it."""
+    state, link, seen = host(SlotTable(8)), Link(), list[bool]()
+    state.ranks.links["n"] = link
+    link.pins = dict.fromkeys((1, 2), lambda: seen.append(state.ranks.is_current(link)))
+    assert ranks.end(state, link)
+    assert (seen, link.pins) == ([False, False], {})
+    assert not ranks.end(state, link)
 
 
-def test_another_store_of_the_process_takes_the_place_of_the_former() -> None:
-    """It is another owner: the former one's link stays open, and its leases are its own."""
-    host, former, other = Host(), Link(0), Link(1, owner=Owner(7, 1, 2))
-    host.play(host.join(former))
-    host.play(host.join(other))
-    assert host.taken is other
-    assert (former.is_open, sorted(host.table.leases[PROCESS])) == (True, host.granted[0])
+def test_a_welcome_that_cannot_be_sent_leaves_nothing() -> None:
+    """The procedure ends by the error, and the next link of the process is taken."""
+    state, link = host(SlotTable(8)), Link()
+    steps = ranks.join(state, link, HELLO)
+    effect: Effect = next(steps)
+    assert isinstance(effect, effects.SendWelcome)
+    try:
+        steps.throw(ConnectionError("reset"))
+    except ConnectionError:
+        pass
+    assert (state.ranks.links, state.ranks.arriving) == ({}, {})
+
+
+def test_a_process_that_says_bye_is_reported_as_gone() -> None:
+    """Its controller may have been away when it closed its store: nothing else says that its steps will not go on."""
+    reports: list[Report] = []
+    table = SlotTable(8)
+    state, link = host(table, reports), Link()
+    list(ranks.join(state, link, HELLO))
+    assert ranks.lease(state, link)
+    list(ranks.leave(state, link))
+    assert reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
+    assert (state.ranks.links, state.ranks.owners, table.leases.get(OWNER, set())) == ({}, {}, set())

@@ -1,4 +1,4 @@
-"""What becomes of a hand-over, and what a fence waits for, effect by effect (R7, R8, R12, R21)."""
+"""What becomes of a submission, and what a fence waits for, effect by effect (R7, R8, R12, R21)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, seal
-from memstore.core.holder.effects import Effect, Steps
-from memstore.core.holder.state import HandOver, HolderState, Limits
+from memstore.core.holder.effects import Effect, Procedure
+from memstore.core.holder.state import HolderState, Limits, SubmittedPut
+from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
+from memstore.core.wire.reports import Fenced, Report
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
-SHELVED = StoredReplica(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
+STORED = StoredReplica(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class Host:
     aborted: list[tuple[str, int]] = field(default_factory=list)
     done: list[Effect] = field(default_factory=list)
     reported: list[StoredReplica] = field(default_factory=list)
+    answers: list[Report] = field(default_factory=list)  # to fences
     chunk_bytes: int = 8
     arena_identity: str = "here"
 
@@ -68,7 +71,7 @@ class Host:
         self.fresh = Fresh()
         self.state = HolderState(
             "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda report: None, sealed=lambda shelved, put: self.reported.append(shelved),
+            report=self.answers.append, sealed=lambda stored, put: self.reported.append(stored),
             is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
@@ -83,7 +86,10 @@ class Host:
     def abort_older(self, job: str, attempt: int) -> None:
         self.aborted.append((job, attempt))
 
-    def play(self, steps: Steps[Any]) -> Any:
+    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
+        notify([STORED])
+
+    def play(self, steps: Procedure[Any]) -> Any:
         """Run a procedure, as the runner does."""
         value: Any = None
         error: Exception | None = None
@@ -107,12 +113,14 @@ class Host:
                 self.meanwhile()
                 self.now += effect.limit_s or 0.0
             return effect.is_there()
+        if isinstance(effect, effects.OnStore):
+            return effect.call()
         if isinstance(effect, effects.DigestAndStore):
-            return SHELVED
+            return STORED
         values = {effects.OpenFresh: self.fresh, effects.Replicate: True, effects.CompareSample: self.differing}
         return values.get(type(effect))
 
-    def add(self, link: Link | None = None, **changes: Any) -> HandOver | None:
+    def add(self, link: Link | None = None, **changes: Any) -> SubmittedPut | None:
         """Hand both slots over."""
         ready = PutReady(
             attempt=1, step=2, slots=(4, 5), nbytes=16, world_size=1, layout=b"", arena="here",
@@ -120,8 +128,8 @@ class Host:
         )  # fmt: skip
         return seal.add(self.state, link or Link(), msgspec.structs.replace(ready, **changes))
 
-    def seal(self, put: HandOver | None = None, **changes: Any) -> None:
-        """Seal a hand-over; nothing of it is pending afterwards."""
+    def seal(self, put: SubmittedPut | None = None, **changes: Any) -> None:
+        """Seal a submission; nothing of it is pending afterwards."""
         put = put or self.add(**changes)
         assert put is not None
         self.play(seal.run(self.state, put))
@@ -134,39 +142,40 @@ class Host:
 
     @property
     def levels(self) -> list[StepLevel]:
-        """The levels that ranks were told."""
-        return [effect.message for effect in self.of(effects.Tell) if isinstance(effect.message, StepLevel)]
+        """The levels that ranks were sent."""
+        return [effect.message for effect in self.of(effects.SendToRank) if isinstance(effect.message, StepLevel)]
 
     @property
     def why_given_up(self) -> tuple[str, bool]:
-        """What the controller is told of the put that failed."""
-        [told] = self.levels
-        [skip_reasons] = self.of(effects.GiveUpPut)
-        assert (told.level, told.reason) == ("failed", skip_reasons.why)
-        return skip_reasons.why, skip_reasons.is_failed
+        """What the controller is informed of the put that failed."""
+        [reported] = self.levels
+        [given_up] = self.of(effects.GiveUpPut)
+        request = given_up.request
+        assert (reported.level, reported.reason) == ("failed", request.why)
+        return request.why, request.is_failed
 
 
-def test_a_hand_over_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
+def test_a_submitted_put_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
     """In that order; the copies of it tell the rank when they are sealed, not this."""
     host = Host()
     host.seal()
-    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.NotePut, effects.Tell]
+    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.NotePut, effects.SendToRank]
     assert [type(effect) for effect in host.done if type(effect) in order] == order
-    assert [told.level for told in host.levels] == ["sealed"]
-    assert (host.reported, host.freed) == ([SHELVED], [])
+    assert [reported.level for reported in host.levels] == ["sealed"]
+    assert (host.reported, host.freed) == ([STORED], [])
 
 
-def test_a_hand_over_that_came_before_a_fence_is_finished_under_it() -> None:
+def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None:
     """Its stamp is the fence of the moment at which it came (R21)."""
     host = Host()
     put = host.add()
     seal.open_fence(host.state, "job", 2)
     host.seal(put)
-    assert host.reported == [SHELVED]
+    assert host.reported == [STORED]
 
 
-def test_a_hand_over_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
-    """The rank of a fenced attempt is told why (R21)."""
+def test_a_submitted_put_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
+    """The rank of a fenced attempt is informed why (R21)."""
     host = Host()
     seal.open_fence(host.state, "job", 2)
     host.seal()
@@ -183,10 +192,10 @@ def test_slots_that_are_not_the_ranks_own_are_not_taken_and_not_freed(changes: d
 
 
 def test_what_is_stored_already_is_said_again_and_its_slots_are_free() -> None:
-    """A link that came back hands over again what was sealed meanwhile."""
-    host = Host(known=SHELVED)
+    """A link that came back submits again what was sealed meanwhile."""
+    host = Host(known=STORED)
     host.seal()
-    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [SHELVED], [])
+    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [STORED], [])
 
 
 def test_bytes_that_the_rank_did_not_see_there_are_not_kept() -> None:
@@ -207,7 +216,7 @@ def test_a_put_that_cannot_be_stored_is_given_up_and_ends_its_pushes(error: Mems
 
 
 @pytest.mark.parametrize("changes", [{"nbytes": 17}, {"shared_chunks": 3}])
-def test_a_hand_over_that_makes_no_sense_takes_no_slot(changes: dict[str, Any]) -> None:
+def test_a_submitted_put_that_makes_no_sense_takes_no_slot(changes: dict[str, Any]) -> None:
     """All of it is read before a slot changes hands."""
     host = Host()
     host.seal(**changes)
@@ -215,21 +224,21 @@ def test_a_hand_over_that_makes_no_sense_takes_no_slot(changes: dict[str, Any]) 
 
 
 def test_the_same_shard_is_sealed_once_at_a_time() -> None:
-    """A second link waits until the first one's hand-over is over, and finds the shard stored."""
+    """A second link waits until the first one's submission is over, and finds the shard stored."""
     host = Host()
     host.state.puts.sealing.add(SHARD)
 
     def end() -> None:
         host.state.puts.sealing.clear()
-        host.known = SHELVED
+        host.known = STORED
 
     host.meanwhile = end
     host.seal()
     assert host.of(effects.DigestAndStore) == []
 
 
-def test_a_retired_link_leaves_its_hand_over_to_the_new_one() -> None:
-    """What it queued is handed over again there; nothing is said of it here, and its slots stay as they are."""
+def test_a_retired_link_leaves_its_submit_to_the_new_one() -> None:
+    """What it queued is submitted again there; nothing is said of it here, and its slots stay as they are."""
     host, link = Host(), Link()
     put = host.add(link)
     link.is_retired = True
@@ -238,29 +247,8 @@ def test_a_retired_link_leaves_its_hand_over_to_the_new_one() -> None:
     assert (host.leased, host.levels) == ({4, 5}, [])
 
 
-def test_a_retired_link_waits_for_no_seal_and_gives_no_step_up() -> None:
-    """The step would fail on all ranks although the new link hands it over."""
-    host, link = Host(), Link()
-    put = host.add(link)
-    host.state.puts.sealing.add(SHARD)
-    host.meanwhile = lambda: setattr(link, "is_retired", True)
-    host.play(seal.run(host.state, put))  # type: ignore[arg-type]
-    assert (host.leased, host.levels, host.of(effects.GiveUpPut)) == ({4, 5}, [], [])
-    assert (host.state.puts.pending, host.state.puts.sealing) == ({}, {SHARD})
-
-
-def test_a_hand_over_of_a_link_that_was_retired_before_is_passed_over_at_once() -> None:
-    """The put of the new link, of the same process, would be waited for by a fence and by a `bye` meanwhile."""
-    host, link = Host(), Link()
-    put = host.add(link)
-    host.state.puts.sealing.add(SHARD)
-    link.is_retired = True
-    host.play(seal.run(host.state, put))  # type: ignore[arg-type]
-    assert (host.now, host.levels, host.state.puts.pending) == (0.0, [], {})
-
-
 def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> None:
-    """Those that came before it count; what a newer attempt hands over does not (R21)."""
+    """Those that came before it count; what a newer attempt submits does not (R21)."""
     host = Host()
     older, newer = host.add(), host.add(attempt=2)
     assert older is not None
@@ -268,8 +256,9 @@ def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> No
     host.meanwhile = lambda: seal.done(host.state, older)
     host.state.ranks.links.update(n=Link(), old=Link(nonce="old"))  # type: ignore[arg-type]
     host.play(seal.fence(host.state, "job", 2, ["n"]))
-    assert [told.link.nonce for told in host.of(effects.Tell)] == ["old"]
-    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.Tell, effects.AnswerFence]
+    assert [reported.link.nonce for reported in host.of(effects.SendToRank)] == ["old"]
+    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.SendToRank, effects.OnStore]
+    assert host.answers == [Fenced(job="job", attempt=2, copies=(WireCopy.of(STORED),))]
     assert host.aborted == [("job", 2)]
 
 
@@ -279,13 +268,25 @@ def test_a_fence_waits_for_a_seal_that_hangs_no_longer_than_its_limit() -> None:
     host.add()
     host.play(seal.fence(host.state, "job", 2, []))
     assert host.now == seal.FENCE_DRAIN_S
-    assert (len(host.of(effects.Warn)), len(host.of(effects.AnswerFence))) == (1, 1)
+    assert (len(host.of(effects.Warn)), len(host.answers)) == (1, 1)
 
 
-def test_a_goodbye_waits_for_what_its_process_handed_over() -> None:
+def test_a_bye_waits_for_what_its_process_submitted() -> None:
     """Of another process nothing is waited for."""
     host = Host()
     put = host.add()
     assert put is not None
     assert host.play(ranks.await_owner(host.state, Owner(8, 1, 1), 1.0)) is True
     assert host.play(ranks.await_owner(host.state, put.link.owner, 1.0)) is False
+
+
+def test_a_submitted_put_of_a_link_that_was_retired_is_passed_over_at_once() -> None:
+    """The same shard is being sealed for the process's new link: this waits for nothing and gives up no step (R8)."""
+    host, link = Host(), Link()
+    put = host.add(link)
+    assert put is not None
+    host.state.puts.sealing.add(SHARD)
+    link.is_retired = True
+    host.play(seal.run(host.state, put))
+    assert (host.now, host.levels, host.of(effects.GiveUpPut), host.freed) == (0.0, [], [], [])
+    assert host.state.puts.sealing == {SHARD}

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.holder import effects, fetch
-from memstore.core.holder.effects import Effect, Steps
+from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
 from memstore.core.holder.state import HolderState, Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -49,14 +49,14 @@ class Host:
     meanwhile: Callable[[], None] = lambda: None  # happens during every wait
 
     def __post_init__(self) -> None:
-        self.draft = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
+        self.replica = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
             "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda report: None, sealed=lambda shelved, put: None, is_stopping=lambda: False,
+            report=lambda report: None, sealed=lambda stored, put: None, is_stopping=lambda: False,
             is_alive=lambda owner: True, pin_numbers=itertools.count(1),
         )  # fmt: skip
 
-    def play(self, steps: Steps[Any]) -> Any:
+    def play(self, steps: Procedure[Any]) -> Any:
         """Run a procedure, as the runner does; those side by side one after the other."""
         value: Any = None
         error: MemstoreError | None = None
@@ -76,7 +76,7 @@ class Host:
             return [self.play(steps) for steps in effect.procedures]
         if isinstance(effect, effects.Reach):
             return effect.host
-        if isinstance(effect, effects.Ask):
+        if isinstance(effect, effects.CallPeer):
             return Verified(missing=tuple(self.lacking))
         if isinstance(effect, effects.ReceiveChunks | effects.ReceiveDurable):
             host = getattr(effect, "peer", fetch.DURABLE)
@@ -85,7 +85,7 @@ class Host:
             if isinstance(bad, MemstoreError):
                 raise bad
             for index in set(effect.chunks) - set(bad):
-                self.draft.slots[index] = index
+                self.replica.slots[index] = index
             return bad
         if isinstance(effect, effects.WaitFor):
             self.meanwhile()
@@ -101,14 +101,14 @@ class Host:
         """Fetch both chunks, planned from peer a; b and c have the shard as well."""
         order = structs.replace(ORDER, runs=runs or ORDER.runs)
         begin(self.state, order)
-        lost, problems = self.play(fetch.chunks(self.state, order, self.draft, [8, 8], fetch.deadline_s(self.state)))
+        lost, problems = self.play(fetch.chunks(self.state, order, self.replica, [8, 8], fetch.deadline_s(self.state)))
         return lost, problems
 
 
 def test_all_that_is_planned_is_asked_of_its_source_at_once() -> None:
     """One question for each source, of the chunks that are not here yet."""
     host = Host()
-    host.draft.slots[0] = 5
+    host.replica.slots[0] = 5
     assert host.fetch(Run("peer", "a", 0, 1), Run("peer", "b", 1, 1), Run("local", "me", 0, 1)) == ({}, [])
     assert host.asked == [("b", [1])]
 
@@ -153,28 +153,28 @@ def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
 
 
 def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
-    """Nobody waits for its result any more, and its threads and slots are needed."""
+    """No process waits for its result any more, and its threads and slots are needed."""
     host = Host(lambda source, chunks: PeerUnreachable("reset"))
     host.meanwhile = lambda: begin(host.state, structs.replace(ORDER, round=8))
     _, problems = host.fetch()
     assert (len(problems), len(host.asked)) == (1, 2)
 
 
-def arrivals(draft: IncomingReplica, every: int) -> Iterator[None]:
+def arrivals(replica: IncomingReplica, every: int) -> Iterator[None]:
     """Bring a chunk at every so manyth look."""
     while True:
         for _ in range(every - 1):
             yield
-        if draft.missing:
-            draft.slots[draft.missing[0]] = 9
+        if replica.missing:
+            replica.slots[replica.missing[0]] = 9
         yield
 
 
 def test_a_read_beside_another_waits_as_long_as_chunks_come() -> None:
     """It takes the place of one for which nothing came for 10 s."""
     host, other = Host(), Reading()
-    other.draft = host.draft
-    looks = arrivals(host.draft, 15)  # 7.5 s
+    other.replica = host.replica
+    looks = arrivals(host.replica, 15)  # 7.5 s
     host.meanwhile = lambda: next(looks)
     assert host.play(_await_other(host.state, other)) is False
     assert host.now == pytest.approx(2 * 7.5 + BESIDE_S, abs=2 * LOOK_S)

@@ -31,7 +31,7 @@ def commit(digests: list[str], hosts: list[tuple[str, ...]]) -> f.StepCommitted:
 
 @given(ranks=RANKS, term=st.integers(1, 1 << 62), seq=st.integers(1, 1 << 62))
 def test_a_record_gives_its_entry_back(ranks: list[tuple[str, tuple[str, ...]]], term: int, seq: int) -> None:
-    """Whatever the digests are, hexadecimal or not, and whatever hosts are called."""
+    """For any digests are, hexadecimal or not, and anything that hosts are called."""
     entry = r.Entry(term, seq, commit([digest for digest, _ in ranks], [hosts for _, hosts in ranks]))
     again = r.entry_from_record(entry.record)
     assert again == entry
@@ -125,7 +125,7 @@ def test_every_fact_comes_back_equal(kind: type[msgspec.Struct], is_full: bool) 
 
 
 def test_a_record_that_unpacks_to_more_than_a_fact_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is made to hold what a few bytes can be blown up to."""
+    """No process is made to hold what a few bytes can be blown up to."""
     record = r.Entry(1, 1, commit(["ab" * 16] * 300, [("a", "b")] * 300)).record
     monkeypatch.setattr(r, "BODY_BYTES_MAX", 4000)
     with pytest.raises(ProtocolError, match="4,000"):

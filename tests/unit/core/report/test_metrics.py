@@ -1,4 +1,7 @@
-"""The numbers for Prometheus follow from the catalog's own account: right values, few series, nothing left behind."""
+"""The numbers for Prometheus follow from the controller's own account.
+
+Right values, few series, nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ from memstore.core.report.metrics import (
     holder_growth,
     status_gauges,
 )
-from memstore.testing.controller.catalog_trained import trained
-from memstore.testing.controller.catalog_world import JOB, CatalogWorld
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
 
-SERIES_OF_A_JOB = 64  # a store of a hundred jobs is some thousand series, whatever its number of ranks
+SERIES_OF_A_JOB = 64  # a store of a hundred jobs is some thousand series, for any number of ranks
 
 
-def gauges(world: CatalogWorld) -> dict[str, float]:
+def gauges(world: ControllerWorld) -> dict[str, float]:
     """Where the gauges stand now, those of the job and of the store."""
     samples = status_gauges(world.served.parts.status.body(), 0)
     assert len({(s.name, s.tags) for s in samples}) == len(samples)
     return {"/".join((s.name.removeprefix("memstore_"), *(t for t in s.tags if t != JOB))): s.value for s in samples}
 
 
-def totals(world: CatalogWorld) -> Counter[str]:
-    """What all happenings add up to, by metric and tags; histograms by their number of observations and sum."""
+def totals(world: ControllerWorld) -> Counter[str]:
+    """What all events add up to, by metric and tags; histograms by their number of observations and sum."""
     found: Counter[str] = Counter()
-    for happening in world.served.parts.observer.chronicle.since(0):
-        for sample in counted(happening):
+    for event in world.served.parts.recorder.recent_events.since(0):
+        for sample in counted(event):
             metric = METRICS[sample.name]
             assert len(sample.tags) == len(metric.tags)
             key = "/".join((sample.name.removeprefix("memstore_"), *sample.tags))
@@ -118,7 +121,7 @@ def test_counters_of_puts_skips_and_restores() -> None:
 
 
 def test_what_a_holder_exports_follows_from_its_heartbeat() -> None:
-    """Gauges as they stand; counters by what grew since the last look, which starts anew with every holder."""
+    """Gauges as they stand; counters by what grew since the last look, which starts again with every holder."""
     stats: dict[str, Any] = {"used_bytes": 5, "reserved_bytes": 6, "claimed_bytes": 7, "limit_bytes": 8, "scrub": 2,
                              "digest_errors": 1, "broken_frames": 3}  # fmt: skip
     assert Sample("memstore_arena_used_bytes", 5, ("h1",)) in holder_gauges("h1", stats)
@@ -144,11 +147,11 @@ def test_the_table_of_metrics_keeps_prometheus_conventions() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_happening_without_numbers_counts_nothing_by_itself(kind: str) -> None:
+def test_an_event_without_numbers_counts_nothing_by_itself(kind: str) -> None:
     """Only kinds that have their numbers are read: the others may look as they like."""
     numbered = {
         "put", "commit", "redundant", "skip", "superseded", "restore", "restore_failed", "repaired", "durable",
-        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "twins_differ",
+        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "replicas_differ",
     }  # fmt: skip
     if kind not in numbered:
         assert counted(StoreEvent(1, kind, 0.0, job="a")) == []

@@ -257,7 +257,7 @@ def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any],
     assert row["remedy"]
 
 
-def test_a_host_without_room_beside_its_arena_is_told_with_the_reason() -> None:
+def test_a_host_without_room_beside_its_arena_is_reported_with_the_reason() -> None:
     """Nothing new is stored there and no fact is written, so it is more than a note."""
     short = host_body("a", stats={"short_of_room": "no room for 103 more bytes in journal /dev/shm/x"})
     (row,) = found(job_body(), hosts=(short, host_body("b", stats={"short_of_room": ""})))
@@ -268,10 +268,10 @@ def test_a_host_without_room_beside_its_arena_is_told_with_the_reason() -> None:
 
 @pytest.mark.parametrize(("used", "is_short"), [(972, False), (973, True), (1024, True), (1030, True)])
 @pytest.mark.parametrize(("hard", "at_once"), [(1024, ""), (4096, "4096"), (1 << 20, "65536")])
-def test_a_holder_short_of_descriptors_is_told_with_numbers_and_remedies(
+def test_a_holder_short_of_descriptors_is_reported_with_numbers_and_remedies(
     used: int, is_short: bool, hard: int, at_once: str
 ) -> None:
-    """Before it is full, for then it accepts nobody; a holder that tells nothing of them is none."""
+    """Before it is full, for then it accepts no process; a holder that tells nothing of them is none."""
     stats = {"descriptors": used, "descriptors_limit": 1024, "descriptors_hard": hard, "pid": 77}
     rows = found(job_body(), hosts=(host_body("a", stats=stats), host_body("b")))
     assert len(rows) == is_short

@@ -35,12 +35,12 @@ class Dropped(codec.Message, frozen=True, tag="dropped"):
 
 decode: codec.Decoder[Brought | Dropped] = codec.Decoder(Brought | Dropped)
 
-ordinals = st.integers(0, ids.ORDINAL_LIMIT - 1)
+unsigned = st.integers(0, ids.UNSIGNED_LIMIT - 1)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
-shards = st.builds(ShardId, names, ordinals, ordinals, ordinals)
+shards = st.builds(ShardId, names, unsigned, unsigned, unsigned)
 digests = st.binary(min_size=16, max_size=16).map(bytes.hex)
-specs = st.builds(ShardSpec, digests, ordinals, ordinals, ordinals, ordinals)
-copies = st.builds(Copy, shards, specs, st.just("h0"), st.frozensets(ordinals, max_size=4))
+specs = st.builds(ShardSpec, digests, unsigned, unsigned, unsigned, unsigned)
+copies = st.builds(Copy, shards, specs, st.just("h0"), st.frozensets(unsigned, max_size=4))
 ROW = [["train", 1, 2, 3], ["ab" * 16, 10, 4, 3, 8], []]
 
 
@@ -56,7 +56,7 @@ def test_a_message_comes_back_equal(copies: list[Copy], took_s: float | None) ->
 
 
 @calm
-@given(attempt=ordinals, step=ordinals)
+@given(attempt=unsigned, step=unsigned)
 def test_a_step_comes_back_equal(attempt: int, step: int) -> None:
     """Also one alone."""
     again = decode(codec.encode(Dropped(step=ids.WireStep.of(StepId(attempt, step)))))
@@ -120,7 +120,7 @@ def test_what_is_no_digest_is_no_spec(digest: Any) -> None:
 
 
 def pairs(*entries: tuple[bytes, bytes]) -> bytes:
-    """A map of these packed entries, whatever their keys are."""
+    """A map of these packed entries, anything that their keys are."""
     return bytes([0x80 | len(entries)]) + b"".join(key + value for key, value in entries)
 
 

@@ -21,7 +21,7 @@ DECODERS = dialects.decoders()
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("is_full", [True, False])
-def test_every_message_is_read_by_somebody_and_comes_back_equal(kind: type[codec.Message], is_full: bool) -> None:
+def test_every_message_is_read_by_a_process_and_comes_back_equal(kind: type[codec.Message], is_full: bool) -> None:
     """With all fields set, and with as few as it may have."""
     message = sample(kind, is_full=is_full)
     assert isinstance(message, kind)
@@ -48,7 +48,7 @@ def test_every_message_says_what_it_is(kind: type[msgspec.Struct]) -> None:
 
 
 def depth(node: Any) -> int:
-    """Return how many containers a value of a type may have inside each other; TypeError if nobody knows."""
+    """Return how many containers a value of a type may have inside each other; TypeError if no process knows."""
     match node:
         case inspect.StructType():
             return 1 + max((depth(field.type) for field in node.fields), default=0)
@@ -77,7 +77,7 @@ def test_no_field_may_hold_anything(kind: type[codec.Message]) -> None:
 
 @pytest.mark.parametrize("module", dialects.MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_no_two_messages_of_a_module_have_one_tag(module: ModuleType) -> None:
-    """A tag names one message, in whatever direction it goes."""
+    """A tag names one message, in any direction it goes."""
     tags = [kind.__struct_config__.tag for kind in dialects.declared(module) if issubclass(kind, codec.Message)]
     assert len(set(tags)) == len(tags)
     assert all(isinstance(tag, str) and tag == tag.lower() for tag in tags)

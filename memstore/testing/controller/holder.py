@@ -1,0 +1,446 @@
+"""A holder without an arena: it carries out the orders of core/wire/orders.py on plain values.
+
+A copy is a statement about bytes (a shard, its digest, the chunks that it lacks). The holder also keeps a journal, and
+hosts ranks that put, get and receive levels. The world delivers its messages; this file knows neither time nor
+controller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgpack
+import xxhash
+from msgspec import structs
+
+from memstore.core.holder.stage import BringOrder
+from memstore.core.journal.records import journal_after, whole_order
+from memstore.core.wire import calls, reports
+from memstore.core.wire.codec import Decoder, encode, tag_of
+from memstore.core.wire.ids import WireCopy, WireShard
+from memstore.core.wire.messages import (
+    Body,
+    CallReceived,
+    Event,
+    FactAck,
+    HostInfo,
+    HostUp,
+    Report,
+)
+from memstore.core.wire.orders import (
+    AbandonStep,
+    DropJob,
+    DurableOrder,
+    EchoClock,
+    Fence,
+    ForgetStory,
+    FreeCopies,
+    Grow,
+    JournalAppend,
+    JournalKeep,
+    JournalPage,
+    JournalReplace,
+    KeepStory,
+    ListMarkers,
+    LookAtCopies,
+    MakeFork,
+    NameKey,
+    Order,
+    OrderCheck,
+    PushCopy,
+    PushTargets,
+    RaiseLevel,
+    ReadChunks,
+    ReadShard,
+    RemoveStep,
+    RemoveTornStep,
+    Reserve,
+    StageShard,
+    StopWriting,
+    TakeIncarnation,
+    VerifyCopies,
+    WriteMarker,
+    WriteSlices,
+)
+from memstore.core.wire.replies import HostVerified, unpack_passed
+from memstore.core.wire.reports import (
+    CopiesLookedAt,
+    CopiesVerified,
+    Fenced,
+    ForkedDigest,
+    Freed,
+    IntoChecked,
+    IntoError,
+    PushFailed,
+    PutTimes,
+    ReadEnded,
+    Reserved,
+    Sealed,
+    StageEnded,
+)
+from memstore.core.wire.status_rows import HostStats
+from memstore.testing.controller.durable import Durable, list_markers, persist
+from memstore.testing.controller.room import peer_refusal
+from memstore.testing.requests import reply_fields
+from recovery.inventory import Copy, ShardId, ShardSpec
+
+CHUNKS = 4  # of every shard
+STAGE_TRIES = 100  # about 10 s: longer than it takes to declare a silent host dead
+OneOrder = TypeVar("OneOrder")
+decode_report: Decoder[reports.Report] = Decoder(reports.Report)
+LEVELS = ("pending", "sealed", "replicated", "committed", "durable")
+
+
+@dataclass
+class FakeRank:
+    """One training process, with the answers and levels that it received."""
+
+    job: str
+    rank: int
+    host_id: str
+    nonce: str
+    key: str | None
+    attempt: int = 0
+    is_dead: bool = False
+    stall_s: float = 0.0  # how long each of its puts blocks
+    has_room: bool = False  # its reservation was granted
+    answers: dict[str, list[Body]] = field(default_factory=dict)  # their fields
+    last_reply: Any = None
+    errors: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    tickets: dict[int, str] = field(default_factory=dict)
+    degraded: dict[int, bool] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    resume_step: int = 0
+    into_error: tuple[str, str] | None = None
+    is_fenced: bool = False
+
+    def raise_level(self, step: int, level: str, reason: str = "", *, is_degraded: bool = False) -> None:
+        """Set the level of a ticket; levels only grow, and a ticket that has ended stays as it is (R15)."""
+        now = self.tickets.get(step, "pending")
+        if now not in LEVELS or step not in self.tickets:
+            return
+        if level not in LEVELS or LEVELS.index(level) >= LEVELS.index(now):
+            self.tickets[step], self.reasons[step], self.degraded[step] = level, reason, is_degraded
+
+    def error(self, verb: str) -> str:
+        """Return the last error of a verb as "Class: message", or "" if it never failed."""
+        found = self.errors.get(verb)
+        return ": ".join(found[-1]) if found else ""
+
+
+class FakeHolder:
+    """One host; `send` takes events for the controller, `peer` finds another live holder, `later` delays work."""
+
+    def __init__(
+        self,
+        info: HostInfo,
+        durable: Durable,
+        *,
+        send: Callable[[FakeHolder, Event], None],
+        peer: Callable[[str], FakeHolder | None],
+        later: Callable[[FakeHolder, Callable[[], None]], None],
+    ) -> None:
+        self.info, self.durable = info, durable
+        self.durable_problem = ""  # of this host alone
+        self.idle_s, self.stories = 0.0, dict[str, str]()
+        self.durable_key = ""  # name of the key in its durable_key_file
+        self._send, self._peer, self._later = send, peer, later
+        self.copies: dict[ShardId, Copy] = {}
+        self.journal: list[bytes] = []
+        self.pages: list[bytes] = []  # pages of a journal order whose last page has not come
+        self.term = 0
+        self.clock_s = -math.inf  # the controller's clock, as it last sent it in this session
+        self.fences: dict[str, int] = {}
+        self.targets: dict[str, list[str]] = {}
+        self.writers: dict[str, dict[int, list[str]]] = {}  # job -> local writer -> targets
+        self.ranks: dict[str, FakeRank] = {}  # by nonce
+        self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
+        self.is_up = True
+        self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
+        self.rooms: dict[str, Reserve | Grow] = {}  # job -> its reservation; without one no copy is taken from a peer
+        self.staging_fails = ""
+        self.checks_lost = 0  # so many of the next check orders find the rank's link broken
+        self.orders: list[Order] = []
+        self.instead: dict[type[Order], Callable[[Any], None]] = {}  # what a test does instead of an order
+
+    @property
+    def host_id(self) -> str:
+        """The id of its host."""
+        return self.info.host_id
+
+    def hello(self) -> HostUp:
+        """Return the first event of a session: inventory and journal."""
+        self.pages.clear()
+        seen = {"idle_s": self.idle_s, "dropped": dict(self.stories)}
+        return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal), **seen)  # type: ignore[arg-type]
+
+    def restart(self, *, keep_memory: bool) -> None:
+        """Let a new holder process take the host's memory over, or find none."""
+        self.info = replace(self.info, incarnation=self.info.incarnation + 1)
+        self.targets, self.writers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
+        self.rooms = {}
+        if not keep_memory:
+            self.copies, self.journal, self.term, self.fences = {}, [], 0, {}
+
+    # -- ranks --------------------------------------------------------------------------------
+
+    def call(self, rank: FakeRank, request: calls.RankCall) -> None:
+        """Send a rank's question to the controller; it is sent again in every session until it is answered."""
+        self.calls_count += 1
+        self.calls[self.calls_count] = (rank.nonce, request)
+        self._send(self, CallReceived(self.host_id, self.calls_count, request))
+
+    def resend_calls(self) -> None:
+        """Send every unanswered question again in a new session."""
+        for call_id, (_, request) in sorted(self.calls.items()):
+            self._send(self, CallReceived(self.host_id, call_id, request))
+
+    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+        """Pass an answer of the controller on to its rank."""
+        nonce, request = self.calls.pop(call_id, ("", None))
+        rank = self.ranks.get(nonce)
+        if rank is None or request is None:
+            return
+        verb = tag_of(request)
+        if error is not None or data is None:
+            rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
+            return
+        rank.last_reply, body = unpack_passed(request, data), reply_fields(request, data)
+        rank.answers.setdefault(verb, []).append(body)
+        if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
+            rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
+            rank.resume_step = max(rank.resume_step, int(body["resume_step"]))
+        elif isinstance(request, calls.SkipStep):
+            rank.resume_step = max(rank.resume_step, int(body["resume"]))
+
+    def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
+        """Report a step that a rank has submitted and push it to the targets (R13)."""
+        shard = ShardId(rank.job, rank.attempt, step, rank.rank)
+        if rank.attempt < self.fences.get(rank.job, 0):
+            rank.raise_level(step, "failed", "fenced")
+            return
+        self.keep(Copy(shard, spec, self.host_id), PutTimes(stall_s=rank.stall_s, age_s=rank.stall_s))
+        rank.raise_level(step, "sealed")
+        for target in self.writers.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
+            self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
+
+    def keep(self, copy: Copy, put: PutTimes | None = None) -> None:
+        """Store a copy and report it."""
+        self.copies[copy.shard] = copy
+        self.report(Sealed(copy=WireCopy.of(copy), put=put))
+
+    def report(self, report: reports.Report) -> None:
+        """Send a report to the controller."""
+        self._send(self, Report(self.host_id, report))
+
+    def lose(self, *shards: ShardId) -> None:
+        """Lose copies of a job, and report an inventory without them."""
+        for shard in shards:
+            del self.copies[shard]
+        self._report_copies(shards[0].job, shards[0].attempt)
+
+    def _report_copies(self, job: str, attempt: int) -> None:
+        copies = tuple(WireCopy.of(copy) for shard, copy in self.copies.items() if shard.job == job)
+        self.report(Fenced(job=job, attempt=attempt, copies=copies))
+
+    # -- orders -------------------------------------------------------------------------------
+
+    def obey(self, order: Order) -> None:
+        """Carry out one order."""
+        self.orders.append(order)
+        self.instead.get(type(order), self.carry_out)(order)
+
+    def received(self, kind: type[OneOrder]) -> list[OneOrder]:
+        """Return the orders of one kind, in the order in which they came."""
+        return [order for order in self.orders if isinstance(order, kind)]
+
+    def carry_out(self, order: Order) -> None:
+        """Do what an order says."""
+        match order:
+            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+                if (whole := whole_order(self.pages, order)) is not None:
+                    self.journal = journal_after(self.journal, whole)
+                    self._send(self, FactAck(self.host_id, whole.seq))
+            case EchoClock():
+                self.clock_s = order.clock_s
+            case KeepStory():
+                self.stories[order.job] = order.story
+            case ForgetStory():
+                self.stories.pop(order.job, None)
+            case TakeIncarnation():
+                self.info = replace(self.info, incarnation=order.above + 1)
+            case Fence():
+                self._fence(order)
+            case PushTargets():
+                self.targets[order.job] = list(order.targets)
+                self.writers[order.job] = {row.rank: list(row.targets) for row in order.writers}
+            case Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
+                self.rooms.setdefault(order.job, order)
+            case Reserve():
+                why = self.refuses_room
+                if not why:
+                    self.rooms[order.job] = order
+                self.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=why or None))
+            case LookAtCopies() | MakeFork():
+                self._later(self, lambda: self._fork(order))
+            case PushCopy():
+                self._later(self, lambda: self.push(order.shard.id, order.target))
+            case StageShard() | ReadShard() | ReadChunks():
+                self._later(self, lambda: self._stage(order))
+            case OrderCheck():
+                self._check(order)
+            case RaiseLevel():
+                self._level(order)
+            case AbandonStep():
+                self._abandon(order)
+            case FreeCopies() | DropJob():
+                for shard in order.shards:
+                    self.copies.pop(shard.id, None)
+                self.report(Freed(shards=order.shards, number=getattr(order, "number", None)))
+            case ListMarkers():
+                list_markers(self, order)
+            case VerifyCopies():
+                found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+                self.report(CopiesVerified(call=order.call, found=found, problem=""))
+            case WriteSlices() | WriteMarker() | StopWriting() | RemoveStep() | RemoveTornStep() | NameKey():
+                self._later(self, lambda: self._persist(order))
+
+    def _fence(self, order: Fence) -> None:
+        job, attempt = order.job, order.attempt
+        self.fences[job] = max(self.fences.get(job, 0), attempt)
+        for rank in self.ranks.values():
+            is_older = rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in order.members
+            rank.is_fenced = rank.is_fenced or is_older
+        self._report_copies(job, attempt)
+
+    def _fork(self, order: LookAtCopies | MakeFork) -> None:
+        """Make copies of a new job over the same chunks: their digest follows from the origin's and the new id."""
+        looked: list[ForkedDigest] = []
+        for item in order.shards:
+            mine, new = self.copies.get(item.shard.id), item.new.id
+            if mine is None or mine.spec.digest != item.digest:
+                continue
+            digest = digest_of(item.digest, new.job)
+            looked.append(ForkedDigest(new.rank, digest, len(mine.missing)))
+            if isinstance(order, MakeFork):
+                self.keep(Copy(new, replace(mine.spec, digest=digest), self.host_id, mine.missing))
+        if isinstance(order, LookAtCopies):
+            self.report(CopiesLookedAt(job=order.job, call=order.call, shards=tuple(looked)))
+
+    def push(self, shard: ShardId, target: str) -> None:
+        """Copy one shard to a peer, or report why not."""
+        mine, other = self.copies.get(shard), self._peer(target)
+        if mine is None:
+            return
+        why = f"cannot reach {target}"
+        if other is not None:
+            is_known = other.copies.get(shard) is not None
+            why = (
+                ""
+                if is_known
+                else other.refuses_copies or peer_refusal(other.rooms.get(shard.job), other.copies, shard, CHUNKS)
+            )
+            if not why and max(shard.attempt, self.fences.get(shard.job, 0)) < other.fences.get(shard.job, 0):
+                why = "fenced"
+        if why or other is None:
+            self.report(PushFailed(shard=WireShard.of(shard), target=target, why=why, is_final=True))
+            return
+        old = other.copies.get(shard)
+        missing = mine.missing if old is None else mine.missing & old.missing
+        other.keep(Copy(shard, mine.spec, target, missing))
+
+    def _stage(self, order: BringOrder, tries: int = 1) -> None:
+        away = [str(run.source) for run in order.runs if run.tier == "peer" and self._peer(str(run.source)) is None]
+        if away and tries < STAGE_TRIES:  # no evidence about bytes: it may be back, or be declared dead (R25)
+            self._later(self, lambda: self._stage(order, tries + 1))
+            return
+        shard, spec = order.shard.id, order.spec.spec
+        bad: dict[str, list[int]] = {}
+        for run in order.runs:
+            chunks = range(run.first, run.first + run.count)
+            name = str(run.source) if run.tier != "durable" else "durable"
+            lacking = [i for i in chunks if not self._has_chunk(run.tier, run.source, shard, spec, i)]
+            if lacking and name not in away:
+                bad.setdefault(name, []).extend(lacking)
+        why = self.staging_fails or ("chunks damaged or missing" if bad else "")
+        why = why or (f"cannot reach {', '.join(away)}" if away else "")
+        if not why:
+            self.keep(Copy(shard, spec, self.host_id))
+        ended: dict[str, Any] = {
+            "shard": order.shard, "digest": spec.digest, "problem": why or None,
+            "bad": {source: tuple(indices) for source, indices in bad.items()},
+        }  # fmt: skip
+        if isinstance(order, StageShard):
+            self.report(StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
+        else:
+            self.report(ReadEnded(read=order.read, **ended))
+
+    def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
+        if tier == "durable":
+            return self.durable.has_part(shard, spec)
+        holder = self if tier == "local" else self._peer(str(source))
+        copy = holder.copies.get(shard) if holder is not None else None
+        return copy is not None and copy.spec == spec and index not in copy.missing
+
+    def _check(self, order: OrderCheck) -> None:
+        if self.checks_lost > 0:
+            self.checks_lost -= 1
+            return
+        for rank in self.ranks.values():
+            if rank.job == order.job and rank.rank == order.rank and not rank.is_dead:
+                error = IntoError(error=rank.into_error[0], message=rank.into_error[1]) if rank.into_error else None
+                self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
+
+    def _level(self, order: RaiseLevel) -> None:
+        for rank in self._ranks_of(order):
+            rank.raise_level(order.step, order.level, order.reason, is_degraded=order.degraded)
+            if order.level == "committed":
+                for step in [s for s in rank.tickets if s < order.step]:
+                    if rank.tickets[step] in LEVELS[:3]:
+                        rank.tickets[step] = "superseded"
+
+    def _ranks_of(self, order: RaiseLevel | AbandonStep) -> list[FakeRank]:
+        mine = (order.job, order.attempt)
+        return [r for r in self.ranks.values() if (r.job, r.attempt) == mine and not r.is_dead]
+
+    def _abandon(self, order: AbandonStep) -> None:
+        key = (order.job, order.attempt, order.step)
+        for shard in [s for s in self.copies if (s.job, s.attempt, s.step) == key]:
+            del self.copies[shard]
+        for rank in self._ranks_of(order):
+            rank.raise_level(order.step, order.level, order.reason)
+            rank.resume_step = max(rank.resume_step, order.resume)
+
+    def _persist(self, order: DurableOrder) -> None:
+        persist(self, order)
+
+
+def digest_of(*named: object) -> str:
+    """Return a digest that stands for bytes by their name."""
+    return xxhash.xxh3_128_hexdigest("-".join(map(str, named)).encode())
+
+
+def host_stats(**counts: int) -> HostStats:
+    """Return what a holder says of itself with a heartbeat: nothing but these counts."""
+    fields = structs.fields(HostStats)
+    empty: dict[str, Any] = {
+        each.name: "" if each.type is str else False if each.type is bool else 0 for each in fields
+    }
+    return HostStats(**{**empty, **counts})
+
+
+def plain(body: Body) -> Body:
+    """Return a body as it comes off the wire: tuples become lists, and values that cannot travel raise here."""
+    return dict(msgpack.unpackb(msgpack.packb(body), strict_map_key=False))
+
+
+def plain_event(event: Event) -> Event:
+    """Return the event as the controller reads it from a socket."""
+    if isinstance(event, Report):
+        return Report(event.host_id, decode_report(encode(event.report)))
+    if isinstance(event, HostUp):
+        return replace(event)
+    return event

@@ -1,0 +1,120 @@
+"""What one holder of the simulation knows of equal ranks.
+
+The real decisions, and offers that wait in virtual time (R34).
+
+What is held against it here: an offer waits for at most 3 s, never for a rank whose put is being digested all
+that time, once for a rank that does not come; and equal chunks do not travel while this host digests its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from typing import Protocol
+
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.wire.rank_messages import ReplicasDiffer
+from memstore.shell.holder.shared_shards import WRITER_WAIT_S, HolderSharedShards
+from memstore.testing.simulator.checks.shared_shards import SharedShards
+from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.violation import Violation
+from memstore.testing.simulator.world.virtual_time import Wait
+from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId
+
+WAIT_S_MAX = 3.2  # R34 says 3; steps of virtual time are added
+DIGESTED_S = 1.0  # a put is digested in far less
+
+
+class SharedShardHolder(Holder, Protocol):
+    """A holder, as `SimSharedShards` sees it."""
+
+    thawed_s: float  # when it was last thawed
+
+
+class SimSharedShards(HolderSharedShards):
+    """Of one simulated holder."""
+
+    def __init__(self, holder: SharedShardHolder, world: World, shared_shards: SharedShards) -> None:
+        super().__init__(holder.replicas, threading.Event(), self._say)
+        self.sim, self.world, self.shared_shards = holder, world, shared_shards
+        self.began_s: dict[ShardId, float] = {}  # local puts submitted and not sealed -> since when
+        self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain
+
+    # -- offers ---------------------------------------------------------------------------------
+
+    def await_own_of(self, shard: ShardId, sender: SharedShardHolder) -> Generator[Wait, None, bool]:
+        """As await_own, for an offer of `sender`; True if time passed."""
+        own = self.own_of(shard)
+        if own is None or self.is_over(shard, own):
+            return False
+        began_s = self.world.now
+        self._look_at_late(shard, own)
+        yield lambda: self.is_over(shard, own) or self.world.now >= began_s + WRITER_WAIT_S or not self.sim.is_up
+        if self.sim.is_up and not self.is_over(shard, own):
+            self._look_at_late(shard, own)
+            self._look_at_wait(shard, own)
+            self.gave_up(shard, own)
+            self.in_vain[shard.job, own] = (shard.attempt, self.world.now)
+        is_asleep = max(self.sim.thawed_s, sender.thawed_s) >= began_s or self.sim.is_frozen
+        if self.world.now - began_s > WAIT_S_MAX and not is_asleep:
+            raise Violation("R34", f"an offer of {shard} waited {self.world.now - began_s:.2f} s at {self.sim.host_id}")
+        return True
+
+    def _look_at_late(self, shard: ShardId, own: int) -> None:
+        """One wait in vain is enough: others for the same rank end with it, and none begins before its next seal."""
+        attempt, at_s = self.in_vain.get((shard.job, own), (0, 0.0))
+        if attempt == shard.attempt and self.world.now > at_s:
+            raise Violation("R34", f"at {self.sim.host_id} {shard} waits for rank {own}, in vain since {at_s:.2f} s")
+
+    def _look_at_wait(self, shard: ShardId, own: int) -> None:
+        """In vain only if the put did not come: one's own digesting waits for no other rank's (R13)."""
+        put = ShardId(shard.job, shard.attempt, shard.step, own)
+        here_s = self.world.now - self.began_s.get(put, self.world.now)
+        if here_s > DIGESTED_S and self.sim.thawed_s < self.world.now - here_s and not self.sim.is_frozen:
+            raise Violation(
+                "R34", f"{self.sim.host_id} has had rank {own}'s put of step {shard.step} for {here_s:.2f} s and has "
+                f"not sealed it, and {shard} waits for it: they wait for one another"
+            )  # fmt: skip
+
+    def travels(self, shard: ShardId, index: int) -> None:
+        """A chunk of a new put comes here: not one that this host is digesting for its own rank (R13)."""
+        row = self._row_of(shard)
+        if row is None or index >= self.shared_shards.shared_count(shard):
+            return
+        own = ShardId(shard.job, shard.attempt, shard.step, row)
+        is_late = self.in_vain.get((shard.job, row), (0, 0.0))[0] == shard.attempt
+        if own in self.began_s and not is_late:
+            raise Violation("R34", f"chunk {index} of {shard} travels to {self.sim.host_id}, which is digesting {own}")
+
+    def _row_of(self, shard: ShardId) -> int | None:
+        attempt, table = self.declared.get(shard.job, (0, {}))
+        found = [rank for rank, row in table.items() if attempt == shard.attempt and shard.rank in row.other_writers]
+        return min(found, default=None)
+
+    # -- seals ----------------------------------------------------------------------------------
+
+    def began(self, shard: ShardId) -> None:
+        """A local rank's put was submitted."""
+        self.began_s.setdefault(shard, self.world.now)
+
+    def ended(self, shard: ShardId) -> None:
+        """It is sealed, or will never be."""
+        self.began_s.pop(shard, None)
+
+    def put(self, stored: StoredReplica, shared_count: int | None) -> int | None:
+        """A local rank's put is sealed; return the step before if this one repeats its chunks: never here."""
+        if not self.world.scenario.shards:
+            return None
+        before = self.put_sealed(stored, shared_count)
+        self.in_vain.pop((stored.shard.job, stored.shard.rank), None)
+        if before is not None:
+            raise Violation("R34", f"{stored.shard} is said to repeat step {before}, and does not")
+        return None
+
+    def sealed(self, shard: ShardId) -> None:
+        """A local put or a peer's copy is sealed: compare those of its step."""
+        self.compare(shard)
+
+    def _say(self, shard: ShardId, event: ReplicasDiffer) -> None:
+        self.shared_shards.reported(shard, event.other_rank, list(event.chunks))

@@ -1,0 +1,353 @@
+"""Room is given back: free slots lose their pages and get them again before they are used (R9)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.share import PeerShare
+from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
+from memstore.errors import CapacityError
+from memstore.shell.arena import arena as arena_module
+from memstore.shell.arena.arena import Arena
+from memstore.shell.arena.lock import process_start_time
+from memstore.shell.arena.manifests import ManifestFolder
+from memstore.shell.arena.mapping import ArenaMapping
+from memstore.shell.arena.replica_store import ReplicaStore
+from memstore.shell.arena.slot_headers import SlotHeaders
+from memstore.testing.clusters.scratch_folder import scratch_folder
+from recovery.inventory import ShardId
+
+CHUNK = 64 << 10
+LIMIT = 32 * CHUNK
+ME = Owner(os.getpid(), process_start_time(os.getpid()) or 0, 1)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with scratch_folder() as path:
+        yield path
+
+
+def open_replica_store(folder: Path) -> ReplicaStore:
+    return ReplicaStore.open(folder, limit_bytes=LIMIT, chunk_bytes=CHUNK)
+
+
+def on_disk(folder: Path) -> int:
+    """Chunks' worth of memory behind the arena."""
+    return (folder / "arena").stat().st_blocks * 512 // CHUNK
+
+
+def put(replicas: ReplicaStore, job: str, step: int, count: int = 3) -> ShardId:
+    """Lease, write and seal a shard of a job that has reserved room; what else was leased goes back."""
+    shard = ShardId(job, 1, step, 0)
+    slots = replicas.lease(ME, job, 0, 1)
+    for index, number in enumerate(slots[:count]):
+        replicas.arena.view(number)[:] = bytes([step, index]) * (replicas.chunk_bytes // 2)
+    with replicas.lock:
+        assert replicas.table.submit(ME, slots[:count])
+        replicas.table.reclaim(ME)
+        replicas.flush()
+    replicas.seal_local(
+        shard, world_size=1, layout=b"", nbytes=count * replicas.chunk_bytes, slots=slots[:count], attempt=1
+    )
+    return shard
+
+
+def share(slots: int) -> PeerShare:
+    return PeerShare(1, {0: slots}, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_slot_without_pages_is_given_to_no_process(seed: int) -> None:
+    """Anything that is leased, freed, emptied and filled: the lists agree, and a kept slot stays as it is."""
+    chosen = random.Random(seed)
+    table = SlotTable(12)
+    owner, kept = Owner(1, 1), {chosen.randrange(12) for _ in range(2)}
+    for _ in range(60):
+        match chosen.randrange(4):
+            case 0:
+                leased = table.lease(owner, chosen.randint(1, 4), attempt=1)
+                assert not set(leased) & set(table.unbacked)
+            case 1:
+                table.reclaim(owner)
+            case 2:
+                emptied = table.empty(chosen.randint(0, 6), kept)
+                assert not set(emptied) & kept
+                assert all(table.slots[number].state is SlotState.FREE for number in emptied)
+            case 3:
+                table.fill(table.unbacked[: chosen.randint(0, 4)])
+        table.validate()
+        assert table.claimed_count == 12 - len(table.unbacked)
+
+
+def test_what_present_jobs_have_reserved_is_not_spare() -> None:
+    """Free slots beyond their shares are; a job that was removed keeps nothing."""
+    table = SlotTable(12)
+    replica_index = ReplicaIndex(table)
+    assert replica_index.spare_count() == 12
+    replica_index.set_share("a", share(5))
+    replica_index.set_share("b", share(4))
+    assert replica_index.spare_count() == 3
+    replica_index.drop_share("b", 1)
+    assert replica_index.spare_count() == 7
+
+
+def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: Path) -> None:
+    """The pages go, the other job's bytes and the slots that it recycles stay; a new job claims them again."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(9))
+    first = put(replicas, "a", 1)
+    replicas.claim("b", share(9))
+    kept = put(replicas, "b", 2)
+    assert on_disk(folder) == 18
+    replicas.drop_all([first], ("a", 1))
+    assert on_disk(folder) == 9
+    stats = replicas.stats()
+    assert (stats["claimed_bytes"], stats["reserved_bytes"], stats["used_bytes"]) == (9 * CHUNK, 9 * CHUNK, 3 * CHUNK)
+    before = on_disk(folder)
+    for step in range(3, 40):  # steady state: slots are recycled, and none is emptied or filled
+        replicas.drop(kept)
+        kept = put(replicas, "b", step)
+        assert (on_disk(folder), len(replicas.table.unbacked)) == (before, 9)
+    replicas.claim("c", share(14))
+    assert (on_disk(folder), replicas.arena.slots_count, replicas.table.unbacked) == (23, 23, [])
+    put(replicas, "c", 1)
+    stored = replicas.index.find(kept)
+    assert stored is not None
+    assert replicas.verify(stored) == []
+    replicas.close()
+
+
+def test_a_refused_share_gives_its_room_back_and_peers_that_move_do_not(folder: Path) -> None:
+    """The first put was refused elsewhere: the share is 0 again. Peers come and go with flapping hosts."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", PeerShare(1, {0: 8}, 8))
+    replicas.claim("a", PeerShare(1, {0: 8}, 2))
+    assert on_disk(folder) == 16
+    replicas.claim("a", PeerShare(1, {0: 0}, 0))
+    assert on_disk(folder) == 0
+    replicas.close()
+
+
+HELD = """
+import sys
+from memstore.shell.arena.mapping import ArenaMapping
+mapping = ArenaMapping.open(sys.argv[1])
+assert mapping.hold(1, 2)
+reader = mapping.reading()
+reader.add([5])
+print("held", flush=True)
+sys.stdin.readline()
+reader.close()
+print("read", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_pages_that_a_living_process_pins_or_reads_stay_until_it_is_gone(folder: Path) -> None:
+    """No word of it reaches the holder: the kernel knows, also for a successor of the holder."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(8))
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        replicas.drop_all([], ("a", 1))
+        assert sorted(replicas.table.free) == [1, 2, 5]
+        replicas.close()
+        replicas = open_replica_store(folder)
+        replicas.room.release()
+        assert (sorted(replicas.table.free), on_disk(folder)) == ([1, 2, 5], 3)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "read\n"
+        replicas.room.release()
+        assert sorted(replicas.table.free) == [1, 2]
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+    replicas.room.release()
+    assert (replicas.table.free, on_disk(folder)) == ([], 0)
+    replicas.close()
+
+
+def test_a_child_forked_under_a_reader_keeps_no_pages(folder: Path) -> None:
+    """A loader's workers live as long as training: what a get was reading when they began must not stay claimed."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(4))
+    mapping = ArenaMapping.open(folder)
+    reader = mapping.reading()
+    reader.add([1])
+    over, end = os.pipe()
+    runs, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(begun, b"r")
+        os.read(over, 1)
+        os._exit(0)
+    os.close(over)
+    reader.close()
+    try:
+        assert os.read(runs, 1) == b"r"
+        replicas.drop_all([], ("a", 1))
+        assert on_disk(folder) == 0
+    finally:
+        for fd in (end, runs, begun):
+            os.close(fd)
+        os.waitpid(child, 0)
+        mapping.close()
+        replicas.close()
+
+
+def test_slots_whose_reader_outlived_its_pin_keep_their_pages(folder: Path) -> None:
+    """It may still look at them, and a page that is missing on a full file system would kill it (R7)."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(6))
+    shard = put(replicas, "a", 1)
+    pinned = replicas.pin(shard)
+    assert pinned is not None
+    replicas.drop_all([shard], ("a", 1))
+    assert on_disk(folder) == 3
+    pinned[0].pins[pinned[1]] = -1.0  # past its deadline
+    replicas.expire_pins()
+    replicas.room.release()
+    assert (on_disk(folder), len(replicas.table.free)) == (3, 3)
+    replicas.close()
+
+
+def test_room_that_another_process_took_meanwhile_is_a_refusal_and_no_sigbus(tmp_path: Path) -> None:
+    """A full file system refuses to fill unbacked slots; none of them is leased, and what is stored can be read."""
+    mounted = tmp_path / "shm"
+    mounted.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "memstore-test", str(mounted)], check=False)
+    if made.returncode:
+        pytest.skip("only root can mount a file system")
+    try:
+        with scratch_folder(mounted) as folder:
+            replicas = ReplicaStore.open(folder, limit_bytes=32 << 20, chunk_bytes=1 << 20)
+            replicas.claim("a", share(24))
+            replicas.claim("b", share(4))
+            replicas.drop_all([], ("a", 1))
+            other = mounted / "other"
+            with other.open("wb") as file, contextlib.suppress(OSError):
+                while file.write(bytes(1 << 20)):
+                    file.flush()
+            with pytest.raises(CapacityError, match=r"cannot grow by .*do one of"):
+                replicas.claim("c", share(24))
+            assert (len(replicas.table.free), len(replicas.table.unbacked)) == (4, 24)
+            assert len(replicas.lease(ME, "b", 0, 1)) == 4
+            other.unlink()
+            replicas.claim("c", share(24))
+            assert len(replicas.table.free) == 24
+            replicas.close()
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+class Killed(BaseException):
+    """The holder's process died before this write."""
+
+
+class Writes:
+    """Every write of an arena, counted; from the one with number `last` on none happens any more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+        self.count, self.last = 0, last
+        for owner, name in (
+            (arena_module, "_punch_hole"), (arena_module, "_allocate"), (ArenaMapping, "populate"),
+            (SlotHeaders, "write"), (ManifestFolder, "save"), (ManifestFolder, "remove"),
+        ):  # fmt: skip
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count > self.last:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return counted
+
+
+def remove_and_claim(replicas: ReplicaStore, shards: list[ShardId]) -> None:
+    """A job is removed, its room given back and claimed again for another: every write that there is."""
+    replicas.drop_all(shards, ("a", 1))
+    replicas.claim("c", share(10))
+    put(replicas, "c", 1)
+
+
+def test_a_holder_killed_at_any_write_of_it_leaves_an_arena_that_is_adopted_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other job's bytes are whole, slots with and without pages are distinguished, and all of it is usable."""
+    last = 0
+    while True:
+        with scratch_folder() as folder, monkeypatch.context() as patched:
+            replicas = open_replica_store(folder)
+            replicas.claim("a", share(8))
+            gone = [put(replicas, "a", 1), put(replicas, "a", 2)]
+            replicas.claim("b", share(8))
+            kept = put(replicas, "b", 3)
+            writes = Writes(patched, last)
+            is_over = True
+            try:
+                remove_and_claim(replicas, gone)
+            except Killed:
+                is_over = False
+            patched.undo()
+            del writes
+            replicas.close()
+
+            replicas = open_replica_store(folder)
+            replicas.table.validate()
+            stored = replicas.index.find(kept)
+            assert stored is not None
+            assert not stored.missing
+            assert replicas.verify(stored) == []
+            assert on_disk(folder) == replicas.table.claimed_count, f"after {last} writes"
+            for shard in {stored.shard for stored in replicas.index.shards.values()}:
+                replicas.drop(shard)
+            replicas.table.reclaim(ME)
+            replicas.room.release()
+            assert on_disk(folder) == 0
+            replicas.claim("d", share(30))
+            put(replicas, "d", 1, count=20)
+            replicas.close()
+        if is_over:
+            break
+        last += 1
+    assert last > 20, "the writes were counted"
+
+
+def test_a_slot_in_use_that_lost_its_pages_gets_them_again_on_adoption(folder: Path) -> None:
+    """As zeros, which its digest tells; touching it would be a SIGBUS where the file system is full."""
+    replicas = open_replica_store(folder)
+    replicas.claim("a", share(6))
+    shard = put(replicas, "a", 1)
+    stored = replicas.index.find(shard)
+    assert stored is not None
+    number = stored.slots[0]
+    assert number is not None
+    replicas.close()
+    with (folder / "arena").open("r+b") as file:
+        arena_module._punch_hole(file.fileno(), number * CHUNK, CHUNK)
+    replicas = open_replica_store(folder)
+    assert (replicas.arena.unbacked, on_disk(folder)) == ([], 6)
+    again = replicas.index.find(shard)
+    assert again is not None
+    assert again.missing == {0}
+    replicas.close()
+    Arena.destroy(folder)

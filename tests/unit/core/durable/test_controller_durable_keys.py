@@ -1,0 +1,170 @@
+"""One key for all slices of a durable step: hosts that have another one are named, and write nothing of it (R31)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.core.durable.keys import chosen
+from memstore.core.schedule.durable_interval import retire
+from memstore.core.wire.ids import WireStep
+from memstore.core.wire.reports import SliceWritten
+from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.world import ControllerWorld
+from recovery.inventory import ShardId, StepId
+
+A, B = "a" * 16, "b" * 16
+
+
+def encrypted(keys: dict[str, str], hosts: int = 2, **config: Any) -> tuple[ControllerWorld, list[FakeRank]]:
+    """A running job with an encrypted durable directory, whose hosts have these keys."""
+    world = ControllerWorld(hosts, durable="/durable", durable_every=1, durable_key_file="/key", **config)
+    for host, key in keys.items():
+        world.holders[host].durable_key = key
+    ranks = world.launch(hosts)
+    world.get(ranks)
+    return world, ranks
+
+
+def keys_on_storage(world: ControllerWorld, step: int) -> set[str]:
+    """Keys that slices of a step were written under."""
+    return {key for shard, keys in world.durable.keys.items() if shard.step == step for key in keys}
+
+
+def job_row(world: ControllerWorld, rank: FakeRank) -> dict[str, Any]:
+    """The job in the answer to `memstore status`."""
+    rank.answers.pop("status", None)
+    world.call(rank, "status")
+    world.run(0.5)
+    status = rank.answers["status"][-1]
+    return {**status["jobs"][0], "problems": status["problems"]}
+
+
+def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
+    """Every shard is on both hosts, so one of them writes all; status and an event name both, with their keys."""
+    world, ranks = encrypted({"h0": A, "h1": B})
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
+    assert world.durable.marker_keys["train", 1, 1] == A
+    assert keys_on_storage(world, 1) == {A}
+    row = job_row(world, ranks[0])
+    said = f"h0 has key {A}, h1 has key {B}"
+    assert said in row["durable_keys"]
+    assert any(said in problem["cause"] for problem in row["problems"])
+    assert any(
+        event["event"] == "durable_keys"
+        for event in world.served.parts.recorder.recent_events.page(0, "train")["events"]
+    )
+
+
+def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
+    """Each shard has one copy, on hosts with different keys: no marker, and the reason names both hosts."""
+    world, ranks = encrypted({"h0": A, "h1": B}, replicas=1)
+    assert world.put_all(ranks, 1)
+    world.run(5.0)
+    assert world.durable.markers == {}
+    problem = world.served.parts.durable_states.of("train").problem
+    assert "h0 has key" in problem
+    assert "h1 has key" in problem
+    world.holders["h1"].durable_key = A
+    assert world.put_all(ranks, 2, until="durable", limit_s=20.0)
+    assert job_row(world, ranks[0])["durable_keys"] == ""
+
+
+def test_connect_tells_of_other_keys_before_any_step_is_written() -> None:
+    """All hosts are asked when the attempt begins: no process has to wait for the first durable step."""
+    world, ranks = encrypted({"h0": A, "h1": B})
+    world.run(1.0)
+    assert "h1 has key" in job_row(world, ranks[0])["durable_keys"]
+
+
+def test_a_key_replaced_while_a_step_is_written_makes_no_mixed_step() -> None:
+    """Hosts read the new file between the question and their slices: the write fails, and the next asks again."""
+    world, ranks = encrypted({"h0": A, "h1": A})
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
+    world.work_s = (1.0, 1.5)
+    for rank in ranks:
+        world.put(rank, 2)
+    writing = lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing"  # noqa: E731
+    assert world.run_until(writing, 20.0)
+    for holder in world.holders.values():
+        holder.durable_key = B
+    assert world.run_until(lambda: ("train", 1, 2) in world.durable.markers, 60.0)
+    assert world.durable.marker_keys["train", 1, 2] == B
+
+
+def test_a_key_replaced_host_by_host_never_mixes() -> None:
+    """One host's file first, the other's steps later: every step is under one key, in the end the new one."""
+    world, ranks = encrypted({"h0": A, "h1": A}, durable_keep=9)
+    for step in range(1, 7):
+        if step in (3, 5):
+            world.holders["h0" if step == 3 else "h1"].durable_key = B
+        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
+    assert all(len(keys_on_storage(world, step)) == 1 for step in range(1, 7))
+    assert world.durable.marker_keys["train", 1, 6] == B
+
+
+def test_nothing_older_goes_while_hosts_differ_or_the_present_key_has_too_few() -> None:
+    """durable_keep counts steps under the present key only, and waits while it is open which key that is."""
+    assert retire({StepId(1, 1): A, StepId(1, 2): A, StepId(1, 3): B}, 2, B) == ()
+    assert retire({StepId(1, 1): A, StepId(1, 2): B, StepId(1, 3): A, StepId(1, 4): B}, 2, B) == (StepId(1, 1),)
+    world, ranks = encrypted({"h0": A, "h1": A}, durable_keep=1)
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
+    world.holders["h0"].durable_key = B
+    for step in (2, 3):
+        assert world.put_all(ranks, step, until="durable", limit_s=20.0)
+    world.run(2.0)
+    assert sorted(step for _, _, step in world.durable.markers) == [1, 2, 3]
+    world.holders["h1"].durable_key = B
+    assert world.put_all(ranks, 4, until="durable", limit_s=20.0)
+    assert world.run_until(lambda: [step for _, _, step in world.durable.markers] == [4], 5.0)
+
+
+def test_a_listing_says_which_key_the_newest_step_needs() -> None:
+    """After all memory is lost the hosts have a new key: status names the old one, which the marker knows."""
+    world, ranks = encrypted({"h0": A, "h1": A})
+    assert world.put_all(ranks, 1, until="durable", limit_s=20.0)
+    for host in list(world.holders):
+        world.kill_host(host)
+        world.holders[host].restart(keep_memory=False)
+        world.holders[host].durable_key = B
+    world.crash_controller()
+    world.run(6.0)
+    world.launch(2)
+    assert f"step 1 needs key {A}" in world.served.parts.durable_states.of("train").unread
+
+
+@pytest.mark.parametrize(
+    ("names", "holders", "before", "expected"),
+    [
+        ({"h0": A, "h1": B}, [["h0", "h1"]], B, B),
+        ({"h0": A, "h1": B}, [["h0", "h1"]], None, A),
+        ({"h0": A, "h1": B, "h2": B}, [["h0", "h1"]], A, B),
+        ({"h0": A, "h1": B}, [["h0"], ["h1"]], A, None),
+        ({}, [["h0"]], None, None),
+    ],
+)
+def test_the_key_of_a_step_is_no_chance(
+    names: dict[str, str], holders: list[list[str]], before: str | None, expected: str | None
+) -> None:
+    """What all shards can be written under; of several the one of most hosts, then of the last write."""
+    assert chosen(names, holders, before) == expected
+
+
+def test_late_slices_of_a_write_are_no_mixture() -> None:
+    """A report under another key than the order's counts as that host's failure."""
+    world, ranks = encrypted({"h0": A, "h1": A})
+    world.work_s = (1.0, 1.5)
+    for rank in ranks:
+        world.put(rank, 1)
+    assert world.run_until(
+        lambda: (w := world.served.parts.durable_states.of("train").active) is not None and w.phase == "writing", 20.0
+    )
+    write = world.served.parts.durable_states.of("train").active
+    assert write is not None
+    (piece, host), *_ = write.waits.items()
+    rank, number = piece
+    report = SliceWritten(job="train", step=WireStep(1, 1), rank=rank, number=number, key=B, problem=None)
+    world.served.parts.durable.slice_written(host, report)
+    assert host in write.failed[piece]
+    assert ShardId("train", 1, 1, 0) not in world.durable.keys

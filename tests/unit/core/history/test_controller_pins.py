@@ -1,0 +1,284 @@
+"""Named pins: never dropped, repaired, and there after controllers died, restarts and fresh starts (R10, R19)."""
+
+from __future__ import annotations
+
+import pytest
+
+from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.journal import compaction
+from memstore.core.wire.orders import Reserve
+from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
+from recovery.inventory import StepId
+
+
+def ask(world: ControllerWorld, rank: FakeRank, verb: str, **body: object) -> str:
+    """Ask once, wait for the end; return the error, or ""."""
+    rank.answers.pop(verb, None)
+    rank.errors.pop(verb, None)
+    world.call(rank, verb, **body)
+    assert world.run_until(lambda: bool(rank.answers.get(verb) or rank.errors.get(verb)), 20.0)
+    return rank.error(verb)
+
+
+def put_from(world: ControllerWorld, ranks: list[FakeRank], first: int, last: int) -> None:
+    """Commit some steps."""
+    for step in range(first, last + 1):
+        assert world.put_all(ranks, step)
+    world.run(0.5)
+
+
+def peer_slots(world: ControllerWorld, host: str) -> int:
+    """The slots that the last order reported a host to reserve, in all."""
+    order = world.holders[host].received(Reserve)[-1]
+    return order.peer_slots + sum(row.slots for row in order.ranks)
+
+
+def test_a_pinned_step_stays_until_it_is_unpinned() -> None:
+    """Nine commits later all its copies are there; unpinned it goes at once, and its room with it (R10)."""
+    world, ranks = trained(3, last=1)
+    before = {host: peer_slots(world, host) for host in world.holders}
+    assert ask(world, ranks[1], "pin", step=1, name="best") == ""
+    assert all(peer_slots(world, host) == room + 2 * 4 for host, room in before.items())  # its own shard and a peer's
+    put_from(world, ranks, 2, 10)
+    assert all(len(world.holders_of(StepId(1, 1), rank)) == 2 for rank in range(3))
+    assert ask(world, ranks[0], "unpin", name="best") == ""
+    world.run(0.5)
+    assert sorted(world.job().copies) == [StepId(1, 10)]
+    assert {host: peer_slots(world, host) for host in world.holders} == before
+
+
+def test_a_pin_waits_while_an_attempt_opens() -> None:
+    """Both facts are on their way to the journals; the attempt's, which holds a configuration, comes first."""
+    world, ranks = trained(2, last=1)
+    for rank in ranks:
+        world.kill_rank(rank)
+    joining = [world.join(n, 2, "second") for n in range(2)]
+    log = world.served.parts.journal.log
+    assert world.run_until(lambda: any(isinstance(fact, AttemptOpened) for fact in log.unapplied()), 5.0)
+    assert ask(world, joining[0], "pin", step=1, name="best") == ""
+    assert list(world.job().pins) == ["best"]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in joining), 5.0)
+
+
+@pytest.mark.parametrize("is_retired", [False, True])
+def test_the_newest_step_is_pinned_and_forked_without_its_number(is_retired: bool) -> None:
+    """A person is slower than commits are: who names a number that `ls` showed finds that step gone."""
+    world, ranks = trained(2, last=4, keep_steps=2)
+    if is_retired:
+        world.call(ranks[0], "retire", attempt=1, step=4, reason="a chunk is lost")
+        world.run(1.0)
+    newest = 3 if is_retired else 4
+    assert ask(world, ranks[0], "pin", step=None, name="best") == ""
+    assert world.job().pins["best"].step == newest
+    assert ask(world, ranks[0], "fork", step=None, new_job="twig", nonce="n") == ""
+    assert {step.step for step in world.job("twig").commits} == {newest}
+    assert "no committed step" in ask(world, ranks[0], "pin", step=None, name="other", of_attempt=7)
+
+
+def test_a_pinned_step_survives_controllers_and_a_restart_of_everything() -> None:
+    """The pin is a fact: a successor knows it, and so does one that starts from journals alone (R16)."""
+    world, ranks = trained(3, last=2)
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    world.crash_controller()
+    assert world.run_until(lambda: world.machine is not None and world.served.is_settled, 20.0)
+    put_from(world, ranks, 3, 5)
+    assert world.holders_of(StepId(1, 2), 0) != []
+    world.crash_controller(restart_after_s=None)
+    for host in world.holders:
+        world.kill_host(host, keep_memory=True)
+    for host in world.holders:
+        world.return_host(host)
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled and JOB in world.served.jobs, 20.0)
+    again = world.launch(3)
+    assert world.get(again)[0]["step"] == 5
+    put_from(world, again, 6, 8)
+    assert {pin.step for pin in world.job().pins.values()} == {2}
+    assert all(world.holders_of(StepId(1, 2), rank) for rank in range(3))
+    answers = world.get(again, step=2)
+    world.check_restored(answers)
+    assert answers[0]["step"] == 2
+
+
+@pytest.mark.parametrize("is_unpinned", [False, True])
+@pytest.mark.parametrize("known", [-1, 0, 1])
+def test_a_pin_that_only_a_late_host_knows_is_known_again(known: int, is_unpinned: bool) -> None:
+    """All that its successor reads is of before the pin: of no attempt, of an older step, or of the step (R16)."""
+    world = ControllerWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    before = [0]
+    for step in (1, 2):
+        assert world.put_all(ranks, step)
+        before.append(len(world.served.parts.journal.log.entries))
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    if is_unpinned:
+        assert ask(world, ranks[0], "unpin", name="best") == ""
+    world.run(1.0)
+    for host in ("h0", "h1"):
+        del world.holders[host].journal[before[known + 1] :]
+    world.kill_host("h2", keep_memory=True)
+    world.crash_controller()
+    world.run(8.0)
+    assert world.job().newest_number == 1
+    assert world.job().pins == {}
+    world.return_host("h2")
+    world.run(3.0)
+    assert StepId(1, 2) in world.job().commits
+    assert list(world.job().pins) == ([] if is_unpinned else ["best"])
+
+
+def test_the_pin_of_a_late_host_whose_end_is_forgotten_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken back while the host was away, and journals were shortened since: training is far beyond it."""
+    world, ranks = trained(4, 3, last=2)
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    world.run(0.5)
+    world.kill_host("h3", keep_memory=True)
+    assert ask(world, ranks[0], "unpin", name="best") == ""
+    monkeypatch.setattr(compaction, "JOURNAL_NBYTES_MIN", 0)
+    put_from(world, ranks, 3, 12)
+    world.crash_controller()
+    world.run(8.0)
+    world.return_host("h3")
+    world.run(3.0)
+    assert world.job().pins == {}
+
+
+def test_a_fresh_start_keeps_pins_and_can_go_back_to_them() -> None:
+    """connect(fresh=True) drops what the older lineage had, but the pinned step, which rewind and get() reach (R22)."""
+    world, ranks = trained(3, last=3, keep_steps=2)
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    fresh = world.launch(3, fresh=True)
+    put_from(world, fresh, 1, 2)
+    assert sorted(world.job().copies) == [StepId(1, 2), StepId(2, 1), StepId(2, 2)]
+    assert world.get(fresh, step=2)[0]["attempt"] == 2
+    for rank in fresh:
+        body = {"step": 2, "of_attempt": 1, "nonce": rank.nonce, "key": rank.key}
+        world.call(rank, "rewind", **body)
+    assert world.run_until(lambda: all(rank.attempt == 3 for rank in fresh), 20.0)
+    answers = world.get(fresh)
+    world.check_restored(answers)
+    assert (answers[0]["attempt"], answers[0]["step"]) == (1, 2)
+
+
+def test_missing_copies_of_a_pinned_step_are_rebuilt() -> None:
+    """A host dies for good: the pinned step gets its second copies elsewhere, as the kept ones do (R29)."""
+    world, ranks = trained(4, world_size=2, last=1)
+    assert ask(world, ranks[0], "pin", step=1, name="best") == ""
+    put_from(world, ranks, 2, 4)
+    victim = next(h for h in world.holders_of(StepId(1, 1), 0) if h != ranks[0].host_id)
+    assert victim not in {ranks[0].host_id}
+    world.kill_host(victim)
+    alive = [r for r in (0, 1) if len(world.holders_of(StepId(1, 1), r)) < 2]
+    assert alive
+    assert world.run_until(lambda: all(len(world.holders_of(StepId(1, 1), r)) == 2 for r in (0, 1)), 30.0)
+
+
+def test_a_pinned_step_of_another_world_size_is_repaired_too() -> None:
+    """Three ranks put it, two go on afresh: its third shard is no rank's any more, and still gets its copies."""
+    world, ranks = trained(4, world_size=3, last=1)
+    assert ask(world, ranks[0], "pin", step=1, name="wide") == ""
+    two = world.launch(2, fresh=True)
+    put_from(world, two, 1, 3)
+    victim = world.holders_of(StepId(1, 1), 2)[0]
+    world.kill_host(victim)
+    assert world.run_until(lambda: all(len(world.holders_of(StepId(1, 1), r)) == 2 for r in range(3)), 40.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"step": 9, "name": "best"}, "no committed step 9: its committed steps are 3"),
+        ({"step": 4, "name": "best"}, "no committed step 4: it was put and is not committed"),
+        ({"step": 3, "name": "a/b"}, "pin name 'a/b' is not allowed"),
+    ],
+)
+def test_what_cannot_be_pinned_is_refused(body: dict[str, object], why: str) -> None:
+    """Unknown and uncommitted steps and bad names; nothing is recorded."""
+    world, ranks = trained(2, last=3)
+    world.put(ranks[0], 4)
+    world.run(0.5)
+    assert why in ask(world, ranks[0], "pin", **body)
+    assert world.job().pins == {}
+
+
+def test_a_step_on_durable_storage_alone_is_refused_by_that_name() -> None:
+    """A pin keeps bytes in RAM; it does not fetch them."""
+    world, ranks = trained(2, last=1, durable="/durable", durable_every=1, durable_keep=10)
+    assert world.run_until(lambda: StepId(1, 1) in world.job().markers, 30.0)
+    put_from(world, ranks, 2, 4)
+    assert world.run_until(lambda: StepId(1, 1) not in world.job().copies, 30.0)
+    why = ask(world, ranks[0], "pin", step=1, name="old")
+    assert "it is on durable storage only" in why
+
+
+def test_a_name_belongs_to_one_step() -> None:
+    """The same pin again is the same pin; another step under that name is refused, another name for the step is not."""
+    world, ranks = trained(2, last=2, keep_steps=2)
+    assert ask(world, ranks[0], "pin", step=1, name="best") == ""
+    assert ask(world, ranks[1], "pin", step=1, name="best") == ""
+    why = ask(world, ranks[0], "pin", step=2, name="best")
+    assert why.startswith("ConfigError: job 'train' has a pin 'best', on step 1 of attempt 1")
+    assert ask(world, ranks[0], "pin", step=1, name="first") == ""
+    assert ask(world, ranks[0], "unpin", name="best") == ""
+    put_from(world, ranks, 3, 5)
+    assert world.holders_of(StepId(1, 1), 0) != []
+    assert "has no pin 'best': it has first (step 1)" in ask(world, ranks[0], "unpin", name="best")
+
+
+def test_a_pin_without_room_is_refused_with_the_numbers_and_changes_nothing() -> None:
+    """One host has no room: CapacityError names it, and the hosts that had room give it back (R10)."""
+    world, ranks = trained(3, last=2)
+    before = {host: peer_slots(world, host) for host in world.holders}
+    world.holders["h1"].refuses_room = "needs 9.00 GiB, may take 8.00 GiB"
+    why = ask(world, ranks[0], "pin", step=2, name="best")
+    assert why.startswith("CapacityError: step 2 of job 'train' cannot be pinned: a pin takes room of its own")
+    assert "does not fit on h1: needs 9.00 GiB, may take 8.00 GiB" in why
+    world.run(1.0)
+    assert {host: peer_slots(world, host) for host in world.holders} == before
+    world.holders["h1"].refuses_room = ""
+    put_from(world, ranks, 3, 4)
+    assert sorted(world.job().copies) == [StepId(1, 4)]
+    assert world.job().pins == {}
+
+
+def test_a_step_is_not_dropped_while_its_pin_is_made() -> None:
+    """Its room is being claimed on a slow host while newer steps commit: it is there when the pin is."""
+    world, ranks = trained(3, last=1)
+    world.silence("h2")
+    world.call(ranks[0], "pin", step=1, name="best")
+    world.run(0.5)
+    world.thaw("h2")
+    put_from(world, ranks, 2, 3)
+    assert world.run_until(lambda: "best" in world.job().pins, 20.0)
+    assert all(world.holders_of(StepId(1, 1), rank) for rank in range(3))
+
+
+def test_a_controller_that_dies_while_a_pin_is_made_is_asked_again() -> None:
+    """The call waits for the successor, as every call does: in the end the pin is there once."""
+    world, ranks = trained(3, last=1)
+    ranks[0].answers.pop("pin", None)
+    world.call(ranks[0], "pin", step=1, name="best")
+    world.run(0.01)
+    world.crash_controller()
+    assert world.run_until(lambda: bool(ranks[0].answers.get("pin") or ranks[0].errors.get("pin")), 30.0)
+    assert ranks[0].error("pin") == ""
+    put_from(world, ranks, 2, 4)
+    assert all(world.holders_of(StepId(1, 1), rank) for rank in range(3))
+
+
+def test_removing_a_job_says_which_pins_would_be_lost() -> None:
+    """`memstore rm` names the pins and does nothing without --force; with it they go too."""
+    world, ranks = trained(2, last=2)
+    assert ask(world, ranks[0], "pin", step=2, name="best") == ""
+    for rank in ranks:
+        world.call(rank, "close")
+    world.run(1.0)
+    why = ask(world, ranks[0], "rm")
+    assert "job 'train' has pins that would be lost with it: best (step 2)" in why
+    assert ask(world, ranks[0], "rm", force=True) == ""
+    assert ranks[0].answers["rm"][-1]["pins"] == [["best", 1, 2]]
+    world.run(1.0)
+    assert all(not holder.copies for holder in world.holders.values())

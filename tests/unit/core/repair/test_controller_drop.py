@@ -1,0 +1,196 @@
+"""One copy may be dropped on request, the last one never (R7, R19)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.core.cluster.job import Job
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostLost
+from memstore.core.wire.orders import DropJob, FreeCopies
+from memstore.core.wire.reports import Fenced, Sealed
+from memstore.testing.controller.holder import FakeRank
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
+from memstore.testing.requests import request_of
+from recovery.inventory import Copy, ShardId, ShardSpec, StepId
+
+STEP = StepId(1, 1)
+
+
+def drop(world: ControllerWorld, asking: FakeRank, host: str, **changed: Any) -> Any:
+    """Ask for the drop of rank 0's copy; return the answer, or the refusal's text."""
+    refused_count = len(asking.errors.get("drop", ()))
+    body = {"job": asking.job, "attempt": 1, "step": 1, "rank": 0, "host": host, **changed}
+    world.holders[asking.host_id].call(asking, request_of("drop", body))
+    world.run(0.3)
+    if len(asking.errors.get("drop", ())) > refused_count:
+        return asking.error("drop")
+    return asking.answers["drop"][-1]
+
+
+def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
+    """The copy goes at once, is left alone for a moment so that its absence can be seen, and comes back (R29)."""
+    world, ranks = trained(2)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+    answer = drop(world, ranks[0], "h0")
+    assert (answer["host"], answer["left_on"]) == ("h0", ["h1"])
+    assert answer["nbytes"] > 0
+    world.run(2.0)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert world.holders_of(STEP, 1) == ["h0", "h1"], "another shard of the job was touched"
+    world.run(15.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+
+
+@pytest.mark.parametrize("kind", ["sealed", "fenced"])
+def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> None:
+    """The host said that it has the copy before it obeyed.
+
+    Counted, the copy would be there for no process (R7, R19).
+    """
+    world, ranks = trained(2)
+    holder = world.holders["h0"]
+
+    def cross(order: FreeCopies) -> None:
+        copies = tuple(map(WireCopy.of, holder.copies.values()))
+        if kind == "fenced":
+            holder.report(Fenced(job=JOB, attempt=1, copies=copies))
+        else:
+            for copy in copies:
+                holder.report(Sealed(copy=copy, put=None))
+        holder.carry_out(order)
+
+    holder.instead[FreeCopies] = cross
+    drop(world, ranks[0], "h0")
+    world.run(2.0)
+    assert not any(shard.rank == 0 for shard in holder.copies)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert "the last whole one" in drop(world, ranks[0], "h1")
+    world.run(15.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+    assert any(shard.rank == 0 for shard in holder.copies)
+
+
+@pytest.mark.parametrize("is_ordered_again", [False, True])
+def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_again: bool) -> None:
+    """The host joins again with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
+    world, ranks = trained(2)
+    holder = world.holders["h0"]
+    copies, late = list(map(WireCopy.of, holder.copies.values())), list[FreeCopies]()
+    holder.instead[FreeCopies] = late.append
+    drop(world, ranks[0], "h0")
+    del world._sessions["h0"]  # it is dialled again with the next beat
+    world._handle(HostLost("h0", "connection reset"))
+    world.run(1.0)
+    assert world.holders_of(STEP, 0) == ["h0", "h1"], "the inventory names the copy"
+    if is_ordered_again:
+        drop(world, ranks[0], "h0")
+    holder.carry_out(late[0])
+    if is_ordered_again:  # the first order is not the second: what is reported until that is obeyed goes with it
+        for copy in copies:
+            holder.report(Sealed(copy=copy, put=None))
+    world.run(0.5)
+    assert world.holders_of(STEP, 0) == ["h1"]
+    assert "the last whole one" in drop(world, ranks[0], "h1")
+
+
+def test_the_last_copy_is_never_dropped() -> None:
+    """With the other copy dropped, or its host dead, the drop is refused and nothing changes (R19)."""
+    world, ranks = trained(2)
+    drop(world, ranks[0], "h0")
+    assert "the last whole one" in drop(world, ranks[0], "h1")
+    assert world.holders_of(STEP, 0) == ["h1"]
+    world.kill_host("h0")
+    world.run(0.5)
+    assert "the last whole one" in drop(world, ranks[1], "h1", rank=1)
+    assert world.holders_of(STEP, 1) == ["h1"]
+
+
+def test_what_is_not_there_is_not_dropped() -> None:
+    """A host without the copy, a step that is not committed, a job no process knows: refused by name."""
+    world, ranks = trained(2)
+    assert "not by h9" in drop(world, ranks[0], "h9")
+    assert "is not committed" in drop(world, ranks[0], "h0", step=7)
+    assert "holds no job" in drop(world, ranks[0], "h0", job="another")
+    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+
+
+def rooms_freed(world: ControllerWorld, host: str) -> list[tuple[str, int]]:
+    """The jobs, with their last attempt, whose room a host was ordered to give up."""
+    return [(order.job, order.attempt) for order in world.holders[host].received(DropJob)]
+
+
+def test_a_removed_job_frees_its_room_on_every_host() -> None:
+    """All hosts are sent with the order to drop; one that was out of reach, when it shows a copy again (R10)."""
+    world, ranks = trained(2)
+    world.silence("h1")
+    world.run(10.0)
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert rooms_freed(world, "h0") == [("train", 1)]
+    assert rooms_freed(world, "h1") == []
+    world.thaw("h1")
+    world.run(5.0)
+    assert ("train", 1) in rooms_freed(world, "h1")
+    assert not world.holders["h1"].copies
+
+
+def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> None:
+    """It held no copy that could tell of the job, only a reservation (R10)."""
+    world, ranks = trained(3, 2)
+    world.kill_host("h2", keep_memory=True)
+    world.run(8.0)
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert JOB not in world.served.jobs
+    world.return_host("h2")
+    world.run(1.0)
+    assert DropJob(job=JOB, attempt=1, shards=()) in world.holders["h2"].orders
+
+
+def test_a_removal_is_answered_once_the_job_is_gone() -> None:
+    """Until the fact has spread nothing is dropped and no process is reported; then the job is in no status (R16)."""
+    world, ranks = trained(2)
+    world.silence("h1")
+    world.call(ranks[0], "rm", force=True)
+    world.run(1.0)
+    assert "rm" not in ranks[0].answers
+    assert rooms_freed(world, "h0") == []
+    assert world.holders["h0"].copies
+    world.thaw("h1")
+    assert world.run_until(lambda: "rm" in ranks[0].answers)
+    assert JOB not in world.served.jobs
+    world.run(1.0)
+    assert ranks[0].answers["rm"] == [{"job": JOB, "pins": [], "shards": 2}]
+    assert not any(holder.copies for holder in world.holders.values())
+
+
+def test_a_removed_job_stays_away_though_a_step_was_given_up_meanwhile() -> None:
+    """What was decided of it while the word of its end spread has no effect, nor with a new controller (R16)."""
+    world, ranks = trained(2)
+    world.silence("h1")
+    world.call(ranks[0], "rm", force=True)
+    world.run(0.1)
+    world.skip(ranks[0], 2)
+    world.call(ranks[0], "retire", attempt=1, step=1, reason="torn", is_torn=True)
+    world.run(0.1)
+    world.thaw("h1")
+    world.run(2.0)
+    assert ranks[0].answers["retire"] == [{}]
+    assert JOB not in world.served.jobs
+    world.crash_controller()
+    world.run(10.0)
+    assert JOB not in world.served.jobs
+
+
+def test_a_host_that_has_no_copy_of_a_step_any_more_is_not_remembered_with_it() -> None:
+    """A job whose surplus copies are dropped one by one, step after step, does not grow with every step."""
+    job = Job(JOB)
+    for step in range(3):
+        shard = ShardId(JOB, 1, step, 0)
+        job.add_copy(Copy(shard, ShardSpec("d", 64, 64, 1, 1), "h0"))
+        job.drop_copy(shard, "h0")
+    assert (job.copies, job.on_host) == ({}, {"h0": {}})

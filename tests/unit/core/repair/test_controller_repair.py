@@ -1,0 +1,306 @@
+"""Missing copies come back where placement wants them, surplus ones go, the last good step never does (R19, R29)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+from msgspec import structs
+
+from memstore.core.wire.orders import PushCopy
+from memstore.testing.controller.holder import CHUNKS
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
+from recovery.inventory import ShardId, StepId
+
+
+def test_a_stand_in_takes_the_copies_of_a_dead_host() -> None:
+    """Without any process asking, an idle host gets what a dead one held, after it is dead for good."""
+    world, _ = trained(4, 3)
+    world.kill_host("h1")
+    world.run(2.0)
+    assert "h3" not in world.holders_of(StepId(1, 1), 1)
+    world.run(10.0)
+    assert all(len(world.holders_of(StepId(1, 1), rank)) == 2 for rank in range(3))
+
+
+def test_copies_are_rebuilt_while_a_rank_is_awaited_at_get() -> None:
+    """The others may wait ten minutes for it; until all have asked nothing is brought to them, and nothing spared."""
+    world, _ = trained(4, 3)
+    world.kill_host("h1")
+    ranks = world.launch(3)
+    for rank in ranks[:2]:
+        world.call(rank, "get", step=None, timeout_s=600.0, is_agreement=False)
+    world.run(20.0)
+    assert [len(world.holders_of(StepId(1, 1), rank)) >= 2 for rank in range(3)] == [True] * 3
+    world.call(ranks[2], "get", step=None, timeout_s=600.0, is_agreement=False)
+    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    world.check_restored([rank.answers["get"][-1] for rank in ranks])
+
+
+def test_a_host_that_is_back_in_time_costs_no_copying() -> None:
+    """A holder that restarts with its memory within dead_after_s gets nothing and loses nothing."""
+    world, _ = trained(4, 3)
+    for holder in world.holders.values():
+        holder.orders.clear()
+    world.kill_host("h1", keep_memory=True)
+    world.run(2.0)
+    world.return_host("h1")
+    world.run(10.0)
+    assert not any(holder.received(PushCopy) for holder in world.holders.values())
+    assert world.holders["h3"].copies == {}
+
+
+def test_a_rank_that_moved_gets_its_copies_moved_and_the_old_ones_freed() -> None:
+    """Ownership moves at once, copies follow: new hosts are filled first, then the old copies go (R27)."""
+    world, _ = trained(4, 2)
+    ranks = [world.join(r, 2, "k", host=f"h{2 + r}", launcher="launcher") for r in range(2)]
+    world.run(2.0)
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    world.run(10.0)
+    for rank in range(2):
+        assert world.holders_of(StepId(1, 1), rank) == ["h2", "h3"]
+
+
+def test_a_lost_replica_is_rebuilt() -> None:
+    """A copy that its host's inventory lacks is pushed again (R30)."""
+    world, _ = trained(2, 2)
+    world.holders["h1"].lose(ShardId(JOB, 1, 1, 0))
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 1), 0) == ["h0", "h1"]
+
+
+def test_a_push_of_what_was_dropped_holds_up_no_other() -> None:
+    """It ends without a word, at its source; what came after it is rebuilt at once, not when a deadline is over."""
+    world, ranks = trained(2, 2)
+    source, other = world.holders["h0"], world.holders["h1"]
+    push = source.push
+
+    def push_but_the_first(shard: ShardId, target: str) -> None:
+        if shard.step > 1:
+            push(shard, target)
+
+    with patch.object(source, "push", push_but_the_first):
+        other.lose(*(ShardId(JOB, 1, 1, rank) for rank in range(2)))
+        world.run(2.0)
+        assert world.put_all(ranks, 2)
+        world.run(2.0)
+        assert not world.holders_of(StepId(1, 1), 0)
+        other.lose(*(ShardId(JOB, 1, 2, rank) for rank in range(2)))
+        world.run(3.0)
+    assert all(world.holders_of(StepId(1, 2), rank) == ["h0", "h1"] for rank in range(2))
+
+
+def test_nothing_is_dropped_before_a_newer_commit() -> None:
+    """The last committed step stays whole while newer ones are put, skipped and abandoned (I5)."""
+    world, ranks = trained(2, 2)
+    world.put(ranks[0], 2)
+    world.skip(ranks[1], 2)
+    world.run(2.0)
+    world.put(ranks[0], ranks[0].resume_step)
+    world.run(2.0)
+    assert world.holders_of(StepId(1, 1), 0) == world.holders_of(StepId(1, 1), 1) == ["h0", "h1"]
+    assert world.put_all(ranks, ranks[0].resume_step)
+    world.run(1.0)
+    assert world.holders_of(StepId(1, 1), 0) == []
+
+
+def test_a_relaunch_keeps_the_restored_step_until_its_first_commit() -> None:
+    """Neither a restore nor the first put of a new attempt drops what was restored."""
+    world, _ = trained(2, 2)
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.reserve(ranks)
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 1), 1) == ["h0", "h1"]
+
+
+def test_the_first_put_frees_the_step_that_the_restored_one_replaces() -> None:
+    """keep_steps=1: a whole uncommitted step that was restored is what is kept, so the commit before it goes (R10)."""
+    world = ControllerWorld(3, min_copies=2, keep_steps=1)
+    ranks = world.launch(3)
+    world.get(ranks)
+    assert world.put_all(ranks, 1)
+    for holder in world.holders.values():
+        holder.refuses_copies = "full"  # step 2 is sealed by all ranks and misses its second copies
+    assert not world.put_all(ranks, 2, limit_s=2.0)
+    assert StepId(1, 2) not in world.job().commits
+    ranks = world.launch(3)
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {a["step"] for a in answers} == {2}
+    assert all(world.holders_of(StepId(1, 1), rank) for rank in range(3))
+    world.reserve(ranks)
+    world.run(1.0)
+    assert [world.holders_of(StepId(1, 1), rank) for rank in range(3)] == [[], [], []]
+    assert all(world.holders_of(StepId(1, 2), rank) for rank in range(3))
+
+
+def test_the_commit_of_a_retired_step_stays_history() -> None:
+    """A step that may not be offered any more is still history: the job does not start from nothing."""
+    world, ranks = trained(2, 2)
+    world.call(ranks[0], "retire", attempt=1, step=1, reason="its bytes are bad")
+    world.run(1.0)
+    answers = world.get(world.launch(2))
+    assert "its bytes are bad" in answers[0]["error"]
+
+
+def test_copies_stay_while_the_cluster_cannot_hold_enough_apart() -> None:
+    """With too few hosts for the replicas asked, no copy is surplus."""
+    world, _ = trained(3, 2, replicas=3)
+    assert len(world.holders_of(StepId(1, 1), 0)) == 3
+    world.kill_host("h0")
+    world.run(10.0)
+    assert world.holders_of(StepId(1, 1), 0) == ["h1", "h2"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rack_replaced_host_by_host_before_the_job_dies_is_filled(seed: int) -> None:
+    """Copies of a step that no rank will finish take no room of the newest commit's: it has two copies again (R29)."""
+    labels = {f"h{n}": {"rack": f"r{n // 2}"} for n in range(4)}
+    world, ranks = trained(4, last=5, labels=labels, keep_steps=1, seed=seed)
+    for rank in (ranks[0], ranks[2], ranks[3]):
+        world.put(rank, 6)
+    for lost in ("h1", "h0"):
+        world.kill_host(lost)
+        world.run(0.2)
+        world.return_host(lost)
+        world.run(0.1)
+    for rank in ranks[2:]:
+        world.kill_rank(rank)
+    world.run(20.0)
+    assert [len(world.holders_of(StepId(1, 5), rank)) for rank in range(4)] == [2, 2, 2, 2]
+    world.kill_host("h3")
+    answers = world.get(world.launch(4))
+    world.check_restored(answers)
+    assert {answer["step"] for answer in answers} <= {5, 6}
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_full_host_gives_up_what_no_rank_will_finish(is_ended: bool) -> None:
+    """A kept step's copy that is refused takes the room of an open step's, but only once a rank is dead (R29)."""
+    world, ranks = trained(2)
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    if is_ended:
+        world.kill_rank(ranks[1])
+    full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
+    full.rooms[JOB] = structs.replace(full.rooms[JOB], peer_slots=CHUNKS)
+    full.lose(kept)
+    world.run(20.0)
+    assert world.holders_of(StepId(1, 1), 0) == (["h0", "h1"] if is_ended else ["h0"])
+    assert world.holders_of(StepId(1, 2), 0) == (["h0"] if is_ended else ["h0", "h1"])
+
+
+def test_a_commit_that_is_being_written_down_gives_no_copy_up() -> None:
+    """Where a kept step's copy is refused, the room is not taken of a step whose commit is on its way (R19, R29)."""
+    world, ranks = trained(3, 2)
+    world.has_lease = False
+    world.silence("h2")
+    world.run(6.0)
+    for rank in ranks:
+        world.put(rank, 2)
+    world.run(1.0)
+    assert world.job().newest.steps[2] == "committing"
+    world.kill_rank(ranks[1])
+    full, kept = world.holders["h1"], ShardId(JOB, 1, 1, 0)
+    full.rooms[JOB] = structs.replace(full.rooms[JOB], peer_slots=CHUNKS)
+    full.lose(kept)
+    world.run(3.0)
+    assert world.holders_of(StepId(1, 2), 0) == ["h0", "h1"]
+    world.has_lease = True
+    world.thaw("h2")
+    assert world.run_until(lambda: StepId(1, 2) in world.job().commits)
+    world.kill_host("h0")
+    answers = world.get(world.launch(2))
+    world.check_restored(answers)
+    assert {answer.get("step") for answer in answers} == {2}
+
+
+def test_surplus_copies_of_an_open_step_go() -> None:
+    """What was pushed to a substitute while a host was away is freed once that host has its copies again (R29)."""
+    world, ranks = trained(4)
+    world.put(ranks[0], 2)
+    world.run(1.0)
+    before = world.holders_of(StepId(1, 2), 0)
+    substitute = next(host for host in ("h1", "h2", "h3") if host not in before)
+    world.holders["h0"].push(ShardId(JOB, 1, 2, 0), substitute)
+    world.run(0.05)
+    assert substitute in world.holders_of(StepId(1, 2), 0)
+    world.run(5.0)
+    assert world.holders_of(StepId(1, 2), 0) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [3, 4])
+def test_a_host_that_dies_often_keeps_no_step_at_one_copy(hosts: int) -> None:
+    """What it would hold goes to another host of the job while it is on probation, and back when that ends (R29)."""
+    world, _ = trained(hosts, last=2, keep_steps=1)
+    step, flaky = StepId(1, 2), "h1"
+    for _ in range(3):
+        world.kill_host(flaky)
+        world.run(0.2)
+        world.return_host(flaky)
+        world.run(0.1)
+    world.run(20.0)
+    for rank in range(hosts):
+        trusted = [h for h in world.holders_of(step, rank) if h != flaky]
+        assert len(trusted) == 2, f"rank {rank}"
+    world.run(600.0)
+    assert [len(world.holders_of(step, rank)) for rank in range(hosts)] == [2] * hosts
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_host_that_dies_often_holds_what_no_other_has_room_for(hosts: int) -> None:
+    """A copy that may go soon is better than none: of two hosts, or of the older of two kept steps (D214)."""
+    world, _ = trained(hosts, last=4, keep_steps=2)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    world.run(20.0)
+    for step in (3, 4):
+        assert min(len(world.holders_of(StepId(1, step), rank)) for rank in range(hosts)) == 2
+
+
+def test_a_host_that_dies_often_is_a_target_where_too_few_others_are_there() -> None:
+    """All ranks are on the other of two hosts: their steps had one copy, beside a live host (D218)."""
+    world, _ = trained(2, last=2)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    ranks = [world.join(rank, 2, "again", host="h0", takeover=True) for rank in range(2)]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in ranks), 15.0)
+    world.get(ranks)
+    assert world.put_all(ranks, 3)
+    world.run(5.0)
+    attempt = world.job().newest_number
+    assert [world.holders_of(StepId(attempt, 3), rank) for rank in range(2)] == [["h0", "h1"]] * 2
+
+
+@pytest.mark.slow
+def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None:
+    """No host holds more beside what placement asks of it than its room for repairs: one version of its own (R10)."""
+    world, _ = trained(3, last=4, keep_steps=3)
+    for _ in range(3):
+        world.kill_host("h1")
+        world.run(0.2)
+        world.return_host("h1")
+        world.run(0.1)
+    world.run(20.0)
+    job, view = world.job(), world.served.parts.view
+    attempt = job.newest
+    assert attempt is not None
+    beside: Counter[str] = Counter()
+    for step in job.copies:
+        for rank, member in attempt.members.items():
+            asked = {member.host_id, *view.wanted(job, attempt, rank)}
+            beside.update(host for host in world.holders_of(step, rank) if host not in asked)
+    assert beside
+    assert max(beside.values()) == 1

@@ -1,0 +1,283 @@
+"""What `memstore events` is made of.
+
+The controller's own account of puts, commits, restores and anything that went wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
+from memstore.core.report.recorder import EventRecorder
+from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostBeat, Report
+from memstore.core.wire.reports import PutTimes, Sealed
+from memstore.testing.controller.holder import host_stats
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
+from recovery.inventory import StepId
+
+
+def events_of_kind(world: ControllerWorld, *kinds: str) -> list[dict[str, Any]]:
+    """Events of these kinds as `memstore events --json` gives them, oldest first."""
+    found = [h.to_dict() for h in world.served.parts.recorder.recent_events.since(0)]
+    return [row for row in found if row["event"] in kinds]
+
+
+def test_a_mistake_in_telling_undoes_nothing() -> None:
+    """Anything that is reported is reported aside.
+
+    All that the controller calls but `add`, of what its own parts tell.
+    """
+    calls = [method for name, method in vars(EventRecorder).items() if not name.startswith("_") and name != "add"]
+    assert [method.__name__ for method in calls if not hasattr(method, "__wrapped__")] == []
+
+
+def test_a_step_leaves_one_put_and_one_commit_with_the_slowest_rank_and_the_seconds() -> None:
+    """All ranks' puts are one line, with the slowest; the commit says where the copies are and how long it took."""
+    world, ranks = trained(3, last=0)
+    for rank in ranks:
+        rank.stall_s = 0.1 * (rank.rank + 1)
+    began_s = world.now
+    assert world.put_all(ranks, 7)
+    put, commit = events_of_kind(world, "put", "commit")
+    assert (put["step"], put["ranks"], put["rank"], put["host"]) == (7, 3, 2, ranks[2].host_id)
+    assert put["stall_s"] == {"max": 0.3, "median": 0.2}
+    assert put["nbytes"] == commit["nbytes"] == 3 * 256
+    assert (commit["job"], commit["attempt"], commit["copies"], commit["degraded"]) == (JOB, 1, 2, "")
+    assert commit["hosts"] == ["h0", "h1", "h2"]
+    # The put began its stall before the seal was reported, which no put of the world takes time for.
+    assert commit["seconds"]["committed"] == commit["seconds"]["redundant"]
+    assert 0.3 <= commit["seconds"]["committed"] <= world.now - began_s + 0.3
+
+
+def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None:
+    """The rank's word comes with the fact; the rank that had put the step leaves nothing behind (R12)."""
+    world, ranks = trained(2)
+    world.put(ranks[0], 2)
+    world.call(ranks[1], "skip", step=2, why="no room within 5 s", stall_s=5.0)
+    world.run(2.0)
+    [skip] = events_of_kind(world, "skip")
+    assert (skip["step"], skip["rank"], skip["host"], skip["why"]) == (2, 1, ranks[1].host_id, "no room within 5 s")
+    assert (skip["stall_s"], skip["resume"]) == (5.0, 3)
+    assert not world.served.parts.recorder.puts
+
+
+def test_an_older_step_that_a_newer_commit_overtook_is_reported() -> None:
+    """Superseded is an end of its own: no process skipped it, it was only late."""
+    world, ranks = trained(2)
+    world.work_s = (3.0, 3.0)
+    for rank in ranks:
+        world.put(rank, 2)
+    world.run(0.5)
+    world.work_s = (0.1, 0.1)
+    assert world.put_all(ranks, 3)
+    [row] = events_of_kind(world, "superseded")
+    assert (row["step"], row["why"]) == (2, "step 3 was committed first")
+
+
+def test_a_lost_host_is_reported_from_its_death_to_the_last_copy_rebuilt() -> None:
+    """Death, shortage, repair and its end come in order, with counts that fit together (R28, R29)."""
+    world, _ = trained(4, world_size=3)
+    dead = world.ranks[JOB, 0].host_id
+    world.kill_host(dead)
+    assert world.run_until(lambda: bool(events_of_kind(world, "whole")), 60.0)
+    rows = events_of_kind(world, "host_dead", "degraded", "repair", "repaired", "whole")
+    order = [row["event"] for row in rows]
+    assert order[:2] == ["host_dead", "degraded"]
+    assert set(order[-2:]) == {"repaired", "whole"}
+    death, short = rows[0], rows[1]
+    assert (death["host"], death["why"], death["shards"]) == (dead, "connection reset", 2)
+    assert (short["missing"], short["shards"]) == (2, 2)
+    repairs = [row for row in rows if row["event"] == "repaired"]
+    assert sum(row["shards"] for row in repairs) == 2
+    assert sum(row["nbytes"] for row in repairs) == 2 * 256
+    assert repairs[-1]["missing"] == 0
+    whole = next(row for row in rows if row["event"] == "whole")
+    assert whole["seconds"]["degraded"] >= world.rules.dead_after_s - 1.5  # R28: repair waits for a return
+
+
+def test_a_degraded_commit_is_repaired_and_the_time_to_redundant_counts_from_the_put() -> None:
+    """The commit names what it lacks, and that it became whole is reported with the seconds since the put (R18)."""
+    world, ranks = trained(2, last=0)
+    world.reserve(ranks)
+    world.holders["h1"].refuses_copies = "its arena is full"
+    assert world.put_all(ranks, 1)
+    [commit] = events_of_kind(world, "commit")
+    assert "arena is full" in commit["degraded"]
+    assert "redundant" not in commit["seconds"]
+    world.run(3.0)
+    world.holders["h1"].refuses_copies = ""
+    assert world.run_until(lambda: bool(events_of_kind(world, "redundant")), 60.0)
+    [repaired] = events_of_kind(world, "redundant")
+    assert repaired["copies"] == 2
+    assert repaired["seconds"]["redundant"] > 3.0
+
+
+def test_a_restore_is_reported_with_its_verdict_bytes_phases_and_what_was_not_used() -> None:
+    """One line for the round of all ranks: the step, the tiers, the steps lost and why nothing newer (R23, R24)."""
+    world, ranks = trained(4, world_size=3, last=2)
+    world.put(ranks[0], 3)
+    world.run(1.0)
+    world.kill_host(ranks[2].host_id)
+    world.get(world.launch(3))
+    [row] = events_of_kind(world, "restore")[-1:]
+    assert (row["step"], row["of_attempt"], row["attempt"], row["ranks"]) == (2, 1, 2, 3)
+    assert (row["verdict"], row["bytes"]) == ("peer", {"local": 2 * 256, "peer": 256, "durable": 0})
+    assert row["steps_lost"] == 1
+    assert row["not_used"][0].startswith("step 3 (attempt 1): ")
+    assert set(row["seconds"]) == {"gather", "transfer"}
+
+
+def test_a_restore_of_nothing_is_reported_as_that() -> None:
+    """A new job's get is a restore like any other, with the verdict that there is nothing."""
+    world, _ = trained(2)
+    [row] = events_of_kind(world, "restore")
+    assert (row["verdict"], row["job"], "step" in row) == ("none", JOB, False)
+
+
+def test_a_get_whose_step_cannot_be_staged_is_reported_with_the_reason() -> None:
+    """The same error that every rank gets."""
+    world, _ = trained(2, last=1)
+    world.holders["h0"].staging_fails = "no room to stage"
+    answers = world.get(world.launch(2))
+    assert "error" in answers[0]
+    [row] = events_of_kind(world, "restore_failed")
+    assert (row["error"], row["phase"]) == ("RecoveryError", "staging")
+    assert "no room to stage" in row["why"]
+
+
+def test_durable_writes_are_sent_with_their_seconds_or_with_what_went_wrong() -> None:
+    """Written, failed and abandoned are three events (R31)."""
+    world, ranks = trained(2, durable="/durable", durable_every=1)
+    world.run(3.0)
+    assert [row["step"] for row in events_of_kind(world, "durable")] == [1]
+    assert events_of_kind(world, "durable")[0]["seconds"]["write"] > 0
+    world.durable.problem = "no space left"
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    assert {row["why"] for row in events_of_kind(world, "durable_failed")} == {"no space left"}
+
+
+def test_suspicion_return_drain_and_a_new_controller_are_sent() -> None:
+    """What a person on call asks first: which host, since when, who decides now (R17, R28, R29)."""
+    world, ranks = trained(3)
+    world.silence("h2")
+    assert world.run_until(lambda: bool(events_of_kind(world, "host_suspect")), 10.0)
+    world.thaw("h2")
+    assert world.run_until(lambda: bool(events_of_kind(world, "host_live")), 10.0)
+    world.call(ranks[0], "drain", host="h1", within_s=60.0)
+    world.run(1.0)
+    [drain] = events_of_kind(world, "drain")
+    assert (drain["host"], round(drain["due_s"])) == ("h1", 60)
+    world.call(ranks[0], "drain", host="h1", within_s=None)
+    world.run(1.0)
+    assert events_of_kind(world, "drain_over")[0]["host"] == "h1"
+    before = world.served.parts.recorder.recent_events.last_seq
+    world.crash_controller()
+    world.run(6.0)
+    [term] = events_of_kind(world, "term")
+    assert (term["term"], term["hosts"], term["jobs"]) == (2, ["h0", "h1", "h2"], 1)
+    assert term["seq"] > before
+    # replayed facts are the past, reported by the controller before (R16)
+    assert not events_of_kind(world, "commit", "attempt")
+
+
+def test_pins_and_forks_are_sent() -> None:
+    """A person's own doings are part of the account: which step, under which name, from where (R19, R32)."""
+    world, ranks = trained(3, last=2)
+    world.call(ranks[0], "pin", step=2, name="best")
+    world.run(2.0)
+    world.call(ranks[0], "fork", step=2, new_job="exp-b", nonce="n")
+    assert world.run_until(lambda: bool(events_of_kind(world, "forked")), 30.0)
+    world.call(ranks[0], "unpin", name="best")
+    world.run(2.0)
+    pinned, forked, unpinned = events_of_kind(world, "pinned", "forked", "unpinned")
+    assert (pinned["job"], pinned["step"], pinned["name"]) == (JOB, 2, "best")
+    assert (forked["job"], forked["step"], forked["from_job"], forked["copies"]) == ("exp-b", 2, JOB, 2)
+    assert unpinned["name"] == "best"
+
+
+def test_an_attempt_that_is_written_again_is_no_second_attempt() -> None:
+    """A rank that comes back before its first put changes the members of the attempt, nothing more (R20)."""
+    world = ControllerWorld(2)
+    ranks = world.launch(2)
+    world.kill_rank(ranks[1])
+    world.run(0.5)
+    again = world.join(1, 2, ranks[1].key)
+    assert world.run_until(lambda: bool(again.answers.get("join")), 20.0), again.errors
+    assert [row["attempt"] for row in events_of_kind(world, "attempt")] == [1]
+    assert [row["attempt"] for row in events_of_kind(world, "members")] == [1]
+
+
+def test_a_seal_that_is_reported_again_after_its_commit_is_no_step_of_its_own() -> None:
+    """A link that broke sends a submission again: its step was committed, and is not superseded by the next (R12)."""
+    world, ranks = trained(2, last=2)
+    shard = next(s for s in world.holders["h0"].copies if s.rank == 0 and s.step == 2)
+    copy = WireCopy.of(world.holders["h0"].copies[shard])
+    world._handle(Report("h0", Sealed(copy=copy, put=PutTimes(stall_s=0.1, age_s=0.2))))
+    assert world.put_all(ranks, 3)
+    assert not events_of_kind(world, "superseded")
+    assert [row["step"] for row in events_of_kind(world, "put")] == [1, 2, 3]
+
+
+def test_scrub_findings_of_a_heartbeat_are_reported_once() -> None:
+    """The count in a heartbeat is since the holder's start: only what is new is news (R30)."""
+    world, _ = trained(2)
+    for count in (0, 2, 2, 3):
+        world._handle(HostBeat("h0", host_stats(scrub=count)))
+    assert [(row["host"], row["found"]) for row in events_of_kind(world, "scrub")] == [("h0", 2), ("h0", 1)]
+
+
+@pytest.mark.parametrize(("stall_s", "age_s"), [(float("nan"), float("nan")), (-1.0, 1e300), (0.0, float("-inf"))])
+def test_nonsense_from_a_rank_is_counted_as_nothing(stall_s: float, age_s: float) -> None:
+    """What a rank measured decides nothing and breaks nothing."""
+    world, ranks = trained(2)
+    [copy] = [c for s, c in world.holders["h0"].copies.items() if s.rank == 0 and c.host == "h0"]
+    world._handle(Report("h0", Sealed(copy=WireCopy.of(copy), put=PutTimes(stall_s=stall_s, age_s=age_s))))
+    putting = world.served.parts.recorder.puts.get((JOB, StepId(1, 1)))
+    assert putting is None or putting.stalls_s == {0: 0.0}
+    assert world.put_all(ranks, 2)
+
+
+def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> None:
+    """Routine and rare events have rooms of their own; who asks for what is gone is informed."""
+    recent_events = RecentEvents(3)
+    recent_events.add("host_dead", 0.0, host="h1")
+    for step in range(3 * KEPT):
+        recent_events.add("commit", float(step), job="a" if step % 2 else "b", step=step)
+    first, *rest = recent_events.since(0)
+    assert (first.kind, len(rest)) == ("host_dead", KEPT)
+    page = recent_events.page(0, "a")
+    assert page["has_more"]
+    assert len(page["events"]) == PAGE
+    assert {row.get("job", "a") for row in page["events"]} == {"a"}
+    read = [*page["events"]]
+    while page["has_more"]:
+        page = recent_events.page(page["next"], "a")
+        read += page["events"]
+    assert [row["seq"] for row in read] == sorted({row["seq"] for row in read})
+    assert len(read) == 1 + KEPT // 2
+    assert (page["next"], page["is_gap"]) == (recent_events.last_seq, False)
+    assert recent_events.page(first.seq, None)["is_gap"]
+    assert RecentEvents(4).page(recent_events.last_seq, None)["is_gap"]  # the one who knew the rest is gone
+
+
+def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:
+    """A rank put two steps more, and its host went with the only copies: what it put is known all the same."""
+    world, ranks = trained(3, world_size=2, last=2)
+    gone = ranks[1].host_id
+    for holder in world.holders.values():
+        holder.refuses_copies = "no peer is reached"
+    for step in (3, 4):
+        world.put(ranks[1], step)
+    world.run(1.0)
+    world.kill_host(gone)
+    world.run(5.0)
+    for holder in world.holders.values():
+        holder.refuses_copies = ""
+    world.get(world.launch(2))
+    [row] = events_of_kind(world, "restore")[-1:]
+    assert (row["step"], row["steps_lost"]) == (2, 2)

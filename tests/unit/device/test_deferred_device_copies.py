@@ -1,0 +1,165 @@
+"""Device copies that are ordered while training computes, and the fence that orders the rest (R11)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from lazy_device import LazyDevice
+
+from memstore.shell.device import deferred_device_copy
+from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource
+from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
+
+FLIGHT_BYTES = 100
+WAIT_S = 60.0
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
+    monkeypatch.setattr(deferred_device_copy, "flights", lambda writes: flights(writes, FLIGHT_BYTES))
+    return LazyDevice(monkeypatch, deferred_device_copy, "copy_out")
+
+
+def pair(nbytes: int) -> Pair:
+    return torch.randint(1, 255, (nbytes,), dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def write(source: torch.Tensor, target: torch.Tensor) -> DeviceWrite:
+    starts = range(0, source.numel(), FLIGHT_BYTES)
+    pieces = tuple((target.data_ptr() + at, at, min(FLIGHT_BYTES, source.numel() - at)) for at in starts)
+    return DeviceWrite(source, pieces)
+
+
+def late(pairs: list[Pair], made: DeferredDeviceCopies, ends: list[str]) -> DeferredCopy:
+    sources = [WatchedSource((s,), s.untyped_storage(), is_whole=False) for s, _ in pairs]
+    return DeferredCopy(
+        [(source, []) for source in sources], keep=pairs, is_wanted=lambda: True, on_end=ends.append,
+        name_of=lambda number: f"tensor {number}", flights=made,
+    )  # fmt: skip
+
+
+def test_the_copy_thread_keeps_two_flights_under_way(device: LazyDevice) -> None:
+    """The third is ordered when the first has arrived; at the end all bytes are in their place."""
+    source, target = pair(10 * FLIGHT_BYTES)
+    made = DeferredDeviceCopies([write(source, target)])
+    most = []
+    device.before_copies = lambda: most.append(device.ordered - device.arrived)
+    made.work()
+    assert torch.equal(source, target)
+    assert max(most) == FLIGHTS_MAX
+
+
+def test_the_fence_orders_the_rest_and_the_stream_waits_not_the_host(device: LazyDevice) -> None:
+    """After it nothing is left to order; a process that looks for the end waits for all of it."""
+    source, target = pair(7 * FLIGHT_BYTES)
+    made = DeferredDeviceCopies([write(source, target)])
+    assert made.order_rest(time.monotonic() + WAIT_S)
+    assert (device.ordered, device.arrived, device.waits) == (7, 0, [])
+    made.hold_current()
+    assert [who for who, _ in device.waits] == ["stream"]
+    made.work()
+    assert torch.equal(source, target)
+
+
+def test_a_fence_past_its_deadline_says_so_and_drop_leaves_the_rest(device: LazyDevice) -> None:
+    """One flight is ordered, and the end comes with it."""
+    source, target = pair(5 * FLIGHT_BYTES)
+    made = DeferredDeviceCopies([write(source, target)])
+    assert not made.order_rest(0.0)
+    made.drop()
+    made.work()
+    assert device.arrived == 1
+    assert torch.equal(target[FLIGHT_BYTES:], torch.zeros(4 * FLIGHT_BYTES, dtype=torch.uint8))
+
+
+def test_memory_that_is_gone_ends_the_copy_for_all(device: LazyDevice) -> None:
+    """Found by a fence or by the thread: the reason reaches the end, and nothing is taken for a whole copy."""
+    pairs = [pair(FLIGHT_BYTES), pair(FLIGHT_BYTES)]
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
+    ends: list[str] = []
+    copy = late(pairs, made, ends)
+    pairs[1][0].untyped_storage().resize_(0)
+    made.order_rest(time.monotonic() + WAIT_S)
+    copy.work()
+    assert copy.moved.is_set()
+    assert not copy.ended.is_set()
+    copy.work_device()
+    assert copy.ended.is_set()
+    assert len(ends) == 1
+    assert "freed or resized" in ends[0]
+    with pytest.raises(RuntimeError, match="freed or resized"):
+        made.work()
+
+
+@pytest.mark.parametrize("is_changed_before", [False, True])
+def test_a_change_behind_the_fence_is_no_change(device: LazyDevice, is_changed_before: bool) -> None:
+    """The counters are looked at when the sources are released, though the copies arrive later."""
+    pairs = [pair(3 * FLIGHT_BYTES)]
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
+    ends: list[str] = []
+    copy = late(pairs, made, ends)
+    if is_changed_before:
+        pairs[0][0].add_(1)
+    made.order_rest(time.monotonic() + WAIT_S)
+    copy.work()
+    assert copy.release() == ""
+    made.hold_current()
+    pairs[0][0].add_(1)
+    assert copy.release() == ""
+    copy.work_device()
+    assert [end.partition(" was changed")[0] for end in ends] == ["tensor 0" if is_changed_before else ""]
+
+
+def test_a_copy_that_no_process_began_ends_when_it_is_stopped(device: LazyDevice) -> None:
+    """No thread has it that would end it, and its slots are free."""
+    pairs = [pair(3 * FLIGHT_BYTES)]
+    ends: list[str] = []
+    copy = late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends)
+    copy.stop("it could not be started")
+    assert copy.ended.is_set()
+    assert ends == ["it could not be started"]
+    assert device.ordered == 0
+
+
+def test_a_thread_chooses_the_device_before_it_orders_or_waits(
+    device: LazyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else CUDA would make a context on device 0 for it."""
+    chosen: list[object] = []
+
+    @contextlib.contextmanager
+    def choose(one: object) -> Iterator[None]:
+        chosen.append(one)
+        yield
+        chosen.pop()
+
+    monkeypatch.setattr(torch.cpu, "device", choose, raising=False)
+    seen = []
+    device.before_copies = lambda: seen.append(list(chosen))
+    source, target = pair(3 * FLIGHT_BYTES)
+    DeferredDeviceCopies([write(source, target)]).work()
+    assert torch.equal(source, target)
+    assert seen
+    assert all(one == [source.device] for one in seen)
+
+
+def test_a_stopped_copy_ends_when_what_was_ordered_has_arrived(device: LazyDevice) -> None:
+    """Before that the slots are not free: the device still writes into them."""
+    pairs = [pair(9 * FLIGHT_BYTES)]
+    made = DeferredDeviceCopies([write(*one) for one in pairs])
+    ends: list[str] = []
+    copy = late(pairs, made, ends)
+    assert not made.order_rest(0.0)
+    copy.stop("enough")
+    assert not copy.ended.is_set()
+    thread = threading.Thread(target=copy.work_device)
+    thread.start()
+    thread.join(WAIT_S)
+    assert (device.ordered, device.arrived, ends) == (1, 1, ["enough"])
