@@ -59,7 +59,7 @@ class Site:
             identity = HostIdentity(host, read_boot_id(), True, {"memstore": "replica"})
             holder = Holder(identity, self.config, secret=self.secret, arena_limit_bytes=ARENA_BYTES)
             self.holders[host] = holder
-            info = holder.info
+            info = holder.state.info
             members.announce(host, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
         wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
         self.stores: list[Store] = []

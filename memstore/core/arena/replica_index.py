@@ -289,11 +289,11 @@ class ReplicaIndex:
 
     def copies(self, host_id: str, job: str | None = None) -> list[Copy]:
         """Return the inventory: replicas that are not doomed, with their missing chunks (R21)."""
-        return [Copy(s.shard, s.spec, host_id, s.missing) for s in self.kept(job)]
-
-    def kept(self, job: str | None = None) -> list[StoredReplica]:
-        """Return the replicas that are not doomed."""
-        return [s for s in self.shards.values() if not s.is_doomed and job in (None, s.shard.job)]
+        return [
+            Copy(s.shard, s.spec, host_id, s.missing)
+            for s in self.shards.values()
+            if not s.is_doomed and job in (None, s.shard.job)
+        ]
 
     # -- shares (R10) -------------------------------------------------------------------------
 

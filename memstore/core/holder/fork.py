@@ -7,6 +7,7 @@ from functools import partial
 
 from memstore.core.format.manifest import decode_manifest, encode_manifest, shard_digest
 from memstore.core.holder.effects import OnStore, Procedure, Warn
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import LookAtCopies, MakeFork
 from memstore.core.wire.reports import CopiesLookedAt, ForkedDigest
@@ -42,6 +43,6 @@ def make(state: HolderState, order: MakeFork) -> Procedure[None]:
         for item in order.shards:
             made = yield OnStore(partial(state.store.fork, item.shard.id, item.digest, item.new.id))
             if made is not None:
-                state.sealed(made, None)
+                report_copy(state, made)
     except (CapacityError, DigestMismatch) as exc:
         yield Warn(f"host {state.host_id}, fork: {exc}")

@@ -32,6 +32,7 @@ from memstore.core.holder.effects import (
     Warn,
     WriteSlice,
 )
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import (
     ListMarkers,
@@ -126,7 +127,7 @@ def _copied(
         chunks, bad = yield CopySlice(stored, number)
         if bad is not None:
             yield Verify(stored)
-            state.sealed(stored, None)
+            report_copy(state, stored)
             raise IntegrityError(f"chunk {bad} of {shard} went bad before it was written")
         return stored, manifest, chunks
     finally:

@@ -26,6 +26,7 @@ from memstore.core.holder.effects import (
     StreamingSource,
     Unexpected,
 )
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Replication
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
@@ -206,5 +207,5 @@ def _manifest(state: HolderState, source: PushSource) -> Procedure[bytes]:
     except (ConfigError, DigestMismatch):
         if source.stored is not None:
             source.stored.is_nameless = True
-            state.sealed(source.stored, None)
+            report_copy(state, source.stored)
         raise

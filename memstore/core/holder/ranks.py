@@ -31,6 +31,8 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Proced
     if link.order < max(table.current(link).order, table.arriving.get(link.owner, link).order):
         yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
+    if isinstance(hello, RankHello):
+        state.idle_s = 0.0
     table.arriving[link.owner] = link
     try:
         is_newest = yield from _greet(state, link, hello)

@@ -12,7 +12,6 @@ A submission that came before a fence is finished under it; one that comes later
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
@@ -24,7 +23,6 @@ from memstore.core.holder.effects import (
     GiveUpPut,
     Grant,
     NotePut,
-    OnStore,
     OpenFresh,
     Procedure,
     Replicate,
@@ -32,12 +30,12 @@ from memstore.core.holder.effects import (
     WaitFor,
     Warn,
 )
+from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
-from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.rank_messages import PutReady, StepLevel
-from memstore.core.wire.reports import Fenced, PutTimes
+from memstore.core.wire.reports import PutTimes
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
 from recovery.inventory import ShardId
 
@@ -101,7 +99,7 @@ def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[st
     before = yield NotePut(known, shared_count(put.ready))
     sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
     yield from ranks.send_level(state, put.link, sealed)
-    state.sealed(known, _measured(put.ready, state.now(), before))
+    report_copy(state, known, _measured(put.ready, state.now(), before))
     yield CompareShared(shard)
     if not has_targets:
         yield from ranks.send_replicated(state, shard)
@@ -203,9 +201,4 @@ def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) 
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")
     yield from ranks.send_fenced(state, job, attempt, members)
-    yield OnStore(partial(state.store.tell_copies, job, partial(_answer_fence, state, job, attempt)))
-
-
-def _answer_fence(state: HolderState, job: str, attempt: int, kept: list[StoredReplica]) -> None:
-    """Report that a fence holds, with the job's copies here; a copy that is sealed later is reported later."""
-    state.report(Fenced(job=job, attempt=attempt, copies=tuple(map(WireCopy.of, kept))))
+    answer_fence(state, job, attempt)

@@ -27,6 +27,7 @@ from memstore.core.holder.effects import (
     WaitFor,
     Warn,
 )
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.orders import Bring, OrderCheck, ReadChunks, ReadShard, StageShard
 from memstore.core.wire.rank_messages import CheckInto
@@ -158,7 +159,7 @@ def stage(
         stored = store.finish(name, data)
     finally:
         store.abort_incoming(name, shard)
-    state.sealed(stored, None)
+    report_copy(state, stored)
     pinned = store.pin(shard, spec.digest)
     if pinned is None:
         raise IntegrityError(f"{shard} was dropped while it was staged")
@@ -183,7 +184,7 @@ def _staged_here(
             is_kept = True
             yield KeepStaged(key, stored, pin)
             return None
-        state.sealed(stored, None)
+        report_copy(state, stored)
     finally:
         if not is_kept:
             state.store.unpin(stored, pin)

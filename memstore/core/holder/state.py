@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import IncomingReplica, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutReady, StepLevel
-from memstore.core.wire.reports import PutTimes, Report
+from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, StepId
 
 
@@ -41,6 +43,14 @@ class Store(Protocol):
 
     def abort_incoming(self, name: str, shard: ShardId, *, only: IncomingReplica | None = None) -> None:
         """Give back an incoming replica's slots, if there is one; with `only`, if it is still that one."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Return the lock of all that it has; a thread may take it again."""
+
+    @property
+    def index(self) -> ReplicaIndex:
+        """Return what is stored, to be read under the lock."""
 
     @property
     def room(self) -> Room:
@@ -77,9 +87,6 @@ class Store(Protocol):
 
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
-
-    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
-        """Call `notify` with the replicas of a job, while no other one can be stored, lost or dropped."""
 
     def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
@@ -226,17 +233,17 @@ class Ranks:
 class HolderState:
     """The state of one holder, shared by its procedures."""
 
-    host_id: str
+    info: HostInfo  # of this life of the holder
     store: Store
     outgoing: Callable[[ShardId, str], PushSource | None]  # pins a replica for a push; None if it is not here
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
     report: Callable[[Report], None]  # queues a report to the controller
-    sealed: Callable[[StoredReplica, PutTimes | None], None]  # reports a copy as it is now, and its put's times
     is_stopping: Callable[[], bool]
     is_alive: Callable[[Owner], bool]  # of a process on this host
     # Of readers, from a random number on: an `Unpin` of an older link, or to a former holder, then frees no other pin.
     pin_numbers: Iterator[int]
+    idle_s: float = 0.0  # for how long no holder had run here before this one; 0 once the arena is used (R5)
     fences: JobFences = field(default_factory=JobFences)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
@@ -244,3 +251,12 @@ class HolderState:
     puts: Puts = field(default_factory=Puts)
     ranks: Ranks = field(default_factory=Ranks)
     stops: dict[tuple[str, StepId], Stop] = field(default_factory=dict)  # (job, step) -> what ends its durable writes
+    began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_s = self.now()
+
+    @property
+    def host_id(self) -> str:
+        """Return the name of the host."""
+        return self.info.host_id

@@ -6,8 +6,7 @@ makes a row from the store's own value; `id`, `spec` or `on` returns that value.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -81,22 +80,6 @@ class WireSpec(Row, frozen=True):
         return ShardSpec(self.digest, self.nbytes, self.chunk_bytes, self.chunks_count, self.world_size)
 
 
-class HeldCopy(Protocol):
-    """A copy on this host, as its store or the controller has it."""
-
-    @property
-    def shard(self) -> ShardId:
-        """Return whose copy it is."""
-
-    @property
-    def spec(self) -> ShardSpec:
-        """Return its digest and sizes."""
-
-    @property
-    def missing(self) -> Collection[int]:
-        """Return the indices of the chunks that it lacks."""
-
-
 class WireCopy(Row, frozen=True):
     """A copy of a shard on the host that says so, with the indices of the chunks that it lacks."""
 
@@ -105,7 +88,7 @@ class WireCopy(Row, frozen=True):
     missing: tuple[Unsigned, ...]
 
     @classmethod
-    def of(cls, copy: HeldCopy) -> WireCopy:
+    def of(cls, copy: Copy) -> WireCopy:
         """Return the row of a copy, without its host."""
         return cls(WireShard.of(copy.shard), WireSpec.of(copy.spec), tuple(sorted(copy.missing)))
 

@@ -47,6 +47,16 @@ class HostUp:
     idle_s: float = 0.0  # for how long no holder had run there before it, if no rank has used it since
     dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
+    @classmethod
+    def of(cls, host: str, told: reports.Inventory, asked_s: float) -> HostUp:
+        """Return the event of a holder's inventory, in a session that was asked for at that moment."""
+        info = HostInfo(
+            host, told.incarnation, told.address, told.port, told.machine, told.is_explicit, told.labels,
+            told.limit_bytes,
+        )  # fmt: skip
+        copies = tuple(copy.on(host) for copy in told.copies)
+        return cls(info, copies, told.journal, told.ranks, asked_s, told.up_s, told.idle_s, told.dropped)
+
 
 @dataclass(frozen=True, slots=True)
 class HostBeat:

@@ -35,7 +35,7 @@ def adopt(
         )  # fmt: skip
         is_owned = slot.owner is not None and is_alive(slot.owner.pid, slot.owner.start)
         if is_owned and slot.state in (SlotState.LEASED, SlotState.RECEIVING):
-            # The put is not sealed: its rank still has the submission and will send it again (R8).
+            # Submitted but not sealed: the rank still has the put and will send it again (R8).
             slot.state = SlotState.LEASED
             table.restore(number, slot)
         elif slot.state is SlotState.SEALED and slot.nbytes <= arena.chunk_bytes:

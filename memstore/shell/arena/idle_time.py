@@ -37,10 +37,6 @@ class IdleTime:
             return 0.0
         return max(0.0, time.monotonic() - seen_s)
 
-    def used(self) -> None:
-        """Reset the idle time: the arena is in use."""
-        self.idle_s = 0.0
-
     def keep(self) -> None:
         """Write again that a holder is here, now and then."""
         if time.monotonic() - self._written_s >= EVERY_S:

@@ -37,7 +37,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
 from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from memstore.shell.arena.store_ports import Clock, SealFollower
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import ShardId
 
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
@@ -322,24 +322,6 @@ class ReplicaStore:
                 shard=str(stored.shard),
             )
         return data
-
-    def tell_copy(self, copy: Copy | StoredReplica, notify: Callable[[StoredReplica], None]) -> None:
-        """Call `notify` with a replica as it is now, whole or with the chunks it lacks.
-
-        Not if it was dropped meanwhile.
-
-        It is called under the lock, as `tell_copies` is and drops are: what it queues is in the order in which it was
-        true.
-        """
-        with self.lock:
-            stored = self.index.find(copy.shard, copy.spec.digest)
-            if stored is not None and not stored.is_doomed:
-                notify(stored)
-
-    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
-        """Call `notify` with the replicas of a job under the lock, but for those that are to go."""
-        with self.lock:
-            notify(self.index.kept(job))
 
     def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""

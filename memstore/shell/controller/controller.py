@@ -34,7 +34,6 @@ from memstore.core.wire.messages import (
     Event,
     FactAck,
     HostBeat,
-    HostInfo,
     HostLost,
     HostUp,
     LeaseRenewed,
@@ -418,14 +417,7 @@ def event_from(host: str, message: FromSession, asked_s: float) -> Event:
         case SessionEnded():
             return HostLost(host, message.why or "connection closed")
         case Inventory():
-            info = HostInfo(
-                host, message.incarnation, message.address, message.port, message.machine, message.is_explicit,
-                message.labels, message.limit_bytes,
-            )  # fmt: skip
-            copies = tuple(copy.on(host) for copy in message.copies)
-            return HostUp(
-                info, copies, message.journal, message.ranks, asked_s, message.up_s, message.idle_s, message.dropped
-            )
+            return HostUp.of(host, message, asked_s)
         case Heartbeat():
             return heartbeat_of(host, message)
         case InventoryPage() | Outranked():

@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.ids import WireCopy
-from memstore.core.wire.reports import PutTimes, Report, Sealed
-from memstore.shell.arena.idle_time import IdleTime
+from memstore.core.wire.reports import Report
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.peer_table import PeerTable
-from recovery.inventory import Copy
 
 log = logging.getLogger("memstore")
 
@@ -34,7 +30,6 @@ class HolderContext:
     config: Config
     folder: Path
     replicas: ReplicaStore
-    idle: IdleTime
     peers: PeerTable
     on_fatal: Callable[[str], None]
     stopping: threading.Event
@@ -63,12 +58,3 @@ class HolderContext:
             work(*args)
         except Exception:
             log.exception("host %s: order %s failed", self.host_id, work.__name__)
-
-    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
-        """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile.
-
-        The report is queued under the replica store's lock, as inventories and reports of drops are. So the controller
-        gets them in the order in which they were true.
-        """
-        self.idle.used()
-        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))

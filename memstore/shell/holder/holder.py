@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
@@ -109,21 +110,23 @@ class Holder:
         self.fences = JobFences()
         term = read_journal(self.journal.records(), self.fences)
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
-        incarnation, self._began_s = next_incarnation(self.folder), time.monotonic()
-        self._identity = {"role": "holder", "host": identity.host_id, "incarnation": incarnation}  # for peers
+        info = HostInfo(
+            identity.host_id, next_incarnation(self.folder), "", 0, identity.machine, identity.is_explicit,
+            dict(identity.labels), arena_limit_bytes,
+        )  # fmt: skip
+        self._identity = {"role": "holder", "host": identity.host_id, "incarnation": info.incarnation}  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
         self.state = HolderState(
-            identity.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            info, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
-            sealed=lambda stored, put: self.context.sealed(stored, put), is_stopping=self.stopping.is_set,
-            is_alive=lambda owner: is_alive(owner.pid, owner.start), pin_numbers=itertools.count(secrets.randbits(60)),
-            fences=self.fences,
+            is_stopping=self.stopping.is_set, is_alive=lambda owner: is_alive(owner.pid, owner.start),
+            pin_numbers=itertools.count(secrets.randbits(60)), idle_s=self.idle.idle_s, fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
-            self.state, config, self.folder, self.replicas, self.idle, self.peers, on_fatal, self.stopping
+            self.state, config, self.folder, self.replicas, self.peers, on_fatal, self.stopping
         )
-        self.replicas.on_damaged = self.context.sealed
+        self.replicas.on_damaged = partial(report_copy, self.state)
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
         self._compose()
@@ -131,15 +134,13 @@ class Holder:
             resolve_interface(config.interface), config.port, secret=secret, store=config.store,
             identity=self._identity, on_channel=self._accept, tls=self.tls,
         )  # fmt: skip
-        self.info = HostInfo(
-            identity.host_id, incarnation, str(self.listener.address[0]), int(self.listener.address[1]),
-            identity.machine, identity.is_explicit, dict(identity.labels), arena_limit_bytes,
-        )  # fmt: skip
-        lock_file.describe(cluster=cluster, address=f"{self.info.address}:{self.info.port}")
+        address, port = str(self.listener.address[0]), int(self.listener.address[1])
+        self.state.info = replace(info, address=address, port=port)
+        lock_file.describe(cluster=cluster, address=f"{address}:{port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self.guard = FolderGuard(
             self.context, lock_file, self.journal, secret, records=self.sessions.journal_records,
-            incarnation=lambda: self.info.incarnation, on_lost=self._say_last_word,
+            incarnation=lambda: self.state.info.incarnation, on_lost=self._say_last_word,
         )  # fmt: skip
         self._threads = self._start_loops()
 
@@ -250,32 +251,24 @@ class Holder:
             self.peer_server.serve(channel, identity)
 
     def _inventory(self) -> Inventory:
-        """Return what a controller must know of this host first: its identity, its copies, its journal (R16)."""
-        with self.replicas.lock:
-            copies = tuple(map(WireCopy.of, self.replicas.index.copies(self.info.host_id)))
-        info, journal = self.info, self.sessions.journal_records()
-        return Inventory(
-            incarnation=info.incarnation, address=info.address, port=info.port, machine=info.machine,
-            is_explicit=info.is_explicit, labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=copies,
-            journal=tuple(journal), ranks=tuple(sorted(self.state.ranks.owners)),
-            up_s=time.monotonic() - self._began_s, idle_s=self.idle.idle_s, dropped=self.tombstones.stories,
-        )  # fmt: skip
+        """Return what a controller must know of this host first (R16)."""
+        return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
 
     def begin_again(self, above: int) -> None:
         """Take a higher incarnation: the controller knows of a later life of this host, whose folder was lost (R3)."""
-        before, number = self.info.incarnation, next_incarnation(self.folder, above)
+        before, number = self.state.info.incarnation, next_incarnation(self.folder, above)
         log.warning(
             "host %s: the controller refused incarnation %d, it has seen %d: going on as %d",
-            self.info.host_id, before, above, number,
+            self.state.host_id, before, above, number,
         )  # fmt: skip
-        self.info = replace(self.info, incarnation=number)
+        self.state.info = replace(self.state.info, incarnation=number)
         self._identity["incarnation"] = number
         self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
         self.sessions.close()
 
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
-        self.context.sealed(copy)
+        report_copy(self.state, copy)
         self.shared_shards.compare(copy.shard)
 
     # -- periodic work --------------------------------------------------------------------------

@@ -98,7 +98,6 @@ class RankServer:
             link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
             if link.parent:
                 self._check_parent(link)
-            self.context.idle.used()
         self.runner.run(ranks.join(self.state, link, hello))
         return link
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import SlotState
+from memstore.core.holder.inventory import report_copy
 from memstore.core.wire.replies import HostVerified
 from memstore.errors import ConfigError, DigestMismatch
 from memstore.shell.holder.context import HolderContext
@@ -63,7 +64,7 @@ class Scrubber:
                 stored.is_nameless = True
             self.found_count += 1
             log.warning("host %s: %s", self.context.host_id, exc)
-            self.context.sealed(stored)
+            report_copy(self.context.state, stored)
             return True
         return False
 
@@ -75,7 +76,7 @@ class Scrubber:
                 "host %s: slot %d is damaged, and with it %d copies", self.context.host_id, number, len(damaged)
             )
         for stored in damaged:
-            self.context.sealed(stored)
+            report_copy(self.context.state, stored)
         return len(damaged)
 
     def verify_all(self, job: str | None) -> HostVerified:

@@ -76,7 +76,7 @@ class HolderActor:
             arena_limit_bytes=limit.nbytes, limit_words=(limit.why, limit.warning),
         )  # fmt: skip
         feed_from_holder(self.holder)
-        info = self.holder.info
+        info = self.holder.state.info
         record = {
             "address": info.address, "port": info.port, "incarnation": info.incarnation, "machine": info.machine,
             "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(),

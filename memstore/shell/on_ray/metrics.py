@@ -83,7 +83,7 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
 def feed_from_holder(holder: Holder) -> None:
     """Begin to export what one holder knows, until it stops."""
     instruments = Instruments(holder.config.store)
-    host, before = holder.info.host_id, dict[str, Any]()
+    host, before = holder.state.info.host_id, dict[str, Any]()
 
     def feed() -> None:
         stats = structs.asdict(holder.heartbeat().stats)

@@ -87,10 +87,10 @@ def run(spec: dict[str, Any]) -> None:
             identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
             limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
         )  # fmt: skip
-        info = holder.info
+        info = holder.state.info
         if spec["peer_address"] is not None:  # of a proxy; peers learn it with the first session
             address, port = spec["peer_address"]
-            holder.info = dataclasses.replace(info, address=address, port=port)
+            holder.state.info = dataclasses.replace(info, address=address, port=port)
         membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
     over.wait()
 

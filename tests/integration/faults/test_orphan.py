@@ -46,8 +46,6 @@ def test_a_folder_is_idle_since_a_holder_ran_there(tmp_path: Path, monkeypatch: 
     now_s += 7.0
     second = IdleTime(tmp_path)
     assert (first.idle_s, second.idle_s) == (0.0, 7.0)
-    second.used()
-    assert second.idle_s == 0.0
     for text in ("", "x", f"{idle_time.read_boot_id()} x", "a b c"):
         (tmp_path / SEEN_NAME).write_text(text)
         assert IdleTime(tmp_path).idle_s == 0.0

@@ -79,7 +79,7 @@ def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.2", 0)) as probe:
         port = int(probe.getsockname()[1])
     with a_holder(interface="train", port=port) as holder:
-        assert (holder.info.address, holder.info.port) == ("127.0.0.2", port)
+        assert (holder.state.info.address, holder.state.info.port) == ("127.0.0.2", port)
         with as_controller(holder, "127.0.0.2", port) as channel:
             inventory = decode_holder_message(channel.recv(timeout_s=WAIT_S).data)
             assert isinstance(inventory, Inventory)
@@ -102,13 +102,16 @@ def test_a_holder_beats_as_often_as_its_config_says() -> None:
 
     Something else may: a tool of another test asks every store of this user on the machine, and its holder relays that.
     """
-    with a_holder(heartbeat_s=0.02) as holder, as_controller(holder, holder.info.address, holder.info.port) as channel:
+    with (
+        a_holder(heartbeat_s=0.02) as holder,
+        as_controller(holder, holder.state.info.address, holder.state.info.port) as channel,
+    ):
         beats = 0
         while beats < 3:
             beats += isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Heartbeat)
     with (
         a_holder(heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0) as holder,
-        as_controller(holder, holder.info.address, holder.info.port) as channel,
+        as_controller(holder, holder.state.info.address, holder.state.info.port) as channel,
     ):
         assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Inventory)
         assert Heartbeat not in kinds_until_silent(channel, silent_s=1.5)

@@ -52,7 +52,7 @@ def run(*sizes: Any) -> ChunkRun:
 def stranger(holder: Holder) -> Channel:
     """Connect as the holder of a host that the store does not know, with its secret."""
     return connect_tcp(
-        holder.info.address, holder.info.port, secret=holder.secret, store=holder.config.store,
+        holder.state.info.address, holder.state.info.port, secret=holder.secret, store=holder.config.store,
         identity={"role": "holder", "host": "z"}, timeout_s=5,
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ def dial(holder: Holder) -> Iterator[Dial]:
 
     def connect(term: int) -> Channel:
         channel = connect_tcp(
-            holder.info.address, holder.info.port, secret=SECRET, store=holder.config.store,
+            holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
             identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
         )  # fmt: skip
         made.append(channel)
@@ -276,7 +276,7 @@ def test_a_long_journal_comes_in_pages_before_the_inventory(
     assert received(pages) == InventoryPage(records=records[2:4])
     assert greeted(pages).journal == records[4:]
     given: queue.Queue[HolderMessage | SessionEnded] = queue.Queue()
-    session = Session("a", holder.info.incarnation, dial(7), lambda _, message: given.put(message))
+    session = Session("a", holder.state.info.incarnation, dial(7), lambda _, message: given.put(message))
     session.start()
     up = given.get(timeout=WAIT_S)
     session.close()

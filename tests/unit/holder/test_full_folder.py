@@ -68,7 +68,7 @@ def full(holder: Holder, small_tmpfs: Path) -> Iterator[FullFileSystem]:
 def dial(holder: Holder, term: int) -> Channel:
     """Connect as the controller of a term."""
     return connect_tcp(
-        holder.info.address, holder.info.port, secret=SECRET, store=holder.config.store,
+        holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
         identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
     )  # fmt: skip
 

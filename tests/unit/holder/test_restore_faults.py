@@ -13,6 +13,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder import fetch, fork, persist, push, stage
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -231,14 +232,14 @@ def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     """
     a, _ = pair
     reports, stored = reports_of(a, monkeypatch), seal(a.replicas, SHARD)
-    a.context.sealed(stored)
+    report_copy(a.state, stored)
     assert [type(report) for report in reports] == [Sealed]
     read = a.replicas.pin(SHARD)
     a.replicas.drop(SHARD)
-    a.context.sealed(stored)  # still there for its reader, and for no other process
+    report_copy(a.state, stored)  # still there for its reader, and for no other process
     assert read is not None
     a.replicas.unpin(*read)
-    a.context.sealed(stored)
+    report_copy(a.state, stored)
     assert [type(report) for report in reports] == [Sealed]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.wire.codec import encode
+from memstore.core.wire.codec import Decoder, encode
 from memstore.core.wire.messages import (
     Answer,
     DrainsSeen,
     Event,
     HostLost,
+    HostUp,
     LeaseRenewed,
     LogLine,
     Report,
@@ -20,12 +20,14 @@ from memstore.core.wire.messages import (
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
 from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.reports import Inventory
 from memstore.testing.controller.holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.network import Stream
 from memstore.testing.simulator.world.processes import Holder
 from memstore.testing.simulator.world.world import World
 
+decode_inventory: Decoder[Inventory] = Decoder(Inventory)
 DIAL_S = 0.2
 LEASE_S = 2.0
 WALL_S = 1e9  # the clock of Ray, which is right
@@ -147,7 +149,8 @@ class SimController:
             self.stop()
             return
         self.sessions[holder.host_id] = session
-        session.report(replace(holder.hello(), asked_s=self.world.now))
+        told = decode_inventory(encode(holder.hello()))
+        session.report(HostUp.of(holder.host_id, told, self.world.now))
         holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:

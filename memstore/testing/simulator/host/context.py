@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
@@ -13,7 +12,6 @@ from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.world.virtual_time import Thread
 from memstore.testing.simulator.world.world import World
-from recovery.inventory import Copy
 
 Body = dict[str, Any]
 
@@ -44,6 +42,3 @@ class HostContext(SharedShardHolder, Protocol):
 
     def report(self, report: Report) -> None:
         """Send a report to the controller."""
-
-    def sealed(self, copy: Copy | StoredReplica) -> None:
-        """Report a copy as it is now."""

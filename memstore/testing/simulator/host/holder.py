@@ -8,23 +8,22 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
-from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import drop, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
+from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
-from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import (
     CallReceived,
     Event,
     FactAck,
     HostInfo,
-    HostUp,
     Report,
 )
 from memstore.core.wire.orders import (
@@ -61,7 +60,7 @@ from memstore.core.wire.orders import (
 )
 from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.replies import ChunksStaged, HostVerified, Joined, ShardStaged, unpack_passed
-from memstore.core.wire.reports import CopiesVerified, PutTimes, Sealed
+from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Call, Calls
@@ -100,7 +99,7 @@ class SimHolder:
 
     def __init__(self, world: HostWorld, checker: Checker, info: HostInfo, memory: Memory) -> None:
         self.world, self.checker = world, checker
-        self.info, self.memory, self.host_id = info, memory, info.host_id
+        self.memory, self.host_id = memory, info.host_id
         self.is_up, self.is_frozen, self.thawed_s = True, False, -1.0
         self.fences = JobFences()
         term = read_journal(memory.journal, self.fences)
@@ -115,7 +114,6 @@ class SimHolder:
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        self.replicas.on_damaged = self.sealed
         self.peer_server = PeerServer(
             self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
         )  # fmt: skip
@@ -123,12 +121,13 @@ class SimHolder:
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
         first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
-            self.host_id, self.replicas, OutgoingShards(self.replicas).outgoing,
+            info, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
-            sealed=self.sealed, is_stopping=lambda: not self.is_up,
-            is_alive=lambda owner: world.is_alive(owner.pid, owner.start), pin_numbers=itertools.count(first_pin),
+            is_stopping=lambda: not self.is_up, is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
+            pin_numbers=itertools.count(first_pin),
             fences=self.fences,
         )  # fmt: skip
+        self.replicas.on_damaged = partial(report_copy, self.state)
         self.driver = Driver(self)
         self.pusher = Pusher(self, self.state, self.driver)
         self.sealer = Sealer(self, self.state, self.driver, self.pusher)
@@ -167,15 +166,18 @@ class SimHolder:
         self.checker.commits.journalled(self)
         self.send_event(FactAck(self.host_id, seq))
 
-    def hello(self) -> HostUp:
-        """What a new session begins with: inventory, journal, processes (R16)."""
-        nonces = tuple(sorted(self.state.ranks.owners))
-        seen = {"idle_s": self.memory.idle_s, "dropped": dict(self.memory.stories)}
-        return HostUp(self.info, tuple(self.copies()), tuple(self.memory.journal), nonces, **seen)  # type: ignore[arg-type]
+    @property
+    def info(self) -> HostInfo:
+        """Return who it is."""
+        return self.state.info
 
-    def copies(self, job: str | None = None) -> list[Copy]:
-        """The inventory."""
-        return list(self.replicas.index.copies(self.host_id, job))
+    def hello(self) -> reports.Inventory:
+        """Return what a new session begins with."""
+        return inventory(self.state, self.memory.journal, self.memory.stories)
+
+    def copies(self) -> list[Copy]:
+        """Return every copy that it has."""
+        return list(self.replicas.index.copies(self.host_id))
 
     def send_event(self, event: Event) -> None:
         """To the controller; without a session it is dropped: inventories replace it."""
@@ -188,12 +190,8 @@ class SimHolder:
             self.checker.fences.answered(self, report.job, report.attempt)
         self.send_event(Report(self.host_id, report))
 
-    def sealed(self, copy: Copy | StoredReplica, put: PutTimes | None = None) -> None:
-        """Report a copy as it is now, whole or with the chunks it lacks; nothing if it was dropped meanwhile."""
-        self.replicas.tell_copy(copy, lambda held: self.report(Sealed(copy=WireCopy.of(held), put=put)))
-
     def _copy_sealed(self, copy: Copy) -> None:
-        self.sealed(copy)
+        report_copy(self.state, copy)
         self.shared_shards.sealed(copy.shard)
 
     # -- ranks --------------------------------------------------------------------------------
@@ -207,7 +205,6 @@ class SimHolder:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
-        self.memory.idle_s = 0.0
 
         def serve() -> Thread:
             yield from self.driver.run(ranks.join(self.state, link, hello))
@@ -321,7 +318,7 @@ class SimHolder:
 
     def begin_again(self, above: int) -> None:
         """Take an incarnation above one, and begin a new session (R3)."""
-        self.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, above))
+        self.state.info = replace(self.info, incarnation=self.world.take_incarnation(self.host_id, above))
         self.view.clear()
         if self.session is not None:
             self.session.reset()

@@ -116,7 +116,7 @@ class Cluster:
         incarnation = self.take_incarnation(info.host_id)
         memory = self.memories[info.host_id]
         holder = SimHolder(self, self.checker, HostInfo(incarnation=incarnation, **fields), memory)
-        memory.idle_s = self.now + self.idle_days_s - memory.seen_s
+        holder.state.idle_s = self.now + self.idle_days_s - memory.seen_s
         self.holders[info.host_id] = holder
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:

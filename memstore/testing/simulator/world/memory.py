@@ -44,7 +44,6 @@ class Memory:
         self.clock_ahead_s = 0.0  # how far faults have stepped the machine's wall clock
         self.incarnation = 0  # the number of the newest holder, as the folder has it (R3)
         self.seen_s = 0.0  # when a holder last ran here (R5)
-        self.idle_s = 0.0  # for how long none had run before the newest one
         self.stories: dict[str, str] = {}  # why jobs were dropped; kept outside the folder
         self.version = 0  # grows with every change, so that a checker looks only at what changed
 

@@ -14,9 +14,10 @@ from memstore.core.controller.machine import ControllerMachine
 from memstore.core.format.manifest import Manifest
 from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.calls import RankCall
-from memstore.core.wire.messages import Event, HostInfo, HostUp
+from memstore.core.wire.messages import Event, HostInfo
 from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
+from memstore.core.wire.reports import Inventory
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
@@ -62,7 +63,6 @@ class Holder(Process, Protocol):
     """A holder, as ranks, controllers and checks see it."""
 
     host_id: str
-    info: HostInfo
     memory: Memory
     replicas: ReplicaStore
     peer_server: PeerServer
@@ -100,8 +100,12 @@ class Holder(Process, Protocol):
     def accept(self, session: Session) -> bool:
         """Use a session from now on; False if the holder obeys a controller with a higher term."""
 
-    def hello(self) -> HostUp:
-        """Return the first event of a session: inventory, journal, processes."""
+    @property
+    def info(self) -> HostInfo:
+        """Return who it is."""
+
+    def hello(self) -> Inventory:
+        """Return the first message of a session."""
 
     def obey(self, order: Order) -> None:
         """Carry out an order."""

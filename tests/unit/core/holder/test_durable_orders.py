@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects, persist
 from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.ids import WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import WireCopy, WireShard, WireSpec, WireStep
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import (
     DurablePlace,
     Lineage,
@@ -26,15 +29,16 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, TornStepRemoved
+from memstore.core.wire.reports import MarkersListed, MarkersUnread, MarkerWritten, Sealed, TornStepRemoved
 from memstore.errors import MemstoreError, TransportError
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import Copy, ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 DIGEST = "d" * 32
 SPEC = ShardSpec(DIGEST, 16, 8, 2, 1)
 PLACE = DurablePlace(url="/d", compression=None, key_file=None, bytes_per_s=None)
 STEP = WireStep(1, 2)
+COPY = Copy(SHARD, SPEC, "me")
 STORED = StoredReplica(SHARD, SPEC, (b"0", b"1"), [4, 5])
 
 
@@ -57,17 +61,17 @@ class Host:
     meanwhile: Callable[[], None] = lambda: None  # happens while a slice waits for its turn
     done: list[Effect] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
-    reported_copies: list[StoredReplica] = field(default_factory=list)
     pins: int = 0
     pins_at_write: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         store: Any = self
+        self.lock = contextlib.nullcontext()
+        self.index = SimpleNamespace(find=lambda shard, digest: STORED)
         self.state = HolderState(
-            "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-            report=self.reports.append,
-            sealed=lambda stored, put: self.reported_copies.append(stored), is_stopping=lambda: False,
-            is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            report=self.reports.append, is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def pin(self, shard: ShardId, digest: str) -> tuple[StoredReplica, int] | None:
@@ -120,7 +124,9 @@ class Host:
     @property
     def reported(self) -> list[tuple[Any, ...]]:
         """What the controller was informed of slices: rank, slice, and why not."""
-        return [(report.rank, report.number, report.problem) for report in self.reports]
+        return [
+            (report.rank, report.number, report.problem) for report in self.reports if not isinstance(report, Sealed)
+        ]
 
 
 def order(step: WireStep = STEP) -> WriteSlices:
@@ -150,7 +156,7 @@ def test_a_chunk_that_went_bad_is_quarantined_and_not_written() -> None:
     """The copy is reported as it is then, so that repair replaces it."""
     host = Host(bad=1)
     host.play(persist.slices(host.state, order())[0])
-    assert host.reported_copies == [STORED]
+    assert [report.copy for report in host.reports if isinstance(report, Sealed)] == [WireCopy.of(COPY)]
     assert host.reported[0][2] == f"chunk 1 of {SHARD} went bad before it was written"
 
 

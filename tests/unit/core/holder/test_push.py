@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.peer_messages import Admitted, ChunksMissing, CopySealed, Done, HasCopy, Offer, Refused, Seal
-from memstore.core.wire.reports import PushFailed, Report
+from memstore.core.wire.reports import PushFailed, Report, Sealed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, PeerUnreachable
-from recovery.inventory import ShardId
+from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 LIMITS = Limits(suspect_after_s=2.0, dead_after_s=6.0)
@@ -41,11 +44,14 @@ class Replica:
         self.readers -= 1
 
 
-class NoStore:
-    """A push asks nothing of the store but the replica that it sends."""
+class Store:
+    """A push asks nothing of the store but the replica that it sends, and how that is now."""
 
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(name)
+    lock = contextlib.nullcontext()
+
+    def __init__(self) -> None:
+        self.stored = StoredReplica(SHARD, ShardSpec("0" * 32, 16, 8, 2, 1), (b"0", b"1"), [4, 5])
+        self.index = SimpleNamespace(find=lambda shard, digest: self.stored)
 
 
 def take(request: Request[Any]) -> Message:
@@ -67,12 +73,12 @@ class Host:
     reported: list[str] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
-    lacking: list[bool] = field(default_factory=list)  # of each copy that was reported again
+    store: Any = field(default_factory=Store)
 
     def __post_init__(self) -> None:
         self.state = HolderState(
-            "a", NoStore(), self.outgoing, LIMITS, now=lambda: self.now,
-            report=self.reports.append, sealed=lambda stored, put: self.lacking.append(stored.is_nameless),
+            HostInfo("a", 1, "", 0), self.store, self.outgoing, LIMITS, now=lambda: self.now,
+            report=self.reports.append,
             is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip
@@ -84,7 +90,7 @@ class Host:
     def outgoing(self, shard: ShardId, digest: str) -> Replica | None:
         if not self.is_here:
             return None
-        self.pinned.append(Replica(shard, digest, stored=SimpleNamespace(is_nameless=False)))
+        self.pinned.append(Replica(shard, digest, stored=self.store.stored))
         return self.pinned[-1]
 
     def play(self, steps: Procedure[Any]) -> Any:
@@ -270,6 +276,8 @@ def test_a_copy_whose_manifest_is_damaged_is_reported_as_none() -> None:
     """It may be the only one of a step that would commit with fewer copies, and could not be read."""
     host = Host(is_damaged=True)
     host.push()
-    assert host.lacking == [True]
-    assert host.failure == ("the manifest is damaged", True)
+    copy, failure = host.reports
+    assert isinstance(copy, Sealed)
+    assert isinstance(failure, PushFailed)
+    assert (copy.copy.missing, failure.why) == ((0, 1), "the manifest is damaged")
     assert host.asked == ["offer", "abort"]

@@ -12,6 +12,7 @@ from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect
 from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import RankHello
 from memstore.core.wire.reports import RankArrived, RankGone, Report
 
@@ -44,9 +45,8 @@ def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
         reclaim=table.reclaim,
     )  # fmt: skip
     return HolderState(
-        "a", store, lambda shard, digest: None, Limits(suspect_after_s=2.0, dead_after_s=6.0), now=lambda: 0.0,
-        report=reports.append, sealed=lambda stored, put: None, is_stopping=lambda: False,
-        is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+        HostInfo("a", 1, "", 0), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
+        report=reports.append, is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks, reads
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.ids import WireShard
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.replies import ShardStaged
 from recovery.inventory import ShardId, ShardSpec
 
@@ -39,8 +40,8 @@ class Host:
         self.store_pins = itertools.count()
         store: Any = self
         self.state = HolderState(
-            "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0, report=lambda report: None,
-            sealed=lambda stored, put: None, is_stopping=lambda: False, is_alive=lambda owner: True,
+            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            report=lambda report: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(),
         )  # fmt: skip
 

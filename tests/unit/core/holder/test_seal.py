@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,13 +18,15 @@ from memstore.core.holder import effects, ranks, seal
 from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
-from memstore.core.wire.reports import Fenced, Report
+from memstore.core.wire.reports import Fenced, Report, Sealed
 from memstore.errors import CapacityError, IntegrityError, MemstoreError
-from recovery.inventory import ShardId, ShardSpec
+from recovery.inventory import Copy, ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 STORED = StoredReplica(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
+COPY = Copy(SHARD, STORED.spec, "me")
 
 
 @dataclass(eq=False)
@@ -61,18 +65,19 @@ class Host:
     freed: list[int] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
     done: list[Effect] = field(default_factory=list)
-    reported: list[StoredReplica] = field(default_factory=list)
-    answers: list[Report] = field(default_factory=list)  # to fences
+    reports: list[Report] = field(default_factory=list)
     chunk_bytes: int = 8
     arena_identity: str = "here"
 
     def __post_init__(self) -> None:
         store: Any = self
+        self.lock = contextlib.nullcontext()
+        self.index = SimpleNamespace(find=lambda shard, digest: STORED, copies=lambda host, job: [COPY])
         self.fresh = Fresh()
         self.state = HolderState(
-            "me", store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=self.answers.append, sealed=lambda stored, put: self.reported.append(stored),
-            is_stopping=lambda: False, is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            report=self.reports.append, is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def take_over(self, shard: ShardId, owner: Owner, slots: list[int] | None) -> tuple[StoredReplica | None, bool]:
@@ -85,9 +90,6 @@ class Host:
 
     def abort_older(self, job: str, attempt: int) -> None:
         self.aborted.append((job, attempt))
-
-    def tell_copies(self, job: str, notify: Callable[[list[StoredReplica]], None]) -> None:
-        notify([STORED])
 
     def play(self, steps: Procedure[Any]) -> Any:
         """Run a procedure, as the runner does."""
@@ -146,6 +148,11 @@ class Host:
         return [effect.message for effect in self.of(effects.SendToRank) if isinstance(effect.message, StepLevel)]
 
     @property
+    def reported(self) -> list[ShardId]:
+        """The copies that the controller was sent."""
+        return [report.copy.shard.id for report in self.reports if isinstance(report, Sealed)]
+
+    @property
     def why_given_up(self) -> tuple[str, bool]:
         """What the controller is informed of the put that failed."""
         [reported] = self.levels
@@ -162,7 +169,7 @@ def test_a_submitted_put_is_pushed_while_it_is_digested_and_said_once_it_is_stor
     order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.NotePut, effects.SendToRank]
     assert [type(effect) for effect in host.done if type(effect) in order] == order
     assert [reported.level for reported in host.levels] == ["sealed"]
-    assert (host.reported, host.freed) == ([STORED], [])
+    assert (host.reported, host.freed) == ([SHARD], [])
 
 
 def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None:
@@ -171,7 +178,7 @@ def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None
     put = host.add()
     seal.open_fence(host.state, "job", 2)
     host.seal(put)
-    assert host.reported == [STORED]
+    assert host.reported == [SHARD]
 
 
 def test_a_submitted_put_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
@@ -195,7 +202,7 @@ def test_what_is_stored_already_is_said_again_and_its_slots_are_free() -> None:
     """A link that came back submits again what was sealed meanwhile."""
     host = Host(known=STORED)
     host.seal()
-    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [STORED], [])
+    assert (host.freed, host.reported, host.of(effects.DigestAndStore)) == ([4, 5], [SHARD], [])
 
 
 def test_bytes_that_the_rank_did_not_see_there_are_not_kept() -> None:
@@ -257,8 +264,8 @@ def test_a_fence_is_answered_once_older_attempts_have_nothing_unfinished() -> No
     host.state.ranks.links.update(n=Link(), old=Link(nonce="old"))  # type: ignore[arg-type]
     host.play(seal.fence(host.state, "job", 2, ["n"]))
     assert [reported.link.nonce for reported in host.of(effects.SendToRank)] == ["old"]
-    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.SendToRank, effects.OnStore]
-    assert host.answers == [Fenced(job="job", attempt=2, copies=(WireCopy.of(STORED),))]
+    assert [type(effect) for effect in host.done] == [effects.WaitFor, effects.SendToRank]
+    assert host.reports == [Fenced(job="job", attempt=2, copies=(WireCopy.of(COPY),))]
     assert host.aborted == [("job", 2)]
 
 
@@ -268,7 +275,7 @@ def test_a_fence_waits_for_a_seal_that_hangs_no_longer_than_its_limit() -> None:
     host.add()
     host.play(seal.fence(host.state, "job", 2, []))
     assert host.now == seal.FENCE_DRAIN_S
-    assert (len(host.of(effects.Warn)), len(host.answers)) == (1, 1)
+    assert (len(host.of(effects.Warn)), [type(report) for report in host.reports]) == (1, [Fenced])
 
 
 def test_a_bye_waits_for_what_its_process_submitted() -> None:

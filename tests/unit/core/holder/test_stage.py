@@ -16,6 +16,7 @@ from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
 from memstore.core.holder.state import HolderState, Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import DurablePlace, Run, StageShard
 from memstore.core.wire.peer_messages import Verified
 from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable
@@ -51,9 +52,9 @@ class Host:
     def __post_init__(self) -> None:
         self.replica = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
-            "me", NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=lambda report: None, sealed=lambda stored, put: None, is_stopping=lambda: False,
-            is_alive=lambda owner: True, pin_numbers=itertools.count(1),
+            HostInfo("me", 1, "", 0), NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            report=lambda report: None, is_stopping=lambda: False, is_alive=lambda owner: True,
+            pin_numbers=itertools.count(1),
         )  # fmt: skip
 
     def play(self, steps: Procedure[Any]) -> Any:
