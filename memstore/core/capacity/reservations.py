@@ -27,6 +27,7 @@ from memstore.core.wire.orders import Grow, RankSlots, Reserve
 from memstore.core.wire.replies import Noted
 from memstore.core.wire.reports import Reserved
 
+SLOTS_MAX = 1 << 40  # of one rank: the sum of all ranks and versions stays below the 2**62 of a message
 RETRY_S = 5.0  # between two tries of a host that had no room when it joined
 GATHER_S = 5.0  # for other ranks to ask for more than they prepared as well, unless one puts: then it needs no more
 
@@ -102,11 +103,17 @@ class Reservations:
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
             )  # fmt: skip
             return
+        rank, slots = call.request.rank, call.request.slots
+        if slots > SLOTS_MAX:
+            self.out.refuse(
+                call, "CapacityError",
+                f"rank {rank} of job {job.name!r} asks for {slots:,} slots, the limit is {SLOTS_MAX:,}: put less",
+            )  # fmt: skip
+            return
         active = self.active.get(job.name)
         if active is None or active.attempt != attempt.attempt_number:
             self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.attempt_number)
-        rank, slots = call.request.rank, call.request.slots
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):

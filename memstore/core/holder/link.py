@@ -21,5 +21,9 @@ class Link(Protocol):
     is_retired: bool  # the same process came back on another link and sends unsealed puts again
 
     @property
+    def order(self) -> int:
+        """Return a number that grows with each connection that this host accepts."""
+
+    @property
     def is_open(self) -> bool:
         """Say whether it can be sent anything."""

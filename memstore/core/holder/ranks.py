@@ -25,9 +25,12 @@ BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
-    Of two that arrive at once, the later one is taken: the process has given the other one up.
+    Of two that come at once the one that was accepted later is taken: the process has given the other one up.
     """
     table = state.ranks
+    if link.order < max(table.current(link).order, table.arriving.get(link.owner, link).order):
+        yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
+        return
     if isinstance(hello, RankHello):
         state.idle_s = 0.0
     table.arriving[link.owner] = link

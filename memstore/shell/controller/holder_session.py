@@ -5,6 +5,7 @@ A stuck host blocks no other: its thread waits, at most SEND_S, and its session 
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from memstore.core.wire.reports import HolderMessage, Inventory, InventoryPage, decode_holder_message
-from memstore.errors import MemstoreError, TransportError
+from memstore.errors import MemstoreError, ProtocolError, TransportError
 from memstore.shell.net.channel import Channel
 
+log = logging.getLogger("memstore")
 SEND_S = 10.0
 
 
@@ -61,6 +63,11 @@ class Session:
                 self._on_message(self, message)
         except MemstoreError as exc:
             self.why = str(exc)
+            if isinstance(exc, ProtocolError):
+                log.warning(
+                    "the session of host %s at %s ended by a message that is none (%s): %s",
+                    self.host_id, self.channel.peer, type(exc).__name__, exc,
+                )  # fmt: skip
         finally:
             self.close()
             self._on_message(self, SessionEnded(self.why))

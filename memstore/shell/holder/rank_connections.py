@@ -41,6 +41,11 @@ class RankConnection:
     is_retired: bool = False  # the same store came back on another link and sends again what was not sealed
 
     @property
+    def order(self) -> int:
+        """Return the number of its channel: a listener makes channels in the order in which it accepts connections."""
+        return self.channel.number
+
+    @property
     def is_open(self) -> bool:
         """Say whether it can be sent anything."""
         return not self.channel.is_closed

@@ -133,7 +133,9 @@ class RankServer:
             case StepTrained(step=step):
                 self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):
-                self.send_gate.watch(link.nonce, file)
+                with self.runner.state():
+                    if self.state.ranks.is_current(link):  # else the newer link has brought its own file
+                        self.send_gate.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.send_gate.release(link.job, link.rank, (link.attempt, step))
             case IntoChecked():

@@ -8,6 +8,7 @@ header could not be found again; a timeout between frames leaves it usable.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -38,6 +39,7 @@ WAKE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 """Most bytes received before `seen` gets them: well within a core's share of the cache."""
 _UCRED = struct.Struct("3i")
+_NUMBERS = itertools.count()
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
@@ -65,14 +67,15 @@ class SendGate(Protocol):
 class Channel:
     """Frames over a connected TCP or AF_UNIX socket, which it owns from then on.
 
-    One thread may receive while others send. Every error is a TransportError: PeerTimeout (operation, waited_s,
-    limit_s), PeerUnreachable (peer; eof=True if the peer closed between two frames), ProtocolError. Close it in the end
-    in every case.
+    One thread may receive while others send. `number` grows from each channel of this process to the next. Every error
+    is a TransportError: PeerTimeout (operation, waited_s, limit_s), PeerUnreachable (peer; eof=True if the peer closed
+    between two frames), ProtocolError. Close it in the end in every case.
     """
 
     def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
         self._sock: socket.socket | TlsStream = sock
         self.peer = peer if peer is not None else describe_peer(sock)
+        self.number = next(_NUMBERS)
         self.authenticated = True
         self.binding = b""  # under TLS the digest of the server's certificate, which auth.py's proofs then name
         self._closed = threading.Event()

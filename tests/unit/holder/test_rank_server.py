@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,6 +59,7 @@ from recovery.inventory import ShardId
 CHUNK_BYTES = 64 << 10
 WAIT_S = 60.0
 ME = os.getpid()
+REAP_LOOP = Holder._reap_loop
 READ, STATUS = ReadStep(job="job", step=2, rank=0), AskStatus()
 
 RANK = """
@@ -240,6 +243,36 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     site.holder.ranks.answer(first, encode(saying("2")), None)
     site.holder.ranks.answer(ask(site, newer), encode(saying("3")), None)
     assert [receive(newer) for _ in range(2)] == [answered(saying("1")), answered(saying("3"))]
+
+
+# -- links that end ---------------------------------------------------------------------------------
+
+
+def test_marks_are_forgotten_before_the_process_can_be_connected_again(
+    site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step with the link's end: the marks that the next link names would be forgotten otherwise."""
+    changed, gate = site.holder.context.changed, site.holder.ranks.send_gate
+    forget, could_connect = gate.forget, list[bool]()
+
+    def forgotten(*named: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            could_connect.append(other.submit(changed.acquire, blocking=False).result())
+        forget(*named)
+
+    monkeypatch.setattr(gate, "forget", forgotten)
+    hello(life=1).close()
+    wait_for(lambda: could_connect, "the link's end")
+    assert could_connect == [False]
+
+
+def test_readers_pins_end_although_the_dead_cannot_be_reaped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each periodic work fails by itself (R7)."""
+    expired = threading.Event()
+    monkeypatch.setattr(ranks, "reap", lambda state: 1 // 0)
+    monkeypatch.setattr(site.holder.replicas, "expire_pins", expired.set)
+    threading.Thread(target=REAP_LOOP, args=(site.holder,), daemon=True).start()
+    assert expired.wait(WAIT_S)
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Waits = Generator[Wait, None, T]
 BATCH_CHUNKS = 2
 VERIFY_S = (0.005, 0.05)  # to digest a replica again
+LATE_SHARE, LATE_MAX_S = 0.3, 1.0  # of welcomes: longer than a broken link takes to come back
 FILE_S = 0.001  # to read a small file, or to look at a few slots
 
 
@@ -42,6 +44,8 @@ class Driver:
 
     def __init__(self, holder: HostContext) -> None:
         self.holder, self.replicas = holder, holder.replicas
+        self.has_late_welcomes = any(fault.kind == "break-link" for fault in holder.world.scenario.faults)
+        self.lateness = random.Random(f"welcomes {holder.world.scenario.seed} {holder.host_id}")
         self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
         self._opened_s: dict[ShardId, float] = {}  # when the incoming replica of what is brought was opened
@@ -243,7 +247,8 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.SendWelcome) -> Waits[None]:
-        yield from ()
+        if self.has_late_welcomes and self.lateness.random() < LATE_SHARE:
+            yield self.lateness.uniform(0.0, LATE_MAX_S)
         link = cast(RankLink, effect.link)
         if link.is_open:
             link.process.welcomed(self.holder, effect.stale)

@@ -105,6 +105,7 @@ class SimHolder:
         term = read_journal(memory.journal, self.fences)
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
+        self.link_orders = itertools.count()
         self.calls = Calls(
             lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
         )
@@ -202,7 +203,7 @@ class SimHolder:
 
     def join(self, rank: Rank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
-        link, is_ours = open_link(rank), rank.mapping is self.memory.slots
+        link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
 
         def serve() -> Thread:

@@ -20,6 +20,7 @@ class RankLink:
     job: str
     rank: int
     attempt: int
+    order: int
     parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
@@ -30,9 +31,9 @@ class RankLink:
         return not self.process.is_dead and self.process.link is self
 
 
-def open_link(rank: Rank) -> RankLink:
+def open_link(rank: Rank, order: int) -> RankLink:
     """Return a new link of a process, to which it listens from now on."""
-    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, *rank.place)
+    rank.link = link = RankLink(rank, rank.owner, rank.nonce, rank.job, *rank.place, order)
     return link
 
 

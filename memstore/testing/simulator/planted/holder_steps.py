@@ -21,6 +21,7 @@ from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
+LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a submission in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
@@ -51,6 +52,18 @@ def lease_freed_by_a_broken_link() -> Any:
         return []
 
     return patch.object(ReplicaStore, "confirm", forget)
+
+
+@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8)
+def older_link_taken() -> Any:
+    """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
+
+    def greeted(*arrival: Any) -> Procedure[bool]:
+        yield from greet(*arrival)
+        return True
+
+    greet = ranks._greet
+    return patch.object(ranks, "_greet", greeted)
 
 
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)

@@ -59,6 +59,18 @@ def test_a_larger_put_after_a_preparation_gets_its_room_on_every_rank() -> None:
     assert world.put_all(ranks, 1)
 
 
+def test_a_reservation_of_more_slots_than_a_message_can_add_up_is_refused() -> None:
+    """No host is ordered anything: the sum of the ranks would fit no order, and the controller would end of it."""
+    world = ControllerWorld(3)
+    ranks = world.launch(3)
+    orders = watch_orders(world)
+    world.call(ranks[0], "reserve", slots=(1 << 40) + 1)
+    world.run(1.0)
+    [error] = ranks[0].errors["reserve"]
+    assert "1,099,511,627,777 slots, the limit is 1,099,511,627,776" in str(error)
+    assert not any(orders.values())
+
+
 @pytest.mark.parametrize(("durable", "versions"), [(None, 3), ("/durable", 4)])
 def test_a_rank_gets_room_for_every_version_that_its_config_keeps(durable: str | None, versions: int) -> None:
     """The kept steps, the one being put, and with durable storage the one being written (R10)."""

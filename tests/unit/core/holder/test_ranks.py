@@ -33,6 +33,7 @@ class Link:
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
     is_open: bool = True
+    order: int = 0
 
 
 def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
@@ -76,6 +77,17 @@ def test_a_link_that_is_closed_late_frees_nothing_that_a_newer_one_was_leased() 
     list(late)
     assert sorted(table.leases[OWNER]) == sorted(leased)
     assert state.ranks.links == {"n": second}
+
+
+def test_a_link_that_was_accepted_before_the_one_that_is_taken_is_ended() -> None:
+    """Its thread ran late: what its rank held then would free what the newer link has been leased."""
+    table = SlotTable(8)
+    state, newer, late = host(table), Link(order=2), Link(order=1)
+    for effect in ranks.join(state, newer, HELLO):
+        if isinstance(effect, effects.Grant):
+            ranks.lease(state, newer)
+    assert [type(effect) for effect in ranks.join(state, late, HELLO)] == [effects.CloseLink]
+    assert (state.ranks.links, late.is_retired, len(table.leases[OWNER])) == ({"n": newer}, True, 4)
 
 
 def test_a_link_that_ends_keeps_no_pin_and_is_no_ones_link_any_more() -> None:
