@@ -32,7 +32,7 @@ from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
-from memstore.errors import TransportError
+from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
@@ -252,6 +252,8 @@ class Holder:
 
     def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first (R16)."""
+        if not self.state.info.port:  # a controller that knows the port of the life before has come first
+            raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")
         return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
 
     def begin_again(self, above: int) -> None:
