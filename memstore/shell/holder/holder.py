@@ -117,10 +117,12 @@ class Holder:
         self._identity = {"role": "holder", "host": identity.host_id, "incarnation": info.incarnation}  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
+        self.calls = Calls(self._relay)
         self.state = HolderState(
             info, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
-            is_stopping=self.stopping.is_set, is_alive=lambda owner: is_alive(owner.pid, owner.start),
+            ask=self.calls.ask_own, is_stopping=self.stopping.is_set,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start),
             pin_numbers=itertools.count(secrets.randbits(60)), idle_s=self.idle.idle_s, fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
@@ -130,12 +132,7 @@ class Holder:
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
         self._compose()
-        self.listener = Listener.tcp(
-            resolve_interface(config.interface), config.port, secret=secret, store=config.store,
-            identity=self._identity, on_channel=self._accept, tls=self.tls,
-        )  # fmt: skip
-        address, port = str(self.listener.address[0]), int(self.listener.address[1])
-        self.state.info = replace(info, address=address, port=port)
+        address, port = self._listen()
         lock_file.describe(cluster=cluster, address=f"{address}:{port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self.guard = FolderGuard(
@@ -144,18 +141,28 @@ class Holder:
         )  # fmt: skip
         self._threads = self._start_loops()
 
+    def _listen(self) -> tuple[str, int]:
+        """Accept controllers and peers from now on; return where."""
+        self.listener = Listener.tcp(
+            resolve_interface(self.config.interface), self.config.port, secret=self.secret, store=self.config.store,
+            identity=self._identity, on_channel=self._accept, tls=self.tls,
+        )  # fmt: skip
+        address, port = str(self.listener.address[0]), int(self.listener.address[1])
+        self.state.info = replace(self.state.info, address=address, port=port)
+        return address, port
+
     def _compose(self) -> None:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
-        self.trained, self.calls = TrainedSteps(), Calls(self._relay)
+        self.trained = TrainedSteps()
         self.connections = RankConnections(context)
         self.send_gate = SendGate(self.folder, self.config.collective_hold_max_s)
         self.shared_shards = HolderSharedShards(self.replicas, context.stopping, self.connections.send_replicas_differ)
         self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
         self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.send_gate, self.shared_shards)
-        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.shared_shards)
+        self.sealer = Sealer(context, self.runner, self.pusher, self.shared_shards)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
