@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.report import harness
 from benchmarks.report.harness import MIB, require
+from memstore.core.wire.replies import Status
 from memstore.drills.ranks.ranks import kill_actors
 from memstore.drills.run.runner import Watch
 from memstore.drills.sites.scratch import ScratchJob
@@ -46,9 +47,8 @@ class Faults:
     def noticed(self) -> Iterator[Watch]:
         """Watch for the host to be no longer live."""
 
-        def look(body: dict[str, Any], started_s: float) -> str | None:
-            return next((row["status"] for row in body["hosts"] if row["host"] == self.host != "" and
-                         row["status"] != "live"), None)  # fmt: skip
+        def look(status: Status, started_s: float) -> str | None:
+            return next((row.status for row in status.hosts if row.host == self.host and row.status != "live"), None)
 
         watch = Watch(self.site, look)
         watch.start()

@@ -45,18 +45,18 @@ class Sampler:
     def _run(self) -> None:
         while not self._is_over.wait(0.05):
             try:
-                rows = self.cluster.ask(AskStatus(), timeout_s=2.0)["hosts"]
+                rows = self.cluster.ask(AskStatus(), timeout_s=2.0).hosts
                 pids = [holder.pid for holder in list(self.cluster.holders.values()) if holder.poll() is None]
                 self.holder_bytes = max([self.holder_bytes, *(anonymous_bytes(pid) for pid in pids)])
             except (MemstoreError, OSError):
                 continue  # a host is being lost just now
             self.rank_bytes = max(self.rank_bytes, anonymous_bytes(os.getpid()))
             for row in rows:
-                host, stats = row["host"], row["stats"]
-                if row["status"] == "live" and stats.get("reserved_bytes"):
-                    self.used[host] = max(self.used.get(host, 0.0), float(stats["used_bytes"]))
+                host, stats = row.host, row.stats
+                if row.status == "live" and stats is not None and stats.reserved_bytes:
+                    self.used[host] = max(self.used.get(host, 0.0), float(stats.used_bytes))
                     # The larger of shares and use: the least of it is what was reserved.
-                    seen = float(stats["reserved_bytes"])
+                    seen = float(stats.reserved_bytes)
                     self.reserved[host] = min(self.reserved.get(host, seen), seen)
 
     def close(self) -> None:

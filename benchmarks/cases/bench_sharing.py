@@ -103,9 +103,7 @@ class Training:
         """What the puts blocked, and what the store says of idle time."""
         lines = [f"{name}: a put blocked {statistics.median(s) * 1e3:.1f} ms" for name, s in self.stalls_s.items()]
         cluster = self.clusters[INTERLEAVED]
-        told = {
-            event["host"]: event["why"] for event in cluster.ask(AskEvents())["events"] if event["event"] == "spill"
-        }
+        told = {event.host: event.fields["why"] for event in cluster.ask(AskEvents()).events if event.event == "spill"}
         for row in cluster.status()["hosts"]:
             spilled = row["stats"]["spilled_bytes"] / MIB
             lines.append(

@@ -10,17 +10,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config, check_seconds
 from memstore.core.durable.checks import CHECK_DEADLINE_S
-from memstore.core.report.problems import name_commands
+from memstore.core.report.json_rows import status_fields
+from memstore.core.report.problems import with_commands
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
-from memstore.core.wire.calls import AskLastCopies, AskStatus, RankCall
+from memstore.core.wire.calls import AskLastCopies, AskStatus
+from memstore.core.wire.codec import Request
 from memstore.distribution import installed_version
 from memstore.errors import CapacityError, ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.arena.arena import Arena
@@ -32,6 +34,7 @@ from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_
 from memstore.shell.on_ray.reach import REACH_S, wait_for_gcs, wants_token
 from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
 
+R = TypeVar("R")
 log = logging.getLogger("memstore")
 START_S = 90.0
 POLL_S = 0.1
@@ -194,7 +197,7 @@ def stores_having(job: str, config: Config) -> list[str]:
     found = []
     for answer in answered:
         with contextlib.suppress(Exception):  # no holder of it answers
-            found += [asked[answer]] if job in [row["job"] for row in ray.get(answer)["jobs"]] else []
+            found += [asked[answer]] if job in [row.job for row in ray.get(answer).jobs] else []
     return sorted(found)
 
 
@@ -271,8 +274,8 @@ def _wait_started(actor: Any, deadline_s: float, limit_s: float, config: Config)
 
 
 def ask(
-    request: RankCall, *, config: Config | None = None, timeout_s: float = ASK_S, avoid: Collection[str] = ()
-) -> Any:
+    request: Request[R], *, config: Config | None = None, timeout_s: float = ASK_S, avoid: Collection[str] = ()
+) -> R:
     """Ask the controller through a holder on this machine, else through Ray if this process is connected to it.
 
     `avoid` names hosts whose holder is known not to answer, such as one that a drill has frozen.
@@ -285,7 +288,7 @@ def ask(
         actor = _controller(config) if ray.is_initialized() else None
         if actor is None:
             raise
-    return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + ASK_S)
+    return cast(R, ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + ASK_S))
 
 
 def status(*, address: str | None = None, config: Config | None = None) -> ClusterStatus:
@@ -293,13 +296,10 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     config = config or Config()
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)
-    body = ask(AskStatus(), config=config)
-    name_commands(body["problems"], config)
+    fields = status_fields(with_commands(ask(AskStatus(), config=config), config))
     ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-    return ClusterStatus(
-        config.store, body["hosts"], body["jobs"], body["term"], body["failure_domains"], body["problems"], ray_address,
-        installed_version(), job_defaults=body["job_defaults"], launches=body["launches"],
-    )  # fmt: skip
+    del fields["serving_s"]
+    return ClusterStatus(store=config.store, ray=ray_address, version=installed_version(), **fields)
 
 
 def stop(

@@ -64,8 +64,8 @@ def stores_here(config: Config) -> list[StoreHere]:
 def _jobs(folder: Path, deadline_s: float) -> dict[str, int | None]:
     """Return a store's jobs with their newest committed steps, by its holder in a folder; none if it is silent."""
     with contextlib.suppress(MemstoreError, OSError), Tool(folder, max(0.0, deadline_s - time.monotonic())) as tool:
-        rows = tool.ask(AskStatus(), timeout_s=max(0.0, deadline_s - time.monotonic()))["jobs"]
-        return {row["job"]: row.get("committed_step") for row in rows}
+        rows = tool.ask(AskStatus(), timeout_s=max(0.0, deadline_s - time.monotonic())).jobs
+        return {row.job: row.newest.committed_step if row.newest is not None else None for row in rows}
     return {}
 
 

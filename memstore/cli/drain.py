@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import click
 
 from memstore.cli.options import Where, address_option, check_host, store_options
 from memstore.cli.output import ExitCode, print_json, say
 from memstore.config import Config
+from memstore.core.report.json_rows import host_fields
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.calls import DrainHost
+from memstore.core.wire.status_rows import HostRow
 
 POLL_S = 0.2
 
@@ -40,29 +41,30 @@ def drain(
     until_s = time.monotonic() + within_s
     where.ask(DrainHost(host=host, within_s=None if cancel else within_s))
     row = _wait(where, host, is_draining=not cancel, until_s=until_s)
-    if row["status"] == "dead":
+    if row.status == "dead":
         say(f"host {host} died before all that it held was known to be elsewhere: `memstore status` says what is left")
         ctx.exit(ExitCode.DEGRADED)
-    keys = ("left", "short", "durable")
-    body: dict[str, Any] = {"host": host, "drains_s": row["drains_s"], **{key: row[f"drain_{key}"] for key in keys}}
+    remains = drain_text(row.drain_short, row.drain_durable)
     if as_json:
-        print_json(body)
+        fields = host_fields(row)
+        keys = ("left", "short", "durable")
+        print_json({"host": host, "drains_s": row.drains_s, **{key: fields[f"drain_{key}"] for key in keys}})
     elif cancel:
         say(f"host {host} stays")
-    elif row["drain_may_come"]:
-        say(f"host {host} must not go yet, after {within_s:g} s: {drain_text(row)}")
-    elif row["drain_short"]:
-        say(f"host {host} must not go: {drain_text(row)}; add a host, or give the job durable=")
+    elif row.drain_may_come:
+        say(f"host {host} must not go yet, after {within_s:g} s: {remains}")
+    elif row.drain_short:
+        say(f"host {host} must not go: {remains}; add a host, or give the job durable=")
     else:
-        say(f"host {host} can go: {drain_text(row)}")
-    ctx.exit(ExitCode.DEGRADED if row["drain_short"] else ExitCode.FINE)
+        say(f"host {host} can go: {remains}")
+    ctx.exit(ExitCode.DEGRADED if row.drain_short else ExitCode.FINE)
 
 
-def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> dict[str, Any]:
+def _wait(where: Where, host: str, *, is_draining: bool, until_s: float) -> HostRow:
     """Return the host's status row once the notice is replicated and no more copies can come, or at the timeout."""
     while True:
-        row = next(row for row in where.status()["hosts"] if row["host"] == host)
-        is_known = (row["drains_s"] is not None) == is_draining
-        if row["status"] == "dead" or (is_known and not row["drain_may_come"]) or time.monotonic() > until_s:
-            return dict(row)
+        row = next(row for row in where.status().hosts if row.host == host)
+        is_known = (row.drains_s is not None) == is_draining
+        if row.status == "dead" or (is_known and not row.drain_may_come) or time.monotonic() > until_s:
+            return row
         time.sleep(POLL_S)

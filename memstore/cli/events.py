@@ -7,19 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from msgspec import convert
 
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import WHOLE_LIMIT, Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
+from memstore.core.report.json_rows import event_fields
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.calls import AskEvents
+from memstore.core.wire.replies import Events
+from memstore.core.wire.status_rows import DurableStep, EventRow, ShortStep
 from memstore.errors import MemstoreError
 
 POLL_S = 0.5
 Event = dict[str, Any]
-
+"""The fields of an event as `--json` prints them: each kind has its own, and only its line reads them."""
 
 LEVELS = ("routine", "notable", "problem")
 
@@ -57,26 +61,26 @@ def events(
             words = _say_once(words, f"memstore: {error}")
             time.sleep(POLL_S)
             continue
-        if is_first and job is not None and all(row.get("job") != job for row in rows):
+        if is_first and job is not None and all(row.job != job for row in rows):
             where.status(job)
         words = _say_once(words, caveat)
         shown = [row for row in rows if is_shown(row, level)]
         for row in shown[max(0, len(shown) - tail) :] if is_first and tail is not None else shown:
-            print_json(row) if as_json else click.echo(line(row))
+            print_json(event_fields(row)) if as_json else click.echo(line(row))
         if not follow:
             return
         is_first, age_s = False, None
         time.sleep(POLL_S)
 
 
-def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tuple[list[Event], str, int]:
+def _read(where: Where, job: str | None, since: int, age_s: float | None) -> tuple[list[EventRow], str, int]:
     """Return the events after a number, no older than an age, a note of missing ones, and the number to resume at."""
-    rows: list[Event] = []
+    rows: list[EventRow] = []
     while True:
         page = where.ask(AskEvents(job=job, since=since))
-        rows += [row for row in page["events"] if age_s is None or row["wall_s"] >= page["wall_s"] - age_s]
-        since = page["next"]
-        if not page["has_more"]:
+        rows += [row for row in page.events if age_s is None or row.wall_s >= page.wall_s - age_s]
+        since = page.next
+        if not page.has_more:
             return rows, _caveat(page), since
 
 
@@ -93,10 +97,9 @@ def since_when(text: str) -> tuple[int, float | None]:
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-def is_shown(event: Event, level: str) -> bool:
+def is_shown(row: EventRow, level: str) -> bool:
     """Return whether an event is of the level asked for or above it."""
-    kind = event["event"]
-    return {"routine": True, "notable": kind not in ROUTINE, "problem": kind in PROBLEMS}[level]
+    return {"routine": True, "notable": row.event not in ROUTINE, "problem": row.event in PROBLEMS}[level]
 
 
 def _say_once(before: str, words: str) -> str:
@@ -105,10 +108,10 @@ def _say_once(before: str, words: str) -> str:
     return words
 
 
-def _caveat(page: dict[str, Any]) -> str:
+def _caveat(page: Events) -> str:
     """Return a note of the events not shown and why, or ""."""
-    gap = "memstore: some events after --since are not remembered any more" if page["is_gap"] else ""
-    lost = page["unwritten"]
+    gap = "memstore: some events after --since are not remembered any more" if page.is_gap else ""
+    lost = page.unwritten
     dropped = f"memstore: {plural(lost, 'event')} could not be written to the log or counted" if lost else ""
     return "; ".join(filter(None, (gap, dropped)))
 
@@ -116,12 +119,11 @@ def _caveat(page: dict[str, Any]) -> str:
 # -- one line -----------------------------------------------------------------------------------
 
 
-def line(event: Event) -> str:
+def line(row: EventRow) -> str:
     """Return "11-22 12:03:09.120  llama3-8b  step 41 committed ..."; an unknown kind shows its fields."""
-    wall_s = event["wall_s"]
-    clock = time.strftime("%m-%d %H:%M:%S", time.localtime(wall_s)) + f".{int(wall_s % 1 * 1000):03d}"
-    about = event.get("job") or event.get("host") or "store"
-    text = LINES.get(event["event"], _unknown)(event)
+    clock = time.strftime("%m-%d %H:%M:%S", time.localtime(row.wall_s)) + f".{int(row.wall_s % 1 * 1000):03d}"
+    about = row.job or row.host or "store"
+    text = LINES.get(row.event, _unknown)(event_fields(row))
     return f"{clock}  {about:<12} {text}"
 
 
@@ -242,7 +244,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "drain": lambda e: f"is to go in {e['due_s']:.0f} s: its copies are made elsewhere",
     "drained": lambda e: (
         ("must NOT go yet: " if e["short"] else "can go: ")
-        + drain_text({"drain_short": e["short"], "drain_durable": e["durable"]})
+        + drain_text(convert(e["short"], list[ShortStep]), convert(e["durable"], list[DurableStep]))
     ),
     "drain_over": lambda e: "is not to go any more, or has gone",
     "repair": lambda e: f"repair began: {plural(e['missing'], 'copy')} missing",

@@ -26,17 +26,16 @@ def rm(config: Config, address: str | None, job: str, yes: bool, force: bool, as
     The memory that no other job has reserved goes back to the machine.
     """
     where = Where(config, address)
-    status = where.status(job)
-    row = next(row for row in status["jobs"] if row["job"] == job)
+    row = next(row for row in where.status(job).jobs if row.job == job)
     lost = [] if yes else where.ask(AskLastCopies(job=job), CHECK_DEADLINE_S + ASK_S).lost.get(job)
     if lost:
-        needs_force = force or row["pins"] or row.get("ranks_alive")
+        needs_force = force or row.pins or (row.newest is not None and row.newest.ranks_alive)
         command = f"`memstore rm {job} --yes --force`" if needs_force else f"`memstore rm {job} --yes`"
         raise CapacityError(
             f"job {job!r}: {' and '.join(lost)}. Dropping it would lose that for good: if it is not needed, {command}"
         )
     answer = where.ask(RemoveJob(job=job, force=force))
-    durable = row.get("durable")
+    durable = row.newest.durable if row.newest is not None else None
     if as_json:
         print_json({**fields_of(answer), "durable": durable})
         return

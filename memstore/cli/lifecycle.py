@@ -14,6 +14,8 @@ import click
 from memstore.cli.options import Seconds, Where, config_or_usage, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 from memstore.shell.on_ray.reach import REACH_S
 
@@ -61,33 +63,33 @@ def up(
         where = Where(config, address)
         body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
         beat_s = time.monotonic() + BEAT_S
-        while any(not h["stats"] for h in body["hosts"] if h["status"] == "live") and time.monotonic() < beat_s:
+        while any(h.stats is None for h in body.hosts if h.status == "live") and time.monotonic() < beat_s:
             time.sleep(POLL_S)
             body = where.status()
-    live = [host["host"] for host in body["hosts"] if host["status"] == "live"]
+    live = [host.host for host in body.hosts if host.status == "live"]
     if as_json:
-        print_json({"store": config.store, "hosts": live, "jobs": [job["job"] for job in body["jobs"]]})
+        print_json({"store": config.store, "hosts": live, "jobs": [job.job for job in body.jobs]})
         return
     words = f"store {config.store} is up on {plural(len(live), 'host')}: {', '.join(live[:10])}"
     say(words + (f" and {len(live) - 10} more" if len(live) > 10 else ""))
-    for line in bill(body["hosts"], body["job_defaults"]):
+    for line in bill(body.hosts, body.job_defaults):
         say(line)
-    adopted = [job["job"] for job in body["jobs"]]
+    adopted = [job.job for job in body.jobs]
     if adopted:
         say(f"it holds {plural(len(adopted), 'job')}: {', '.join(adopted[:10])}")
 
 
-def bill(hosts: list[dict[str, Any]], job_defaults: dict[str, Any]) -> list[str]:
+def bill(hosts: list[HostRow], job_defaults: dict[str, Any]) -> list[str]:
     """Return the arenas' limits, their reasons, and what fits: a line for each kind of host, and warnings."""
     replicas = job_defaults.get("replicas", Config.replicas)
     keep_steps = job_defaults.get("keep_steps", Config.keep_steps)
     versions = replicas * (keep_steps + 1) + 1  # of one host's state; the last: room to rebuild a neighbour's copies
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for host in hosts:
-        stats = host["stats"]
-        if host["status"] == "live" and "limit_bytes" in stats:
-            limit, fits = size_text(stats["limit_bytes"]), size_text(stats["limit_bytes"] // versions)
-            kinds.setdefault((limit, fits, stats["limit_why"], stats["limit_warning"]), []).append(host["host"])
+        stats = host.stats
+        if host.status == "live" and stats is not None:
+            limit, fits = size_text(stats.limit_bytes), size_text(stats.limit_bytes // versions)
+            kinds.setdefault((limit, fits, stats.limit_why, stats.limit_warning), []).append(host.host)
     lines = []
     for (limit, fits, why, warning), names in kinds.items():
         who = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -143,12 +145,12 @@ def sharing_words(nodes: dict[str, int]) -> str:
     return f". {', '.join(shared)}: for a holder each, start every node with a name, `ray start --labels host=NAME`"
 
 
-def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> dict[str, Any]:
+def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -> Status:
     from memstore.admin.cluster import nodes_by_host
 
     while True:
         body = where.status()
-        live = sum(host["status"] == "live" for host in body["hosts"])
+        live = sum(row.status == "live" for row in body.hosts)
         if live >= count:
             return body
         if time.monotonic() > deadline_s:

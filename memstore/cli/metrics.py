@@ -54,10 +54,10 @@ def _print_list(*, as_json: bool) -> None:
 
 def _print_values(where: Where, *, as_json: bool) -> None:
     status = where.status()
-    samples = status_gauges(status, unwritten_count=int(where.ask(AskEvents(since=UNSIGNED_LIMIT - 1))["unwritten"]))
-    for host in status["hosts"]:
-        if host["status"] != "dead" and host["stats"]:
-            samples += holder_gauges(host["host"], host["stats"])
+    samples = status_gauges(status, unwritten_count=where.ask(AskEvents(since=UNSIGNED_LIMIT - 1)).unwritten)
+    for row in status.hosts:
+        if row.status != "dead" and row.stats is not None:
+            samples += holder_gauges(row.host, row.stats)
     rows: list[dict[str, Any]] = [
         {"metric": f"ray_{each.name}", "tags": dict(zip(METRICS[each.name].tags, each.tags, strict=True)),
          "value": each.value}
@@ -67,7 +67,7 @@ def _print_values(where: Where, *, as_json: bool) -> None:
         print_json(rows)
         return
     table = plain_table("METRIC", "TAGS", ">VALUE")
-    for row in rows:
-        tags = ", ".join(f"{name}={value}" for name, value in row["tags"].items())
-        table.add_row(row["metric"], tags, f"{row['value']:,.10g}")
+    for values in rows:
+        tags = ", ".join(f"{name}={value}" for name, value in values["tags"].items())
+        table.add_row(values["metric"], tags, f"{values['value']:,.10g}")
     data_console().print(table)

@@ -9,17 +9,19 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from memstore.cli.output import STORE_CONFIG, say
 from memstore.config import SECONDS_MAX, WHOLE_LIMIT, Config
-from memstore.core.report.problems import name_commands
-from memstore.core.wire.calls import AskStatus, RankCall
-from memstore.core.wire.codec import tag_of
+from memstore.core.report.problems import with_commands
+from memstore.core.wire.calls import AskStatus
+from memstore.core.wire.codec import Request, tag_of
+from memstore.core.wire.replies import Status
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
 
+R = TypeVar("R")
 ASK_S = 10.0
 WHOLE = click.IntRange(0, WHOLE_LIMIT - 1)  # of steps, ranks and attempts
 _DEBUG, _JSON = "memstore.debug", "memstore.json"
@@ -32,7 +34,7 @@ class Where:
     config: Config
     address: str | None = None
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
+    def ask(self, request: Request[R], timeout_s: float = ASK_S) -> R:
         """Ask the controller.
 
         Raises:
@@ -67,18 +69,17 @@ class Where:
             others = others_where_none_is(self.config)
             raise PeerUnreachable(f"{error}, or name its Ray cluster with --address{others}") from error
 
-    def status(self, job: str | None = None) -> dict[str, Any]:
+    def status(self, job: str | None = None) -> Status:
         """Return the controller's status; the commands that it advises name the store.
 
         Raises:
             ConfigError: the store does not know `job`; says the nearest names, and which other stores have it.
         """
-        body: dict[str, Any] = self.ask(AskStatus())
-        known = [row["job"] for row in body["jobs"]]
+        found = self.ask(AskStatus())
+        known = [row.job for row in found.jobs]
         if job is not None and job not in known:
             raise _unknown("job", job, known, "`memstore ls` lists its jobs", self._elsewhere(job))
-        name_commands(body["problems"], self.config)
-        return body
+        return with_commands(found, self.config)
 
     def _elsewhere(self, job: str) -> str:
         """Return which other stores have a job: those of this machine, else those of the Ray cluster; "" if none."""
@@ -118,12 +119,12 @@ def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> i
     return int(text)
 
 
-def check_host(status: dict[str, Any], name: str) -> str:
+def check_host(status: Status, name: str) -> str:
     """Return the host of this id, or the only one of this hostname; else raise with the ids it knows.
 
     An id without a label is the hostname and 8 characters of the boot id (R1), which is hard to type.
     """
-    known = [str(h["host"]) for h in status["hosts"]]
+    known = [row.host for row in status.hosts]
     of_name = [host for host in known if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", host)]
     if name not in known and len(of_name) == 1:
         return of_name[0]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from memstore.cli.options import Where, address_option, check_host, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
-from memstore.cli.timeline import gone_text
+from memstore.cli.timeline import run_text
 from memstore.config import Config
 from memstore.core.cluster.text import lost_text
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.codec import fields_of
-from memstore.core.wire.replies import Plan
+from memstore.core.wire.replies import Plan, Status
 from memstore.errors import ConfigError
 
 SPANS_MAX = 3  # runs of steps that are gone
@@ -55,7 +53,7 @@ def plan(
     """
     where = Where(config, address)
     status = where.status(job)
-    names = [job] if job is not None else [row["job"] for row in status["jobs"]]
+    names = [job] if job is not None else [row.job for row in status.jobs]
     hosts = lost_hosts(status, lose)
     if not names:
         raise ConfigError("the store holds no job yet, so there is nothing to plan for")
@@ -74,13 +72,12 @@ def plan(
 _SEVERITY = (ExitCode.FINE, ExitCode.DEGRADED, ExitCode.UNRECOVERABLE)
 
 
-def attempt_of(status: dict[str, Any], job: str) -> int | None:
+def attempt_of(status: Status, job: str) -> int | None:
     """Return the newest attempt of a job."""
-    found: int | None = next(row["attempt"] for row in status["jobs"] if row["job"] == job)
-    return found
+    return next(row.attempt for row in status.jobs if row.job == job)
 
 
-def lost_hosts(status: dict[str, Any], words: tuple[str, ...]) -> list[str]:
+def lost_hosts(status: Status, words: tuple[str, ...]) -> list[str]:
     """Return the hosts that the words name: ids, or label=value for every host with that label."""
     hosts: dict[str, None] = {}
     for text in words:
@@ -91,9 +88,9 @@ def lost_hosts(status: dict[str, Any], words: tuple[str, ...]) -> list[str]:
         if not is_domain:
             hosts[check_host(status, word)] = None
             continue
-        matching = [host["host"] for host in status["hosts"] if host["labels"].get(label) == value]
+        matching = [row.host for row in status.hosts if row.labels.get(label) == value]
         if not matching:
-            known = sorted({host["labels"][label] for host in status["hosts"] if label in host["labels"]})
+            known = sorted({row.labels[label] for row in status.hosts if label in row.labels})
             have = f"its values are {', '.join(known)}" if known else "no host has that label"
             raise ConfigError(f"no host is labelled {word}: {have}", field="lose", value=word)
         hosts.update(dict.fromkeys(matching))
@@ -165,7 +162,7 @@ def _show(plan: Plan) -> None:
     for each in plan.rejected[int(is_said) : 3]:
         console.print(f"  not used: step {each.step:,} of attempt {each.attempt}: {each.reason}")
     for span in plan.gone[:SPANS_MAX]:
-        console.print(f"  not used: {gone_text(fields_of(span))}")
+        console.print(f"  not used: {run_text(span)}")
     routes: dict[tuple[str, str | None, str], tuple[int, set[int]]] = {}
     for sent in plan.transfers:
         route = sent.tier, sent.source, sent.target_host

@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import click
+from rich.table import Table
 
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, count_text, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
+from memstore.core.report.json_rows import job_fields
+from memstore.core.wire.status_rows import AttemptRow, GoneRow, JobRow, OriginRow, StepRow
 
 AWAITED_SHOWN_MAX = 5
 KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts", "steps", "gone")
@@ -29,10 +32,9 @@ def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> N
 
     "*" is the lineage that get() and training go on from; "| o" are steps that a rewind or a fresh start left behind.
     """
-    status = Where(config, address).status(job)
-    jobs = [{key: row.get(key) for key in KEYS} for row in status["jobs"] if job in (None, row["job"])]
+    jobs = [row for row in Where(config, address).status(job).jobs if job in (None, row.job)]
     if as_json:
-        print_json({"jobs": jobs})
+        print_json({"jobs": [{key: fields.get(key) for key in KEYS} for fields in map(job_fields, jobs)]})
     elif not jobs:
         say("the store holds no job yet")
     console = data_console()
@@ -41,77 +43,93 @@ def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> N
         console.print(_table(row))
 
 
-def job_line(job: dict[str, Any]) -> str:
+def job_line(job: JobRow) -> str:
     """Return a job's first line: its newest attempt, its kept steps, its origin if it is a fork."""
-    parts = [job["job"]]
-    if job["attempts"]:
-        newest = job["attempts"][0]
-        parts += [f"attempt {newest['attempt']}", plural(newest["world_size"], "rank")]
-    if job["replicas"] is not None:
-        parts += [plural(job["replicas"], "copy"), f"keep_steps {job['keep_steps']}"]
-    if job["origin"] is not None:
-        parts.append(f"forked from {origin_text(job['origin'])}")
+    parts = [job.job]
+    if job.attempts:
+        parts += [f"attempt {job.attempts[0].attempt}", plural(job.attempts[0].world_size, "rank")]
+    if job.newest is not None:
+        parts += [plural(job.newest.replicas, "copy"), f"keep_steps {job.newest.keep_steps}"]
+    if job.origin is not None:
+        parts.append(f"forked from {origin_text(job.origin)}")
     return " · ".join(parts)
 
 
-def origin_text(origin: dict[str, Any]) -> str:
+def origin_text(origin: OriginRow) -> str:
     """Return "base@400": the job and step that a fork began with."""
-    return f"{origin['job']}@{origin['step']}"
+    return f"{origin.job}@{origin.step}"
 
 
-def _table(job: dict[str, Any]) -> Any:
+def _table(job: JobRow) -> Table:
     table = plain_table("", ">STEP", "STATE", "COPIES", ">RANKS", ">BYTES", ">AGE", "HOSTS")
     for graph, row in timeline_rows(job):
-        if "first" in row:
-            table.add_row(graph, "", gone_text(row), "", "", "", "", "")
-            continue
-        if "state" not in row:
-            table.add_row(graph, "", attempt_text(job, row), "", "", "", age_text(row["age_s"]), "")
-            continue
-        table.add_row(
-            graph, count_text(row["step"]), step_text(row),
-            f"{row['copies']} of {job['replicas']}" if row["committed"] else "-",
-            f"{row['shards']}/{row['world_size'] or '?'}", size_text(row["nbytes"]) if row["shards"] else "-",
-            age_text(row["age_s"]), ", ".join(row["hosts"]) or "-",
-        )  # fmt: skip
+        if isinstance(row, GoneRow | AwaitedRun):
+            table.add_row(graph, "", run_text(row), "", "", "", "", "")
+        elif isinstance(row, AttemptRow):
+            table.add_row(graph, "", attempt_text(job, row), "", "", "", age_text(row.age_s), "")
+        else:
+            replicas = job.newest.replicas if job.newest is not None else None
+            table.add_row(
+                graph, count_text(row.step), step_text(row),
+                f"{row.copies} of {replicas}" if row.committed else "-",
+                f"{row.shards}/{row.world_size or '?'}", size_text(row.nbytes) if row.shards else "-",
+                age_text(row.age_s), ", ".join(row.hosts) or "-",
+            )  # fmt: skip
     return table
 
 
-def timeline_rows(job: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class AwaitedRun:
+    """A run of steps of one attempt for which the same hosts are awaited."""
+
+    attempt: int
+    first: int
+    last: int
+    count: int
+    in_lineage: bool
+    pins: list[str]
+    waiting_for: list[str]
+
+
+Drawn = StepRow | GoneRow | AwaitedRun | AttemptRow
+
+
+def timeline_rows(job: JobRow) -> list[tuple[str, Drawn]]:
     """Return (what is drawn at the left, row of a step or an attempt), newest first; an attempt follows its steps.
 
     Attempts without a step are left out, but for the newest. Steps that are gone, and those that the same hosts are
     awaited for, have one row for each run of them.
     """
-    drawn: list[tuple[str, dict[str, Any]]] = []
-    attempts = {row["attempt"]: row for row in job["attempts"]}
-    rows = [*_awaited_runs(job["steps"]), *job["gone"]]
-    numbers = {*(row["attempt"] for row in rows), *list(attempts)[:1]}
+    drawn: list[tuple[str, Drawn]] = []
+    attempts = {row.attempt: row for row in job.attempts}
+    rows = [*_awaited_runs(job.steps), *job.gone]
+    numbers = {*(row.attempt for row in rows), *list(attempts)[:1]}
     for number in sorted(numbers, reverse=True):
-        steps = [row for row in rows if row["attempt"] == number]
-        steps.sort(key=lambda row: row["last"] if "last" in row else row["step"], reverse=True)
-        drawn += [("*" if step["in_lineage"] else "| o", step) for step in steps]
+        steps = [row for row in rows if row.attempt == number]
+        steps.sort(key=lambda row: row.step if isinstance(row, StepRow) else row.last, reverse=True)
+        drawn += [("*" if step.in_lineage else "| o", step) for step in steps]
         if number in attempts:
-            row = attempts[number]
-            drawn.append(("*-" if row["in_lineage"] else "| o-", row))
+            drawn.append(("*-" if attempts[number].in_lineage else "| o-", attempts[number]))
     return drawn
 
 
-def _awaited_runs(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _awaited_runs(steps: list[StepRow]) -> list[StepRow | GoneRow | AwaitedRun]:
     """Return the rows with one for each run of steps of one attempt for which the same hosts are awaited."""
-    rows = []
-    for _, run in groupby(steps, lambda s: (s["attempt"], s["in_lineage"], s["waiting_for"] or s["step"])):
-        same = list(run)
-        span = {"attempt": same[0]["attempt"], "in_lineage": same[0]["in_lineage"], "state": "waiting"}
-        span |= {"first": same[-1]["step"], "last": same[0]["step"], "count": len(same)}
-        span |= {"pins": sorted(name for step in same for name in step["pins"]), "waiting_for": same[0]["waiting_for"]}
-        rows.append(span if same[0]["waiting_for"] else same[0])
+    rows: list[StepRow | GoneRow | AwaitedRun] = []
+    for _, run in groupby(steps, lambda row: (row.attempt, row.in_lineage, row.waiting_for or row.step)):
+        newest, *_ = same = list(run)
+        if not newest.waiting_for:
+            rows.append(newest)
+            continue
+        pins = sorted(name for row in same for name in row.pins)
+        span = (newest.attempt, same[-1].step, newest.step, len(same))
+        rows.append(AwaitedRun(*span, newest.in_lineage, pins, newest.waiting_for))
     return rows
 
 
-def gone_text(span: dict[str, Any]) -> str:
-    """Return a line for a run of steps that are gone: "steps 0 to 17 (attempt 1): gone, no copy in any tier"."""
-    first, last, count = span["first"], span["last"], span["count"]
+def run_text(span: GoneRow | AwaitedRun) -> str:
+    """Return a line for a run of steps: "steps 0 to 17 (attempt 1): gone, no copy in any tier"."""
+    first, last, count = span.first, span.last, span.count
     if count == 1:
         steps = f"step {last:,}"
     elif count == last - first + 1:
@@ -119,34 +137,34 @@ def gone_text(span: dict[str, Any]) -> str:
     else:
         steps = f"{count:,} steps from {first:,} to {last:,}"
     what = "gone, no copy in any tier"
-    if span["state"] == "waiting":
-        shown, more = span["waiting_for"][:AWAITED_SHOWN_MAX], len(span["waiting_for"]) - AWAITED_SHOWN_MAX
+    if isinstance(span, AwaitedRun):
+        shown, more = span.waiting_for[:AWAITED_SHOWN_MAX], len(span.waiting_for) - AWAITED_SHOWN_MAX
         what = f"no copy here, waiting for {', '.join(shown)}" + (f" and {more} more" if more > 0 else "")
-    pins = f", pinned {', '.join(span['pins'])}" if span["pins"] else ""
-    away = "" if span["in_lineage"] else ", not in the lineage"
-    return f"{steps} (attempt {span['attempt']}): {what}{pins}{away}"
+    pins = f", pinned {', '.join(span.pins)}" if span.pins else ""
+    away = "" if span.in_lineage else ", not in the lineage"
+    return f"{steps} (attempt {span.attempt}): {what}{pins}{away}"
 
 
-def attempt_text(job: dict[str, Any], row: dict[str, Any]) -> str:
+def attempt_text(job: JobRow, row: AttemptRow) -> str:
     """Return where an attempt began: "attempt 3 from step 4 of attempt 1, abandoned 7, 6"."""
-    if row["is_fork"]:
-        words = f"attempt {row['attempt']} forked from {origin_text(job['origin'])}"
-    elif row["parent"] is None:
-        words = f"attempt {row['attempt']} from nothing" + (" (fresh)" if row["is_fresh"] else "")
+    if row.is_fork and job.origin is not None:
+        words = f"attempt {row.attempt} forked from {origin_text(job.origin)}"
+    elif row.parent is None:
+        words = f"attempt {row.attempt} from nothing" + (" (fresh)" if row.is_fresh else "")
     else:
-        step = f"step {row['parent_step']:,} of " if row["parent_step"] is not None else ""
-        words = f"attempt {row['attempt']} from {step}attempt {row['parent']}"
-    if row["abandoned"]:
-        words += f", abandoned {', '.join(f'{n:,}' for n in row['abandoned'][:5])}"
+        step = f"step {row.parent_step:,} of " if row.parent_step is not None else ""
+        words = f"attempt {row.attempt} from {step}attempt {row.parent}"
+    if row.abandoned:
+        words += f", abandoned {', '.join(f'{n:,}' for n in row.abandoned[:5])}"
     return words
 
 
-def step_text(step: dict[str, Any]) -> str:
+def step_text(step: StepRow) -> str:
     """Return a step's state in words: "committed, durable, pinned best", "degraded: why", "retired: why"."""
-    why = step["retired"] if step["state"] == "retired" else step["degraded"]
-    words = [f"{step['state']}: {why}" if step["state"] in ("retired", "degraded") else step["state"]]
-    words += ["durable"] if step["durable"] and step["state"] != "durable" else []
-    words += [f"pinned {', '.join(step['pins'])}"] if step["pins"] else []
-    words += [f"forked to {', '.join(step['forks'])}"] if step["forks"] else []
-    words += [] if step["in_lineage"] else ["not in the lineage"]
+    why = step.retired if step.state == "retired" else step.degraded
+    words = [f"{step.state}: {why}" if step.state in ("retired", "degraded") else step.state]
+    words += ["durable"] if step.durable and step.state != "durable" else []
+    words += [f"pinned {', '.join(step.pins)}"] if step.pins else []
+    words += [f"forked to {', '.join(step.forks)}"] if step.forks else []
+    words += [] if step.in_lineage else ["not in the lineage"]
     return ", ".join(words)

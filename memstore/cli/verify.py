@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from dataclasses import dataclass
 
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -15,9 +15,20 @@ from memstore.cli.plan import outcome
 from memstore.config import Config
 from memstore.core.wire.calls import AskPlan, VerifyStore
 from memstore.core.wire.codec import fields_of
-from memstore.core.wire.replies import Plan, VerifyResult
+from memstore.core.wire.replies import HostVerified, Plan, Status, VerifyResult
 
 VERIFY_S = 330.0  # above the 300 s that the controller waits for its hosts
+
+
+NOTHING = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What a host found, or why it found nothing."""
+
+    found: HostVerified = NOTHING
+    error: str = ""
 
 
 @click.command(short_help="Re-digest everything that is stored.")
@@ -33,32 +44,28 @@ def verify(ctx: click.Context, config: Config, address: str | None, job: str | N
     """
     where = Where(config, address)
     status = where.status(job)
-    names = [job] if job is not None else [r["job"] for r in status["jobs"]]
+    names = [job] if job is not None else [row.job for row in status.jobs]
     answer = _ask_with_spinner(where, job, status)
-    plans = [
-        where.ask(AskPlan(job=row["job"]))
-        for row in status["jobs"]
-        if row["job"] in names and row["attempt"] is not None
-    ]
+    plans = [where.ask(AskPlan(job=row.job)) for row in status.jobs if row.job in names and row.attempt is not None]
     lost = [plan.job for plan in plans if outcome(plan) in ("lost", "older")]
-    nothing = {"shards": 0, "chunks": 0, "damaged": 0, "damaged_manifests": 0, "error": ""}
-    rows = {host: {**nothing, **fields_of(found)} for host, found in answer.found.items()}
-    rows |= {host: {**nothing, "error": why} for host, why in answer.failed.items()}
-    rows |= {host: {**nothing, "error": "no answer"} for host in answer.silent}
-    damaged = sum(row["damaged"] + row["damaged_manifests"] for row in rows.values())
-    is_whole_answer = all(not row["error"] for row in rows.values())
+    rows = {host: HostAnswer(found) for host, found in answer.found.items()}
+    rows |= {host: HostAnswer(error=why) for host, why in answer.failed.items()}
+    rows |= {host: HostAnswer(error="no answer") for host in answer.silent}
+    damaged = sum(row.found.damaged + row.found.damaged_manifests for row in rows.values())
+    is_whole_answer = all(not row.error for row in rows.values())
     code = ExitCode.FINE if not damaged and is_whole_answer else ExitCode.DEGRADED
     code = ExitCode.UNRECOVERABLE if lost else code
     if as_json:
-        print_json({"job": job, "hosts": rows, "damaged": damaged, "unrecoverable": lost, "ok": code == ExitCode.FINE})
+        hosts = {host: {**fields_of(row.found), "error": row.error} for host, row in rows.items()}
+        print_json({"job": job, "hosts": hosts, "damaged": damaged, "unrecoverable": lost, "ok": code == ExitCode.FINE})
     else:
         _show(rows, plans, lost)
     ctx.exit(code)
 
 
-def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> VerifyResult:
+def _ask_with_spinner(where: Where, job: str | None, status: Status) -> VerifyResult:
     """Ask all hosts; a spinner on stderr tells how much there is and how long it takes so far."""
-    used = sum(int(host["stats"].get("used_bytes", 0)) for host in status["hosts"] if host["status"] != "dead")
+    used = sum(row.stats.used_bytes for row in status.hosts if row.stats is not None and row.status != "dead")
     words = f"re-digesting {'job ' + job if job else 'all jobs'} (at most {size_text(used)}) on every host"
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = words_console()
@@ -68,31 +75,32 @@ def _ask_with_spinner(where: Where, job: str | None, status: dict[str, Any]) -> 
         asked = pool.submit(where.ask, VerifyStore(job=job), VERIFY_S)
         while True:
             try:
-                found: VerifyResult = asked.result(timeout=1.0)
-                return found
+                return asked.result(timeout=1.0)
             except FutureTimeout:
                 if asked.done():
                     raise  # the answer itself is a timeout
 
 
-def _show(rows: dict[str, dict[str, Any]], plans: list[Plan], lost: list[str]) -> None:
+def _show(rows: dict[str, HostAnswer], plans: list[Plan], lost: list[str]) -> None:
     console = data_console()
     table = plain_table("HOST", ">SHARDS", ">CHUNKS", ">DAMAGED", "RESULT")
     for host, row in sorted(rows.items()):
-        result = row["error"] or damage_text(row) or "every digest ok"
-        table.add_row(host, f"{row['shards']:,}", f"{row['chunks']:,}", f"{row['damaged']:,}", result)
+        found, result = row.found, row.error or damage_text(row.found) or "every digest ok"
+        table.add_row(host, f"{found.shards:,}", f"{found.chunks:,}", f"{found.damaged:,}", result)
     console.print(table)
     for plan in plans:
         if plan.job in lost:
             back = f"a restart would get step {plan.step:,}" if plan.step is not None else "nothing can be restored"
             console.print(f"! {plan.job}: committed step {plan.committed_step:,} is lost: {back}. {plan.why}")
-    found = {key: sum(row[key] for row in rows.values()) for key in ("damaged", "damaged_manifests")}
-    if not lost and any(found.values()):
-        counts = [plural(n, what) for n, what in zip(found.values(), ("chunk", "manifest"), strict=True) if n]
+    chunks = sum(row.found.damaged for row in rows.values())
+    manifests = sum(row.found.damaged_manifests for row in rows.values())
+    if not lost and (chunks or manifests):
+        counts = [plural(n, what) for n, what in ((chunks, "chunk"), (manifests, "manifest")) if n]
         console.print(f"every committed step is still whole; {' and '.join(counts)} rebuilt from other copies")
 
 
-def damage_text(row: dict[str, Any]) -> str:
+def damage_text(found: HostVerified) -> str:
     """Return a text of the damaged chunks and manifests that a host took out; "" if there are none."""
-    found = [what for key, what in (("damaged", "chunks"), ("damaged_manifests", "manifests")) if row[key]]
-    return f"damaged {' and '.join(found)} taken out" if found else ""
+    kinds = ["chunks"] if found.damaged else []
+    kinds += ["manifests"] if found.damaged_manifests else []
+    return f"damaged {' and '.join(kinds)} taken out" if kinds else ""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from memstore.admin.stores import naming_others, others_here
 from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
@@ -19,7 +19,8 @@ from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
-from memstore.core.wire.calls import AskSteps, Join, RankCall, ReadStep, UnpinStep
+from memstore.core.wire.calls import AskSteps, Join, ReadStep, UnpinStep
+from memstore.core.wire.codec import Request
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
@@ -33,6 +34,7 @@ from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
+R = TypeVar("R")
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a killed holder is back sooner; after this it is not restarted
 RETRY_S = 0.1
@@ -292,7 +294,7 @@ class Reader:
         timeout_s = check_seconds("timeout_s", timeout_s)
         return ShardRanges(self._tool.link, self.job, timeout_s, check_given_whole("attempt", attempt))
 
-    def _ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
+    def _ask(self, request: Request[R], timeout_s: float = ASK_S) -> R:
         with naming_others(self._config, self.job):
             return self._tool.ask(request, timeout_s)
 

@@ -19,6 +19,7 @@ from typing import Any
 from memstore.config import check_seconds
 from memstore.core.wire.calls import ReserveRoom
 from memstore.core.wire.rank_messages import RoomGrown
+from memstore.core.wire.replies import Noted
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
@@ -60,7 +61,7 @@ class PutPreparation:
         self._failed: Future[None] = Answer()  # holds the error, which a waiting put raises
         self._pid = os.getpid()
         self._request = request
-        self._answer: Future[Any] | None = None  # None: `begin` has not asked yet
+        self._answer: Future[Noted] | None = None  # None: `begin` has not asked yet
         self._thread = SafeThread(self._follow)
 
     def begin(self) -> PutPreparation:

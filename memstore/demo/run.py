@@ -173,7 +173,8 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         demo = Demo(site, options, print_line)
         print_line(f"[start]   cluster and store up after {time.monotonic() - started_s:.1f} s")
         undisturbed = demo.fit(demo.watcher("undisturbed", options.steps))
-        choice = choose_hosts(site.job("undisturbed")["targets"])
+        newest = site.job("undisturbed").newest
+        choice = choose_hosts(newest.targets if newest is not None else {})
         print_line(
             f"[hosts]   {choice.victim} will be lost; its copies are on {choice.partner}. Its rank is kept off "
             f"{choice.partner}, so that the bytes have to cross the wire;\n"

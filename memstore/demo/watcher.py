@@ -7,9 +7,9 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from memstore.cli.output import size_text
+from memstore.core.wire.status_rows import AttemptStatus, HostRow
 from memstore.demo.checks import Kill
 from memstore.demo.records import Run, read_run
 from memstore.drills.breaking.kept_up import KeptUp
@@ -37,20 +37,20 @@ class Watcher(KeptUp):
         self.detect_why = ""
         self._is_restore_shown = False
         self._shown_step = -1
-        self._job: dict[str, Any] = {}
+        self._newest: AttemptStatus | None = None
 
     def work(self) -> None:
         """Look once at the status and the journals; kill, or note how the store noticed the kill."""
         self.stopping.wait(POLL_S)
-        status: dict[str, Any] = {"jobs": [], "hosts": []}
+        self._newest, hosts = None, list[HostRow]()
         with contextlib.suppress(MemstoreError):  # the next look asks again
             status = self.site.status()
-        self._job = next((j for j in status["jobs"] if j["job"] == self.job), {})
-        committed = self._job.get("committed_step")
-        is_due = self._job.get("phase") == "open" and committed is not None and committed >= self.kill_after
+            self._newest, hosts = next((row.newest for row in status.jobs if row.job == self.job), None), status.hosts
+        newest = self._newest
+        committed = newest.committed_step if newest is not None and newest.phase == "open" else None
         if self.kill is not None and self.detect_s is None:
-            self._detect(self.kill, status["hosts"])
-        elif self.victim and self.kill is None and committed is not None and is_due:
+            self._detect(self.kill, hosts)
+        elif self.victim and self.kill is None and committed is not None and committed >= self.kill_after:
             self.kill = Kill(self.victim, committed, time.time())
             self.done = self.site.lose_host(self.victim, [])
             self.print_line(f"[kill]    step {committed:3d} committed: {self.done}")
@@ -60,10 +60,10 @@ class Watcher(KeptUp):
         """Show how the run ended."""
         self._show()
 
-    def _detect(self, kill: Kill, hosts: list[dict[str, Any]]) -> None:
-        row = next((row for row in hosts if row["host"] == kill.host and row["status"] == "dead"), None)
+    def _detect(self, kill: Kill, hosts: list[HostRow]) -> None:
+        row = next((row for row in hosts if row.host == kill.host and row.status == "dead"), None)
         if row is not None:
-            self.detect_s, self.detect_why = max(0.0, time.time() - float(row["status_s"]) - kill.wall_s), row["why"]
+            self.detect_s, self.detect_why = max(0.0, time.time() - row.status_s - kill.wall_s), row.why
             self.print_line(f"[detect]  {self.detect_s:.2f} s after the kill: {kill.host} dead, {self.detect_why}")
 
     def _show(self) -> None:
@@ -75,16 +75,17 @@ class Watcher(KeptUp):
                 f"[restore] step {got.step:3d}, attempt {got.attempt}: {got.steps_lost} steps lost · {got.verdict} · "
                 f"{tiers_text(got.bytes_by_tier)} · every digest ok · {restore_seconds(run):.2f} s"
             )
+        newest = self._newest
         last = next((s for s in reversed(run.steps) if s.rank == 0), None)
-        if last is None or not self._job or last.step == self._shown_step:
+        if last is None or newest is None or last.step == self._shown_step:
             return
         if last.step >= self._shown_step + max(1, self.steps // LINES_PER_RUN) or last.step == self.steps - 1:
             self._shown_step = last.step
             stall_ms = statistics.median(s.stall_s for s in run.steps if s.attempt == last.attempt) * 1e3
             self.print_line(
                 f"[train]   step {last.step:3d}/{self.steps - 1}  loss {float.fromhex(last.loss):.3f}  put "
-                f"{stall_ms:.0f} ms stall · committed {self._job.get('committed_step')} · {self._job.get('copies')} of "
-                f"{self._job.get('replicas')} copies"
+                f"{stall_ms:.0f} ms stall · committed {newest.committed_step} · {newest.copies} of "
+                f"{newest.replicas} copies"
             )
 
 

@@ -113,8 +113,8 @@ def _step_of(folder: Path) -> int:
 
 def _check_new(job: str, config: Config) -> None:
     with any_tool(config) as tool:
-        jobs = tool.ask(AskStatus())["jobs"]
-    if any(row["job"] == job and row["attempt"] is not None for row in jobs):
+        jobs = tool.ask(AskStatus()).jobs
+    if any(row.job == job and row.attempt is not None for row in jobs):
         raise _exists(job, config)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from msgpack import unpackb
 from msgspec import NODEFAULT
 from msgspec.structs import fields
 
+from memstore.core.report.json_rows import event_fields, status_fields
 from memstore.core.wire.calls import RankCall, decode_call
 from memstore.core.wire.codec import encode, tag_of
-from memstore.core.wire.frame import unpack_body
-from memstore.core.wire.replies import NothingStored, unpack_passed
+from memstore.core.wire.replies import Events, NothingStored, Status, decode_passed
 
 KINDS: Mapping[str, Any] = {tag_of(kind): kind for kind in get_args(RankCall)}
 UNSAID: Mapping[str, Any] = {
@@ -37,8 +38,12 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
 
 def reply_fields(request: RankCall, data: bytes) -> dict[str, Any]:
     """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
-    reply = unpack_passed(request, data)
-    fields = unpack_body(data)
+    reply = decode_passed(request, data)
+    if isinstance(reply, Status):
+        return status_fields(reply)
+    fields: dict[str, Any] = unpackb(data)
+    if isinstance(reply, Events):
+        fields["events"] = list(map(event_fields, reply.events))
     fields |= {"step": None} if isinstance(reply, NothingStored) else fields.pop("report", None) or {}
     fields.pop("k", None)
     return fields

@@ -9,12 +9,13 @@ import click
 import pytest
 import ray
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 import memstore
 import memstore.admin.cluster
 from memstore.config import MIB, Config
-from memstore.core.wire.replies import Plan
-from memstore.core.wire.status_rows import BytesByTier
+from memstore.core.wire.replies import Plan, Status
+from memstore.core.wire.status_rows import BytesByTier, HostRow, JobRow, StepRow
 from memstore.drills.canary.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
 from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
 from memstore.drills.cli.group import drill as drill_command
@@ -22,10 +23,13 @@ from memstore.drills.run.safety import endangered
 from memstore.drills.sites.site import Site
 from memstore.drills.sites.site_options import confirm
 from memstore.errors import PeerUnreachable
+from memstore.testing.controller.holder import host_stats
+from memstore.testing.fuzz.message_samples import blank
 
 
-def job(name: str = "llama", **changed: Any) -> dict[str, Any]:
-    return {"job": name, "attempt": 1, "steps": [{"hosts": ["h1", "h2"]}], **changed}
+def job(name: str = "llama") -> JobRow:
+    steps = [replace(blank(StepRow), hosts=["h1", "h2"])]
+    return replace(blank(JobRow), job=name, attempt=1, steps=steps)
 
 
 def plan(step: int | None, committed: int | None, verdict: str = "local") -> Plan:
@@ -91,9 +95,10 @@ def test_wrong_usage_is_reported_before_a_cluster_is_looked_for(arguments: list[
     assert words in result.stderr
 
 
-def hosts(free: int, claimed: int = 0, machine: str = "m1") -> list[dict[str, Any]]:
-    stats = {"limit_bytes": 100 * MIB, "reserved_bytes": 100 * MIB - free, "claimed_bytes": claimed}
-    return [{"host": h, "stats": stats, "machine": machine, "status": "live"} for h in ("h1", "h2")]
+def hosts(free: int, claimed: int = 0, machine: str = "m1") -> list[HostRow]:
+    stats = host_stats(limit_bytes=100 * MIB, reserved_bytes=100 * MIB - free, claimed_bytes=claimed)
+    one = replace(blank(HostRow), stats=stats, machine=machine, status="live")
+    return [replace(one, host=host) for host in ("h1", "h2")]
 
 
 def test_room_is_what_arenas_and_machines_have_left() -> None:
@@ -118,8 +123,8 @@ class FullSite:
 
     config = Config()
 
-    def status(self) -> dict[str, Any]:
-        return {"hosts": hosts(free=MIB), "jobs": []}
+    def status(self) -> Status:
+        return replace(blank(Status), hosts=hosts(free=MIB))
 
     def wait_for(self, what: str, check: Any) -> Any:
         return check()
@@ -137,9 +142,10 @@ def test_a_canary_without_room_touches_nothing() -> None:
 
 def test_a_canary_is_as_large_as_the_largest_shard_of_the_store() -> None:
     """Over all steps of all jobs; 0 where there is none."""
-    steps = [[{"shard_nbytes_max": 5}, {"shard_nbytes_max": 9}], [{"shard_nbytes_max": 7}], []]
-    assert largest_shard({"jobs": [{"steps": rows} for rows in steps]}) == 9
-    assert largest_shard({"jobs": []}) == 0
+    steps = [[replace(blank(StepRow), shard_nbytes_max=nbytes) for nbytes in sizes] for sizes in ([5, 9], [7], [])]
+    status = blank(Status)
+    assert largest_shard(replace(status, jobs=[replace(blank(JobRow), steps=rows) for rows in steps])) == 9
+    assert largest_shard(status) == 0
 
 
 def test_a_phase_line_has_seconds_and_speed_where_bytes_moved() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from benchmarks.cases import bench_catalog, bench_controller, bench_placement, bench_planner
 from benchmarks.report import targets
 from benchmarks.report.harness import Options
-from memstore.core.wire import frame
+from memstore.core.wire import codec
 from placement import place
 from recovery.lineage import Span
 from recovery.simulate import what_if
@@ -33,20 +31,21 @@ def test_the_controllers_record_tells_what_all_was_sent(monkeypatch: pytest.Monk
 
     What goes to all is packed once, of a moment's suspicion no process learns.
     """
-    real, packed = frame.pack_body, Counter[str]()
+    real, packed = codec.encode, Counter[str]()
 
-    def pack_body(body: Mapping[str, Any]) -> bytes:
-        packed[str(body.get("k"))] += 1
-        return real(body)
+    def encode(message: codec.Message) -> bytes:
+        packed[codec.tag_of(message)] += 1
+        return real(message)
 
-    monkeypatch.setattr(frame, "pack_body", pack_body)
+    monkeypatch.setattr(codec, "encode", encode)
     costs = bench_controller.episodes(8)
     assert costs["a host is suspected"].orders == 0
     assert costs["a commit"].orders == 8 * 3  # the fact, its word, and what it lets go
     assert costs["a successor starts"].received_bytes > costs["a successor starts"].sent_bytes
     # The fact of each commit, of the attempts and of room once; hosts' own journals at each of two starts.
-    assert packed["journal"] <= 2 * 8 + 10
-    assert packed["view"] <= 6 + 3 * 2  # for a rack of two: each greeted, the first reported at once, the other in turn
+    assert 0 < packed["journal_append"] <= 2 * 8 + 10
+    # For a rack of two: each greeted, the first reported at once, the other in turn.
+    assert 0 < packed["all_hosts"] + packed["host_news"] <= 6 + 3 * 2
     figures = bench_controller.record(8, costs).ratios
     assert len(figures) == 4 * len(costs)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memstore.core.wire.frame import HEADER_BYTES, Kind, pack_body, pack_header
+from memstore.core.wire.frame import HEADER_BYTES, Kind, pack_header
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.faults.fault_proxy import FaultProxy
 
@@ -98,7 +98,7 @@ def send_and_drain(sock: socket.socket, nbytes: int) -> None:
 
 def frame(payload: bytes) -> bytes:
     """One memstore frame with this payload."""
-    body = pack_body({"i": 7})
+    body = b"body 7"
     return pack_header(Kind.CHUNK, 1, body, len(payload)) + body + payload
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memstore.core.attempts.gathering import Entrant, Gathering
 from memstore.core.attempts.join import FENCE_DEADLINE_S, Attempts
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural
 from memstore.core.wire.calls import Rewind
-from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import LaunchRow
 
 LISTED_MAX = 1000  # ranks that one answer names
 
 
-def launches(state: ClusterState, attempts: Attempts) -> list[Body]:
+def launches(state: ClusterState, attempts: Attempts) -> list[LaunchRow]:
     """Return a row for each job that some rank waits to join or to rewind."""
     names = attempts.gatherings.keys() | attempts.opening.keys()
     return [row for name in sorted(names) if (row := launch(state, attempts, name)) is not None]
 
 
-def launch(state: ClusterState, attempts: Attempts, name: str) -> Body | None:
+def launch(state: ClusterState, attempts: Attempts, name: str) -> LaunchRow | None:
     """Return how far the launch of a job is, None if no rank waits for one."""
     gathering = attempts.gatherings.get(name)
     if gathering is not None:
@@ -28,21 +30,21 @@ def launch(state: ClusterState, attempts: Attempts, name: str) -> Body | None:
     return _opening(state, attempts, name, waiting) if waiting else None
 
 
-def _gathering(state: ClusterState, name: str, gathering: Gathering) -> Body:
+def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRow:
     missing = [rank for rank in range(gathering.world_size) if rank not in gathering.joins]
     awaited = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
     if gathering.markers_call:
         awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
     waiting = list(gathering.joins.values())
-    row = _row(state, name, "listing" if gathering.markers_call else "gathering", waiting, awaited)
     left_s = min(each.call.since_s + each.limit_s for each in waiting) - state.now
-    return {
-        **row, "ranks": len(waiting), "world_size": gathering.world_size, "missing": missing[:LISTED_MAX],
-        "is_rewind": gathering.rewind is not None, "left_s": None if gathering.markers_call else max(0.0, left_s),
-    }  # fmt: skip
+    return LaunchRow(
+        job=name, phase="listing" if gathering.markers_call else "gathering", since_s=_since_s(state, waiting),
+        awaited=awaited, ranks=len(waiting), world_size=gathering.world_size, missing=missing[:LISTED_MAX],
+        is_rewind=gathering.rewind is not None, left_s=None if gathering.markers_call else max(0.0, left_s),
+    )  # fmt: skip
 
 
-def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> Body:
+def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> LaunchRow:
     """A complete launch: hosts journal the attempt, then refuse the ranks of older ones."""
     waits, deadline_s = attempts.fence_waits.get(name, (set(), None))
     hosts = sorted(waits)
@@ -52,11 +54,11 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[E
         awaited = f"{plural(len(hosts), 'host')} to refuse ranks of older attempts ({', '.join(hosts[:10])}{more})"
         left_s = max(0.0, min(deadline_s - state.now, FENCE_DEADLINE_S))
     world_size = _world_size(state, attempts, name, waiting)
-    return {
-        **_row(state, name, "fencing" if deadline_s is not None else "opening", waiting, awaited),
-        "ranks": world_size, "world_size": world_size, "missing": [], "left_s": left_s,
-        "is_rewind": isinstance(waiting[0].call.request, Rewind),
-    }  # fmt: skip
+    return LaunchRow(
+        job=name, phase="fencing" if deadline_s is not None else "opening", since_s=_since_s(state, waiting),
+        awaited=awaited, ranks=world_size, world_size=world_size, missing=[],
+        is_rewind=isinstance(waiting[0].call.request, Rewind), left_s=left_s,
+    )  # fmt: skip
 
 
 def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:
@@ -68,13 +70,12 @@ def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: lis
     return job.newest.world_size if job is not None and job.newest is not None else len(waiting)
 
 
-def _row(state: ClusterState, name: str, phase: str, waiting: list[Entrant], awaited: str) -> Body:
-    since_s = state.now - min(each.call.since_s for each in waiting)
-    return {"job": name, "phase": phase, "since_s": since_s, "awaited": awaited}
+def _since_s(state: ClusterState, waiting: list[Entrant]) -> float:
+    return state.now - min(each.call.since_s for each in waiting)
 
 
-def come_text(row: Body) -> str:
-    """Return "1 of 2 ranks have come", of a row of `launches`."""
-    if row["missing"]:
-        return f"{row['ranks']} of {plural(row['world_size'], 'rank')} have come"
-    return "its rank has come" if row["world_size"] == 1 else f"all {row['world_size']} ranks have come"
+def come_text(ranks: int, world_size: int, missing: Sequence[int]) -> str:
+    """Return "1 of 2 ranks have come"."""
+    if missing:
+        return f"{ranks} of {plural(world_size, 'rank')} have come"
+    return "its rank has come" if world_size == 1 else f"all {world_size} ranks have come"

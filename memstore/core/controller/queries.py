@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import convert
-
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call, Job
 from memstore.core.controller.parts import Parts
 from memstore.core.repair.drop_copy import drop_copy
-from memstore.core.report.problems import problems
-from memstore.core.report.timeline import timeline
+from memstore.core.report.timeline import steps_of
 from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
 from memstore.core.wire.calls import VerifyStore
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import VerifyCopies
-from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, StepList, VerifyResult
+from memstore.core.wire.replies import HostVerified, NoRollCall, RollCalled, VerifyResult
 from memstore.core.wire.reports import CopiesVerified
 
 ASK_DEADLINE_S = 300.0  # re-digesting a large host takes a while; a host that answers later is left out
@@ -87,8 +84,7 @@ class Queries:
     # -- status -------------------------------------------------------------------------------
 
     def _status(self, call: Call[calls.AskStatus]) -> None:
-        body = self.parts.status.body()
-        self.out.answer(call, {**body, "problems": problems(body)})
+        self.out.answer(call, self.parts.status.answer())
 
     def _roll_call(self, call: Call[calls.RollCall]) -> None:
         """Answer which ranks have made the call that the caller waits in, and which are awaited."""
@@ -101,14 +97,12 @@ class Queries:
     def _steps(self, call: Call[calls.AskSteps]) -> None:
         job = job_of(self.state, self.out, call)
         if job is not None:
-            newest = job.newest.attempt_number if job.newest is not None else None
-            rows = timeline(self.state, self.parts.durable_states, job)
-            self.out.answer(call, convert({**rows, "k": "steps", "attempt": newest}, StepList))
+            self.out.answer(call, steps_of(self.state, self.parts.durable_states, job))
 
     def _events(self, call: Call[calls.AskEvents]) -> None:
         """Answer with the events since a number, of one job or of all; the store's own events come with either."""
-        page = self.parts.recorder.recent_events.page(call.request.since, call.request.job)
-        self.out.answer(call, {**page, "wall_s": self.state.wall_s})
+        events = self.parts.recorder.recent_events
+        self.out.answer(call, events.page(call.request.since, call.request.job, self.state.wall_s))
 
     def _last_copies(self, call: Call[calls.AskLastCopies]) -> None:
         """Answer what would be lost with the copies in RAM, of one job or of all."""

@@ -15,7 +15,7 @@ from memstore.core.cluster.kept_steps import redundant_steps
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.checks import DurableChecks
 from memstore.core.durable.persist import Persists
-from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import DurableStep, ShortStep
 from recovery.inventory import StepId
 
 LOOK_AGAIN_S = 30.0  # between two checks that durable storage has the shards of a leaving host
@@ -25,18 +25,18 @@ LOOK_AGAIN_S = 30.0  # between two checks that durable storage has the shards of
 class Remains:
     """What a host that is to go has of kept steps, and too few copies elsewhere have."""
 
-    short: list[Body] = field(default_factory=list)  # steps of which shards are below `replicas` in all tiers elsewhere
-    durable: list[Body] = field(default_factory=list)  # steps as short of copies that durable storage has
+    short: list[ShortStep] = field(default_factory=list)  # steps with shards below `replicas` in all tiers elsewhere
+    durable: list[DurableStep] = field(default_factory=list)  # steps as short of copies that durable storage has
 
     @property
     def shards_count(self) -> int:
         """The shards that would be lost with the host."""
-        return sum(int(row["shards"]) for row in self.short)
+        return sum(row.shards for row in self.short)
 
     @property
     def may_come(self) -> bool:
         """Return whether copies elsewhere, or a durable one, may still be made."""
-        return any(row["may_come"] for row in self.short)
+        return any(row.may_come for row in self.short)
 
 
 class Departures:
@@ -107,15 +107,15 @@ class Departures:
             counts = [self._elsewhere_count(job, step, rank, staying) for rank in ranks]
             few = [count for count in counts if count < attempt.replicas]
             if few and step in job.markers and self.is_there.get((job.name, step)):
-                found.durable.append({"job": job.name, "step": step.step, "copies": min(few)})
+                found.durable.append(DurableStep(job=job.name, step=step.step, copies=min(few)))
             elif few:
                 is_durable_on = attempt.config.get("durable") is not None
                 found.short.append(
-                    {
-                        "job": job.name, "step": step.step, "shards": len(few), "copies": min(few),
-                        "replicas": attempt.replicas, "may_come": min(few) < reachable or is_durable_on,
-                        "durable_problem": self.persists.problem(job, step) if is_durable_on else "",
-                    }
+                    ShortStep(
+                        job=job.name, step=step.step, shards=len(few), copies=min(few), replicas=attempt.replicas,
+                        may_come=min(few) < reachable or is_durable_on,
+                        durable_problem=self.persists.problem(job, step) if is_durable_on else "",
+                    )
                 )  # fmt: skip
 
     def _staying(self) -> set[str]:

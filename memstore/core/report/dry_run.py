@@ -13,7 +13,7 @@ from memstore.core.report.timeline import gone_rows
 from memstore.core.restore.single_read import job_of, newest_attempt
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
-from memstore.core.wire.status_rows import BytesByTier, GoneRow, RejectedStep, TransferRow
+from memstore.core.wire.status_rows import BytesByTier, RejectedStep, TransferRow
 from recovery.planner import RecoveryPlan
 from recovery.simulate import what_if
 
@@ -62,7 +62,7 @@ class DryRuns:
                     if t.tier != "local"
                 ][:1000],
                 rejected=[RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:20]],
-                gone=[GoneRow(**row) for row in gone_rows(job, result.gone)],
+                gone=gone_rows(job, result.gone),
                 unlisted=self.looks.unlisted(job),
                 odds=self.status.odds_table(job, attempt.replicas),
             ),

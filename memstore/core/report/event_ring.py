@@ -10,6 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from memstore.core.wire.replies import Events
+from memstore.core.wire.status_rows import EventRow
+
 KEPT = 2048  # of the routine kinds, and as many of all others: a week of commits pushes no death of a host out
 PAGE = 500  # in one answer
 TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
@@ -42,11 +45,12 @@ class StoreEvent:
     host: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; fields that an event of this kind lacks are left out."""
-        own = {"job": self.job, "attempt": self.attempt, "step": self.step, "rank": self.rank, "host": self.host}
-        named = {key: value for key, value in own.items() if value not in (None, "")}
-        return {"seq": self.seq, "event": self.kind, "wall_s": round(self.wall_s, 3), **named, **self.fields}
+    def row(self) -> EventRow:
+        """Return the event as it travels."""
+        return EventRow(
+            seq=self.seq, event=self.kind, wall_s=round(self.wall_s, 3), job=self.job, attempt=self.attempt,
+            step=self.step, rank=self.rank, host=self.host, fields=self.fields,
+        )  # fmt: skip
 
 
 class RecentEvents:
@@ -87,7 +91,7 @@ class RecentEvents:
             found += newer
         return sorted(found, key=lambda event: event.seq)
 
-    def page(self, since: int, job: str | None) -> dict[str, Any]:
+    def page(self, since: int, job: str | None, wall_s: float) -> Events:
         """Answer `memstore events`: at most PAGE of them; `next` is the `since` of the page after it.
 
         `is_gap`: something after `since` was pushed out before it was asked for, or an earlier controller had it.
@@ -95,10 +99,11 @@ class RecentEvents:
         newer = self.since(since)
         mine = [event for event in newer if job is None or event.job in ("", job)]
         shown = mine[:PAGE]
-        return {
-            "events": [event.to_dict() for event in shown],
-            "next": shown[-1].seq if len(mine) > PAGE else max(since, self.last_seq),
-            "has_more": len(mine) > PAGE,
-            "is_gap": since > 0 and (since < self._forgotten_seq or since < self._first_seq - 1),
-            "unwritten": self.unwritten_count,
-        }
+        return Events(
+            events=[event.row() for event in shown],
+            next=shown[-1].seq if len(mine) > PAGE else max(since, self.last_seq),
+            has_more=len(mine) > PAGE,
+            is_gap=since > 0 and (since < self._forgotten_seq or since < self._first_seq - 1),
+            unwritten=self.unwritten_count,
+            wall_s=wall_s,
+        )

@@ -13,7 +13,7 @@ from itertools import groupby
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
-from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import GoneRow
 from recovery.inventory import StepId
 from recovery.lineage import Span, in_lineage
 
@@ -41,7 +41,7 @@ def _late_hosts(state: ClusterState, job: Job, step: StepId) -> list[str]:
 
 def spans_of(
     steps: Iterable[StepId], gone: Collection[StepId], lineage: Iterable[Span], pins: dict[StepId, list[str]]
-) -> list[Body]:
+) -> list[GoneRow]:
     """Return one row for each run of steps that are gone, newest first.
 
     Args:
@@ -57,10 +57,9 @@ def spans_of(
         members = list(run)
         if is_gone:
             rows.append(
-                {
-                    "attempt": attempt, "first": members[-1].step, "last": members[0].step, "count": len(members),
-                    "state": "gone", "in_lineage": is_in,
-                    "pins": sorted(name for step in members for name in pins.get(step, ())),
-                }
+                GoneRow(
+                    attempt=attempt, first=members[-1].step, last=members[0].step, count=len(members), state="gone",
+                    in_lineage=is_in, pins=sorted(name for step in members for name in pins.get(step, ())),
+                )
             )  # fmt: skip
     return rows

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memstore.core.report.event_ring import StoreEvent
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import AttemptStatus, HostStats
 
 JOB, HOST = ("job_name",), ("host",)
 STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -114,57 +115,64 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
 # -- gauges ---------------------------------------------------------------------------------------
 
 
-def status_gauges(status: Body, unwritten_count: int) -> list[Sample]:
+def status_gauges(status: Status, unwritten_count: int) -> list[Sample]:
     """Return where every gauge of the controller stands, from what `memstore status` shows."""
     states = dict.fromkeys(("live", "suspect", "dead", "draining"), 0)
-    for host in status["hosts"]:
-        states[host["status"]] += 1
-        states["draining"] += host["drains_s"] is not None and host["status"] != "dead"
+    for host in status.hosts:
+        states[host.status] += 1
+        states["draining"] += host.drains_s is not None and host.status != "dead"
     samples = [Sample("memstore_hosts", count, (state,)) for state, count in states.items()]
-    samples.append(Sample("memstore_controller_term", status["term"]))
+    samples.append(Sample("memstore_controller_term", status.term))
     samples.append(Sample("memstore_events_unwritten", unwritten_count))
-    for job in status["jobs"]:
-        if job["attempt"] is not None:
-            samples += [Sample(f"memstore_{n}", value, (job["job"],)) for n, value in _job_gauges(job, status).items()]
+    for job in status.jobs:
+        if job.newest is not None:
+            gauges = _job_gauges(job.newest, status.serving_s)
+            samples += [Sample(f"memstore_{name}", value, (job.job,)) for name, value in gauges.items()]
     return samples
 
 
-def _job_gauges(job: Body, status: Body) -> dict[str, float]:
-    step, durable_step = job["committed_step"], job["durable_step"]
-    is_running = job["phase"] != "closed"
-    is_behind = job["durable"] is not None and step is not None and (durable_step is None or durable_step < step)
-    lag_s = job["durable_s"] if job["durable_s"] is not None else status["serving_s"]
-    newest = -1 if step is None else step
+def _job_gauges(newest: AttemptStatus, serving_s: float) -> dict[str, float]:
+    step, durable_step = newest.committed_step, newest.durable_step
+    is_running = newest.phase != "closed"
+    is_behind = newest.durable is not None and step is not None and (durable_step is None or durable_step < step)
+    lag_s = newest.durable_s if newest.durable_s is not None else serving_s
+    newest_step = -1 if step is None else step
     return {
         "job_running": float(is_running),
-        "committed_step": newest,
-        "commit_age_seconds": job["committed_s"] if is_running and step is not None else 0.0,
-        "commit_age_steps": max(0, job["training_step"] - newest) if is_running else 0,
-        "shards_below_replicas": job["short_shards"],
-        "degraded_seconds": job["short_s"],
-        "durable_lag_steps": newest - (-1 if durable_step is None else durable_step) if is_behind else 0,
+        "committed_step": newest_step,
+        "commit_age_seconds": newest.committed_s if is_running and newest.committed_s is not None else 0.0,
+        "commit_age_steps": max(0, newest.training_step - newest_step) if is_running else 0,
+        "shards_below_replicas": newest.short_shards,
+        "degraded_seconds": newest.short_s or 0.0,
+        "durable_lag_steps": newest_step - (-1 if durable_step is None else durable_step) if is_behind else 0,
         "durable_lag_seconds": lag_s if is_behind else 0.0,
     }
 
 
-def holder_gauges(host: str, stats: Mapping[str, Any]) -> list[Sample]:
+def holder_gauges(host: str, stats: HostStats) -> list[Sample]:
     """Return where the gauges of one holder stand, from what its heartbeat carries."""
     return [
-        Sample(f"memstore_arena_{key}_bytes", int(stats[f"{key}_bytes"]), (host,))
-        for key in ("used", "reserved", "claimed", "limit")
+        Sample("memstore_arena_used_bytes", stats.used_bytes, (host,)),
+        Sample("memstore_arena_reserved_bytes", stats.reserved_bytes, (host,)),
+        Sample("memstore_arena_claimed_bytes", stats.claimed_bytes, (host,)),
+        Sample("memstore_arena_limit_bytes", stats.limit_bytes, (host,)),
     ]
 
 
-def holder_growth(host: str, before: Mapping[str, Any], stats: Mapping[str, Any]) -> list[Sample]:
-    """Return the increments of one holder's counters between two heartbeats."""
-    keys = {
-        "memstore_scrub_findings_total": ("scrub",),
-        "memstore_link_damage_total": ("digest_errors", "broken_frames"),
-        "memstore_received_bytes_total": ("received_bytes",),
-        "memstore_spilled_bytes_total": ("spilled_bytes",),
-    }
-    grown = {name: sum(int(stats.get(key, 0)) - int(before.get(key, 0)) for key in of) for name, of in keys.items()}
+def holder_growth(host: str, before: HostStats | None, stats: HostStats) -> list[Sample]:
+    """Return the increments of one holder's counters between two heartbeats; None: since it began."""
+    then, now = _counters(before) if before is not None else {}, _counters(stats)
+    grown = {name: value - then.get(name, 0) for name, value in now.items()}
     return [Sample(name, value, (host,)) for name, value in grown.items() if value > 0]
+
+
+def _counters(stats: HostStats) -> dict[str, int]:
+    return {
+        "memstore_scrub_findings_total": stats.scrub,
+        "memstore_link_damage_total": stats.digest_errors + stats.broken_frames,
+        "memstore_received_bytes_total": stats.received_bytes,
+        "memstore_spilled_bytes_total": stats.spilled_bytes,
+    }
 
 
 # -- what happened --------------------------------------------------------------------------------

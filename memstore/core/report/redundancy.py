@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import structs, to_builtins
+
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.departures import Departures
 from memstore.core.repair.pushes import Pushes
-from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import ShortStep
 from recovery.inventory import Copy, ShardId, StepId
 
 LOOK_S = 1.0  # how often jobs are counted through
@@ -35,7 +37,7 @@ class RedundancyMonitor:
         self.state, self.pushes, self.departures, self._add = state, pushes, departures, add
         self.short_s: dict[str, float] = {}  # job -> since when its newest commit has too few or too near copies
         self.open_repairs: dict[str, OpenRepair] = {}
-        self.drained: dict[str, list[Body]] = {}  # host that is to go -> what was last reported short
+        self.drained: dict[str, list[ShortStep]] = {}  # host that is to go -> what was last reported short
         self.looked_s = 0.0
 
     def sealed(self, copy: Copy, host: str) -> None:
@@ -73,10 +75,11 @@ class RedundancyMonitor:
             was_ready = host in self.drained and not self.drained[host]
             if not self.state.hosts.is_live(host) or remains.may_come or (was_ready and not remains.short):
                 continue
-            rows = [{**row, "step": 0} for row in remains.short]  # the step changes with every commit
+            rows = [structs.replace(row, step=0) for row in remains.short]  # the step changes with every commit
             if host not in self.drained or rows != self.drained[host]:
                 self.drained[host] = rows
-                self._add("drained", host=host, short=remains.short[:ROWS_MAX], durable=remains.durable[:ROWS_MAX])
+                short, durable = remains.short[:ROWS_MAX], remains.durable[:ROWS_MAX]
+                self._add("drained", host=host, short=to_builtins(short), durable=to_builtins(durable))
 
     # -- repair ---------------------------------------------------------------------------------
 

@@ -37,13 +37,14 @@ class RollCalls:
         found = look(job, attempt) if look is not None and job is not None and attempt is not None else None
         if found is not None and attempt is not None:
             missing, awaited = found
-            ranks = {"ranks": attempt.world_size - len(missing), "world_size": attempt.world_size}
             awaited = named_ranks(attempt, missing) if missing else awaited
-            return RollCalled(come=come_text({**ranks, "missing": missing}), awaited=awaited, is_complete=not missing)
+            come = come_text(attempt.world_size - len(missing), attempt.world_size, missing)
+            return RollCalled(come=come, awaited=awaited, is_complete=not missing)
         row = launch(self.state, self.attempts, name)
         if row is None:
             return None
-        return RollCalled(come=come_text(row), awaited=row["awaited"], is_complete=not row["missing"])
+        come = come_text(row.ranks, row.world_size, row.missing)
+        return RollCalled(come=come, awaited=row.awaited, is_complete=not row.missing)
 
     def _mesh_order(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
         asked = self.mesh_orders.asked.get(job.name)

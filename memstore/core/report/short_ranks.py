@@ -13,7 +13,7 @@ from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.repair.pushes import Pushes
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body
+from memstore.core.wire.status_rows import ShortRow
 from recovery.inventory import ShardId, StepId
 
 RANKS_NAMED_MAX = 64  # looked at for one status; how many there are is counted beside it
@@ -29,8 +29,8 @@ class RepairView:
     pushes: Pushes
 
 
-def short_rows(look: RepairView, job: Job, short: Mapping[int, int]) -> list[Body]:
-    """Return rows {attempt, step, ranks, hosts, targets, why_not}; ranks in the same state share one.
+def short_rows(look: RepairView, job: Job, short: Mapping[int, int]) -> list[ShortRow]:
+    """Return which ranks lack copies and why; ranks in the same state share a row.
 
     Args:
         look: At the store.
@@ -50,10 +50,9 @@ def short_rows(look: RepairView, job: Job, short: Mapping[int, int]) -> list[Bod
         shard = ShardId(job.name, step.attempt, step.step, rank)
         found.setdefault(_state(look, job, attempt, shard, waits), []).append(rank)
     return [
-        {
-            "attempt": step.attempt, "step": step.step, "ranks": ranks, "hosts": list(hosts), "targets": list(targets),
-            "why_not": why_not,
-        }
+        ShortRow(
+            attempt=step.attempt, step=step.step, ranks=ranks, hosts=list(hosts), targets=list(targets), why_not=why_not
+        )
         for (hosts, targets, why_not), ranks in found.items()
     ]  # fmt: skip
 

@@ -1,12 +1,10 @@
-"""The answers to `memstore status` and `memstore ls`. Pure; read `problems.py` for the problems derived from them."""
+"""The answer to `memstore status`. Pure; read `problems.py` for the problems derived from it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
-
-from msgspec import structs
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import launches
@@ -17,14 +15,15 @@ from memstore.core.durable.departures import Departures
 from memstore.core.durable.keys import DurableKeys
 from memstore.core.durable.states import DurableStates
 from memstore.core.repair.pushes import Pushes
+from memstore.core.report.problems import problems
 from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.report.short_ranks import RepairView, short_rows
 from memstore.core.report.survival import held_for, survival, survival_odds
-from memstore.core.report.timeline import fewest_copies, timeline
+from memstore.core.report.timeline import fewest_copies, steps_of
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.messages import Body
-from memstore.core.wire.status_rows import OddsRow
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, OddsRow, SurvivalRow
 from placement.domains import is_finer
 from recovery.inventory import StepId
 
@@ -36,7 +35,7 @@ class Shards:
     when: tuple[Any, ...]  # all that it follows from
     copies: int
     short: dict[int, int]
-    survives: list[Body]
+    survives: list[SurvivalRow]
     holds: dict[str, list[str]]
 
 
@@ -55,37 +54,31 @@ class StatusReport:
         self.states, self.keys, self.departures, self.attempts, self.watch = states, keys, departures, attempts, watch
         self._shards: dict[str, Shards] = {}
 
-    def body(self) -> Body:
-        """Return the answer to `memstore status`, without the problems derived from it."""
-        now = self.state.now
-        self._shards = {name: shards for name, shards in self._shards.items() if name in self.state.jobs}
-        hosts, holds = [], self._holds()
-        pushes = Counter(source for source, _ in self.pushes.under_way.values())
-        for host, state in sorted(self.state.hosts.states.items()):
-            info, remains = state.info, self.departures.remains(host)
-            hosts.append(
-                {
-                    "host": host, "labels": dict(info.labels), "address": f"{info.address}:{info.port}",
-                    "status": state.status, "why": state.why, "status_s": now - state.since_s,
-                    "silent_s": now - state.last_beat_s, "machine": info.machine,
-                    "stats": structs.asdict(state.stats) if state.stats is not None else {},
-                    "is_explicit": info.is_explicit, "holds": holds.get(host, []),
-                    "drains_s": self.drains.due_s(host), "drain_left": remains.shards_count,
-                    "drain_may_come": remains.may_come, "drain_short": remains.short, "drain_durable": remains.durable,
-                    "is_on_probation": self.state.hosts.is_on_probation(now, host),
-                    "up_s": now - state.began_s,
-                    "pushes": pushes[host],
-                }
-            )  # fmt: skip
-        return {
-            "term": self.term,
-            "serving_s": now - self.state.started_s,
-            "hosts": hosts,
-            "job_defaults": dict(self.state.rules.job_defaults),
-            "failure_domains": list(self.state.rules.failure_domains),
-            "launches": launches(self.state, self.attempts),
-            "jobs": [self._job(job) for _, job in sorted(self.state.jobs.items())],
-        }
+    def answer(self) -> Status:
+        """Return the answer to `memstore status`."""
+        now, state = self.state.now, self.state
+        self._shards = {name: shards for name, shards in self._shards.items() if name in state.jobs}
+        holds, pushes = self._holds(), Counter(source for source, _ in self.pushes.under_way.values())
+        hosts = [self._host(host, holds.get(host, []), pushes[host]) for host in sorted(state.hosts.states)]
+        waiting = launches(state, self.attempts)
+        jobs = [self._job(job) for _, job in sorted(state.jobs.items())]
+        return Status(
+            term=self.term, serving_s=now - state.started_s, hosts=hosts, job_defaults=dict(state.rules.job_defaults),
+            failure_domains=list(state.rules.failure_domains), launches=waiting, jobs=jobs,
+            problems=problems(hosts, waiting, jobs),
+        )  # fmt: skip
+
+    def _host(self, host: str, holds: list[str], pushes: int) -> HostRow:
+        now, state, remains = self.state.now, self.state.hosts.states[host], self.departures.remains(host)
+        info = state.info
+        return HostRow(
+            host=host, labels=dict(info.labels), address=f"{info.address}:{info.port}", status=state.status,
+            why=state.why, status_s=now - state.since_s, silent_s=now - state.last_beat_s, stats=state.stats,
+            machine=info.machine, is_explicit=info.is_explicit, holds=holds, drains_s=self.drains.due_s(host),
+            drain_left=remains.shards_count, drain_may_come=remains.may_come, drain_short=remains.short,
+            drain_durable=remains.durable, is_on_probation=self.state.hosts.is_on_probation(now, host),
+            up_s=now - state.began_s, pushes=pushes,
+        )  # fmt: skip
 
     def _holds(self) -> dict[str, list[str]]:
         """Return by host the hosts whose ranks' newest committed shards lie there, over all jobs; itself first."""
@@ -111,7 +104,7 @@ class StatusReport:
             )  # fmt: skip
         return known
 
-    def _survives(self, job: Job, step: StepId) -> list[Body]:
+    def _survives(self, job: Job, step: StepId) -> list[SurvivalRow]:
         """Return how many failure domains of each level may be lost while every shard of the step keeps a copy."""
         commit, ranks = job.commits[step], job.copies.get(step, {})
         shards = [
@@ -120,27 +113,32 @@ class StatusReport:
         ]
         topology = self.state.hosts.topology(self.state.hosts.live_ids())
         return [
-            {"level": row.level, "tolerated": row.tolerated_count, "fatal": list(row.fatal)}
+            SurvivalRow(level=row.level, tolerated=row.tolerated_count, fatal=list(row.fatal))
             for row in survival(shards, topology)
         ]
 
-    def _job(self, job: Job) -> Body:
-        attempt = job.newest
-        body: Body = {"job": job.name, "attempt": None, **timeline(self.state, self.states, job)}
-        if attempt is None:
-            return body
+    def _job(self, job: Job) -> JobRow:
+        known = steps_of(self.state, self.states, job)
+        return JobRow(
+            job=job.name, attempt=known.attempt, steps=known.steps, gone=known.gone, attempts=known.attempts,
+            pins=known.pins, origin=known.origin,
+            newest=self._attempt(job, job.newest) if job.newest is not None else None,
+        )  # fmt: skip
+
+    def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage = job.newest_committed, job.newest_durable
         placement = self.view.placement(job)
         durable = self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
-        body.update(
-            attempt=attempt.attempt_number,
+        return AttemptStatus(
             phase=attempt.phase,
             world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
-            **self.view.shared_shards.status(job, attempt),
+            shards=max(attempt.shard_of, default=-1) + 1,
+            writers=list(attempt.writers),
+            replicas_differ=self.view.shared_shards.differing_rows(job, attempt),
             rank_hosts={str(rank): member.host_id for rank, member in attempt.members.items()},
             training_step=attempt.trained_step,
             committed_step=newest.step if newest is not None else None,
@@ -181,7 +179,6 @@ class StatusReport:
             skip_why=attempt.skip_why,
             is_skip_for_room=attempt.is_skip_for_room,
         )
-        return body
 
     def _refusals(self, job: Job) -> list[str]:
         """Return rows "host: why" of the hosts that take no copy, with the reason of a host without room (R10)."""

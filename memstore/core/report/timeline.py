@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
 from memstore.core.report.gone_steps import spans_of, without_bytes
-from memstore.core.wire.messages import Body
+from memstore.core.wire.replies import StepList
+from memstore.core.wire.status_rows import AttemptRow, GoneRow, OriginRow, PinRow, StepRow, StepState
 from recovery.inventory import StepId
 from recovery.lineage import Span, in_lineage
 
@@ -17,53 +17,48 @@ ATTEMPTS_SHOWN_MAX = 100  # the newest
 ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 
-def timeline(state: ClusterState, states: DurableStates, job: Job) -> Body:
-    """Return the known steps and attempts of a job, newest first.
-
-    Keys: `steps`, `gone` (a row for each run of committed steps of which no byte is left), `attempts`, `pins` by name,
-    and `origin`, where the job was forked from.
-    """
+def steps_of(state: ClusterState, states: DurableStates, job: Job) -> StepList:
+    """Return the known steps and attempts of a job, newest first."""
     fact, awaited = job.origin, without_bytes(state, states, job)
     gone = {step for step, hosts in awaited.items() if not hosts}
-    return {
-        "steps": step_rows(state, job, awaited),
-        "gone": gone_rows(job, gone),
-        "attempts": attempt_rows(state, job),
-        "pins": {name: {"attempt": p.attempt, "step": p.step} for name, p in sorted(job.pins.items())},
-        "origin": {"job": fact.from_job, "attempt": fact.from_attempt, "step": fact.step} if fact is not None else None,
-    }
+    return StepList(
+        attempt=job.newest.attempt_number if job.newest is not None else None,
+        steps=step_rows(state, job, awaited), gone=gone_rows(job, gone), attempts=attempt_rows(state, job),
+        pins={name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())},
+        origin=OriginRow(job=fact.from_job, attempt=fact.from_attempt, step=fact.step) if fact is not None else None,
+    )  # fmt: skip
 
 
-def attempt_rows(state: ClusterState, job: Job) -> list[Body]:
+def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
     """Return every attempt that a fact or a durable marker names, newest first."""
     spans = _spans(job)
     lineage = {span.attempt for span in spans}
-    rows = [_attempt_row(state, job, attempt) for attempt in job.attempts.values()]
+    rows = [_attempt_row(state, job, attempt, lineage) for attempt in job.attempts.values()]
     rows += [
-        {
-            "attempt": past.attempt, "parent": past.parent, "parent_step": past.parent_step, "phase": "past",
-            "world_size": past.world_size, "is_fresh": past.parent is None, "is_fork": False, "abandoned": [],
-            "age_s": None,
-        }
+        AttemptRow(
+            attempt=past.attempt, parent=past.parent, parent_step=past.parent_step, phase="past",
+            world_size=past.world_size, is_fresh=past.parent is None, is_fork=False, abandoned=[], age_s=None,
+            in_lineage=attempt_number in lineage,
+        )
         for attempt_number, past in job.past.items()
         if attempt_number not in job.attempts
     ]  # fmt: skip
-    rows.sort(key=lambda row: -int(row["attempt"]))
-    return [{**row, "in_lineage": row["attempt"] in lineage} for row in rows[:ATTEMPTS_SHOWN_MAX]]
+    return sorted(rows, key=lambda row: -row.attempt)[:ATTEMPTS_SHOWN_MAX]
 
 
-def _attempt_row(state: ClusterState, job: Job, attempt: Attempt) -> Body:
+def _attempt_row(state: ClusterState, job: Job, attempt: Attempt, lineage: Collection[int]) -> AttemptRow:
     abandoned = [n for n, phase in attempt.steps.items() if phase == "abandoned"]
-    return {
-        "attempt": attempt.attempt_number, "parent": attempt.parent, "parent_step": attempt.parent_step,
-        "phase": attempt.phase, "world_size": attempt.world_size, "is_fresh": attempt.is_fresh,
-        "is_fork": job.origin is not None and job.origin.attempt == attempt.attempt_number,
-        "abandoned": sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
-        "age_s": state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
-    }  # fmt: skip
+    return AttemptRow(
+        attempt=attempt.attempt_number, parent=attempt.parent, parent_step=attempt.parent_step,
+        phase=attempt.phase, world_size=attempt.world_size, is_fresh=attempt.is_fresh,
+        is_fork=job.origin is not None and job.origin.attempt == attempt.attempt_number,
+        abandoned=sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
+        age_s=state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
+        in_lineage=attempt.attempt_number in lineage,
+    )  # fmt: skip
 
 
-def gone_rows(job: Job, gone: Collection[StepId]) -> list[Body]:
+def gone_rows(job: Job, gone: Collection[StepId]) -> list[GoneRow]:
     """Return one row for each run of steps that are gone, newest first."""
     names: dict[StepId, list[str]] = {}
     for name, pin in job.pins.items():
@@ -76,7 +71,7 @@ def _spans(job: Job) -> tuple[Span, ...]:
     return job.spans(job.newest.attempt_number) if job.newest is not None else ()
 
 
-def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[Body]:
+def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]) -> list[StepRow]:
     """Return every step with a copy, a durable marker, or a commit that a late host may bring back, newest first.
 
     Args:
@@ -96,29 +91,29 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
         ranks = job.copies.get(step, {})
         marker = job.markers.get(step)
         rows.append(
-            {
-                "attempt": step.attempt, "step": step.step, "state": step_state(job, step),
-                "waiting_for": list(awaited.get(step, ())),
-                "committed": commit is not None,
-                "degraded": commit.reason if commit is not None and commit.is_degraded else "",
-                "durable": marker is not None, "durable_key": marker.key if marker is not None else "",
-                "in_lineage": in_lineage(spans, step),
-                "retired": job.retired.get(step, ""),
-                "pins": sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
-                "forks": sorted(forks.get(step, [])),
-                "copies": fewest_copies(state, job, step) if commit is not None else 0,
-                "shards": len(ranks),
-                "world_size": commit.world_size if commit is not None else None,
-                "nbytes": sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
-                "shard_nbytes_max": max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
-                "hosts": sorted({host for hosts in ranks.values() for host in hosts}),
-                "age_s": state.age_s(commit.wall_s) if commit is not None else None,
-            }
+            StepRow(
+                attempt=step.attempt, step=step.step, state=step_state(job, step),
+                waiting_for=list(awaited.get(step, ())),
+                committed=commit is not None,
+                degraded=commit.reason if commit is not None and commit.is_degraded else "",
+                durable=marker is not None, durable_key=marker.key if marker is not None else "",
+                in_lineage=in_lineage(spans, step),
+                retired=job.retired.get(step, ""),
+                pins=sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
+                forks=sorted(forks.get(step, [])),
+                copies=fewest_copies(state, job, step) if commit is not None else 0,
+                shards=len(ranks),
+                world_size=commit.world_size if commit is not None else None,
+                nbytes=sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
+                shard_nbytes_max=max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
+                hosts=sorted({host for hosts in ranks.values() for host in hosts}),
+                age_s=state.age_s(commit.wall_s) if commit is not None else None,
+            )
         )  # fmt: skip
     return rows
 
 
-def step_state(job: Job, step: StepId) -> str:
+def step_state(job: Job, step: StepId) -> StepState:
     """Return a step's state; "durable": in no host's RAM, "waiting": committed, but no byte is here.
 
     Others: "retired", "degraded", "committed", "abandoned", "superseded" or "open".
@@ -132,9 +127,9 @@ def step_state(job: Job, step: StepId) -> str:
         return "durable"
     if commit is not None:
         return "waiting"
-    attempt: Any = job.attempts.get(step.attempt)
+    attempt = job.attempts.get(step.attempt)
     phase = attempt.steps.get(step.step) if attempt is not None else None
-    return phase if phase in ("abandoned", "superseded") else "open"
+    return phase if phase == "abandoned" or phase == "superseded" else "open"
 
 
 def fewest_copies(state: ClusterState, job: Job, step: StepId) -> int:

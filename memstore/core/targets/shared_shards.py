@@ -17,9 +17,9 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural, ranks_text
 from memstore.core.wire.calls import ReportDiffering
-from memstore.core.wire.messages import Body
 from memstore.core.wire.orders import WriterTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
+from memstore.core.wire.status_rows import DifferingRow
 from placement.domains import spread_level
 from placement.groups import Placement
 from placement.writers import choose_writers
@@ -182,18 +182,14 @@ class SharedShards:
             known[ranks] = Differing(ranks, attempt.attempt_number, step, self.state.now, names)
             self.out.emit(ReplicasDiffer(job, attempt, step, ranks, names, request.chunks))
 
-    def status(self, job: Job, attempt: Attempt) -> Body:
-        """Return what `memstore status` shows of it."""
+    def differing_rows(self, job: Job, attempt: Attempt) -> list[DifferingRow]:
+        """Return the ranks of an attempt that name one shard and put different bytes."""
         now = self.state.now
         found = [d for d in self.differing.get(job.name, {}).values() if d.attempt == attempt.attempt_number]
-        return {
-            "shards": max(attempt.shard_of, default=-1) + 1,
-            "writers": list(attempt.writers),
-            "replicas_differ": [
-                {"ranks": list(d.ranks), "step": d.step, "names": list(d.names), "since_s": now - d.since_s}
-                for d in sorted(found, key=lambda d: d.ranks)
-            ],
-        }
+        return [
+            DifferingRow(ranks=list(d.ranks), step=d.step, names=list(d.names), since_s=now - d.since_s)
+            for d in sorted(found, key=lambda d: d.ranks)
+        ]
 
     def forget(self, name: str) -> None:
         """Forget a removed job."""

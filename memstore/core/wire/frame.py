@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn
-
-import msgpack
+from typing import NamedTuple, NoReturn
 
 from memstore import errors
 
 MAGIC = b"MSTO"
-VERSION = 3
+VERSION = 4
 
 BODY_BYTES_MAX = 16 << 20
 """One call, reply or event: an inventory of 100,000 shards fits; anything longer is sent in pages."""
@@ -37,8 +34,6 @@ BULK_BYTES_MAX = 64 << 20
 BODY_ITEMS_MAX = 1 << 20
 """Elements of all arrays and maps of one body together: Python objects cost up to 60 times their encoded byte."""
 BODY_ITEMS_MAX_UNAUTHENTICATED = 64
-BODY_DEPTH_MAX = 16
-"""Containers inside containers; our own messages need 5."""
 
 _LAYOUT = struct.Struct("<4sBBHQIQ")
 _CRC = struct.Struct("<I")
@@ -115,69 +110,6 @@ def check_crc(header_data: bytes | bytearray | memoryview, body: bytes | bytearr
         _refuse(f"a frame of {len(body)} body bytes has crc {actual:#010x}, its header says {expected:#010x}")
 
 
-def pack_body(body: Mapping[str, Any]) -> bytes:
-    """Encode a body; raises ProtocolError if it cannot be encoded or exceeds BODY_BYTES_MAX."""
-    if not all(type(key) is str for key in body):
-        _refuse("the top-level keys of a body are strings")
-    try:
-        data: bytes = msgpack.packb(body, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise errors.ProtocolError(f"a body cannot be encoded: {error}") from error
-    if len(data) > BODY_BYTES_MAX:
-        _refuse(f"a body of {len(data):,} bytes exceeds the limit of {BODY_BYTES_MAX:,}; send it in pages")
-    return data
-
-
-def unpack_body(data: bytes | bytearray | memoryview, *, authenticated: bool = True) -> dict[str, Any]:
-    """Decode a peer's body; raises ProtocolError for anything but a bounded dict with string keys.
-
-    Inner maps may have str, int or bytes keys. Extension types (timestamps too) are refused. Arrays come as lists.
-    """
-    bytes_max = BODY_BYTES_MAX if authenticated else BODY_BYTES_MAX_UNAUTHENTICATED
-    items_max = BODY_ITEMS_MAX if authenticated else BODY_ITEMS_MAX_UNAUTHENTICATED
-    size = len(data)
-    if size > bytes_max:
-        _refuse(f"a body of {size:,} bytes exceeds the limit of {bytes_max:,}")
-    count = _ItemCount(items_max)
-    # msgpack allocates (older ones all of it) when it reads a length, so a length must not exceed the bytes there are.
-    length_max = min(items_max, size)
-    try:
-        body = msgpack.unpackb(
-            data,
-            raw=False,
-            use_list=True,
-            strict_map_key=False,
-            object_hook=count,
-            list_hook=count,
-            ext_hook=_no_extension,
-            max_array_len=length_max,
-            max_map_len=length_max,
-            max_str_len=size,
-            max_bin_len=size,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise errors.ProtocolError(f"a body of {size:,} bytes is not valid: {error}") from error
-    if type(body) is not dict or not all(type(key) is str for key in body):
-        _refuse(f"a body is a map with string keys, not a {type(body).__name__}")
-    _check_shape(body)
-    return body
-
-
-class _ItemCount:
-    """A msgpack hook that bounds the elements of all containers of one body together."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.left = limit
-
-    def __call__(self, container: Any) -> Any:
-        self.left -= len(container) + 1
-        if self.left < 0:
-            raise ValueError(f"more than {self.limit:,} elements")
-        return container
-
-
 def _refuse(message: str) -> NoReturn:
     raise errors.ProtocolError(message)
 
@@ -189,25 +121,3 @@ def _check_lengths(body_bytes: int, bulk_bytes: int, *, authenticated: bool) -> 
         _refuse(f"a frame announces a body of {body_bytes:,} bytes, the limit is {body_max:,}")
     if bulk_bytes > bulk_max:
         _refuse(f"a frame announces {bulk_bytes:,} bulk bytes, the limit is {bulk_max:,}")
-
-
-def _no_extension(code: int, data: bytes) -> NoReturn:
-    raise ValueError(f"extension type {code} is not used by memstore")
-
-
-def _check_shape(body: dict[str, Any]) -> None:
-    """Bound the depth and the types of map keys, level by level, so that no reader recurses into a peer's tower."""
-    level: list[Any] = [body]
-    for _ in range(BODY_DEPTH_MAX):
-        inner: list[Any] = []
-        for container in level:
-            if type(container) is dict:
-                if not {*map(type, container)} <= {str, int, bytes}:
-                    _refuse("a body has a map key that is not a string, an integer or bytes")
-                inner += [value for value in container.values() if type(value) in (dict, list)]
-            else:
-                inner += [value for value in container if type(value) in (dict, list)]
-        if not inner:
-            return
-        level = inner
-    _refuse(f"a body is nested deeper than {BODY_DEPTH_MAX} levels")

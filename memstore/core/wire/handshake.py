@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from memstore.core.wire.codec import Decoder, Message
 from memstore.core.wire.frame import BODY_BYTES_MAX_UNAUTHENTICATED, BODY_ITEMS_MAX_UNAUTHENTICATED
+from memstore.core.wire.ids import Positive, Unsigned
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES, description="random, of this connection")]
@@ -45,8 +46,28 @@ class ServerIdentity(Message, frozen=True, tag="server_identity"):
     proof: Proof
 
 
+class HolderIdentity(Message, frozen=True, tag="holder"):
+    """A host's holder, in one of its lives."""
+
+    host: str
+    incarnation: Unsigned
+
+
+class ControllerIdentity(Message, frozen=True, tag="controller"):
+    """The controller of a term (R17)."""
+
+    term: Positive
+
+
+class ProbeIdentity(Message, frozen=True, tag="probe"):
+    """A process that asks nothing: it looks whether the other end serves."""
+
+
+Identity = HolderIdentity | ControllerIdentity | ProbeIdentity
+
 _STRANGER = {"items_max": BODY_ITEMS_MAX_UNAUTHENTICATED, "bytes_max": BODY_BYTES_MAX_UNAUTHENTICATED}
 decode_hello: Decoder[Hello] = Decoder(Hello, **_STRANGER)
 decode_server_proof: Decoder[ServerProof] = Decoder(ServerProof, **_STRANGER)
 decode_client_proof: Decoder[ClientProof] = Decoder(ClientProof, **_STRANGER)
 decode_server_identity: Decoder[ServerIdentity] = Decoder(ServerIdentity, **_STRANGER)
+decode_identity: Decoder[Identity] = Decoder(Identity, **_STRANGER)

@@ -48,14 +48,14 @@ class HostUp:
     dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
     @classmethod
-    def of(cls, host: str, told: reports.Inventory, asked_s: float) -> HostUp:
+    def of(cls, host: str, sent: reports.Inventory, asked_s: float) -> HostUp:
         """Return the event of a holder's inventory, in a session that was asked for at that moment."""
         info = HostInfo(
-            host, told.incarnation, told.address, told.port, told.machine, told.is_explicit, told.labels,
-            told.limit_bytes,
+            host, sent.incarnation, sent.address, sent.port, sent.machine, sent.is_explicit, sent.labels,
+            sent.limit_bytes,
         )  # fmt: skip
-        copies = tuple(copy.on(host) for copy in told.copies)
-        return cls(info, copies, told.journal, told.ranks, asked_s, told.up_s, told.idle_s, told.dropped)
+        copies = tuple(copy.on(host) for copy in sent.copies)
+        return cls(info, copies, sent.journal, sent.ranks, asked_s, sent.up_s, sent.idle_s, sent.dropped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,13 @@
 
 The holder passes them on (`orders.py`, `rank_messages.py`). Those that name bytes on the rank's host, ShardStaged and
 ChunksStaged, reach the rank with their place there, as ShardPlaced.
-
-The answers to AskStatus and AskEvents still travel as plain maps (`MAPPED`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, encode, tag_of
-from memstore.core.wire.frame import pack_body, unpack_body
+from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, tag_of
 from memstore.core.wire.ids import Digest, Name, Unsigned, WireShard
 from memstore.core.wire.status_rows import (
     AttemptRow,
@@ -333,15 +330,7 @@ PassedReply = (
 )
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
 
-Reply = ControllerReply | ShardPlaced | dict[str, Any]
-MAPPED = frozenset({"status", "events"})
-"""Tags of the requests that are answered with a plain map still."""
-
-
-def pack_reply(reply: Reply) -> bytes:
-    """Return a reply as a body."""
-    return encode(reply) if isinstance(reply, Message) else pack_body(reply)
-
+Reply = ControllerReply | ShardPlaced
 
 READS = frozenset({"get", "read_step", "read_ranges"})
 """Tags of the requests whose reply gets the place of the bytes from the holder."""
@@ -352,11 +341,6 @@ decode_staged: Decoder[NothingStored | StepAgreed | ShardStaged | ChunksStaged] 
 decode_placed: Decoder[ShardPlaced] = Decoder(ShardPlaced)
 
 
-def unpack_passed(request: Request[Any], data: bytes) -> Any:
+def decode_passed(request: Request[Any], data: bytes) -> Any:
     """Return the controller's reply to a request of a rank, as the holder gets it; ProtocolError if it is none."""
-    return decode_staged(data) if tag_of(request) in READS else unpack_reply(request, data)
-
-
-def unpack_reply(request: Request[Any], data: bytes) -> Any:
-    """Return the reply to a request, as the rank gets it; ProtocolError if it is none."""
-    return unpack_body(data) if tag_of(request) in MAPPED else decode_reply(request, data)
+    return decode_staged(data) if tag_of(request) in READS else decode_reply(request, data)

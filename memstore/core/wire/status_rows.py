@@ -1,15 +1,13 @@
 """What `memstore status`, `ls` and `plan` are sent of hosts, jobs, attempts and steps: rows of replies. Pure.
 
 A field that is named `..._s` is in seconds; an age is as of the answer. `report/` makes the rows.
-
-Rows of hosts, jobs, launches, problems and events are declared only: their answers are plain maps (`replies.MAPPED`).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from memstore.core.wire.codec import Part, Row, Setting
+from memstore.core.wire.codec import Part, Row, Scalar, Setting
 from memstore.core.wire.ids import Name, Unsigned
 
 # -- steps and attempts -------------------------------------------------------------------------------
@@ -30,12 +28,15 @@ class OriginRow(Part, frozen=True):
     step: Unsigned
 
 
+StepState = Literal["retired", "degraded", "committed", "durable", "waiting", "abandoned", "superseded", "open"]
+
+
 class StepRow(Part, frozen=True):
     """One step that is somewhere, or may come back."""
 
     attempt: Unsigned
     step: Unsigned
-    state: Literal["retired", "degraded", "committed", "durable", "waiting", "abandoned", "superseded", "open"]
+    state: StepState
     waiting_for: list[str]
     committed: bool
     degraded: str
@@ -275,7 +276,7 @@ class ProblemRow(Part, frozen=True):
 
 # -- events -------------------------------------------------------------------------------------------
 
-EventValue = None | bool | int | float | str | list[int | float | str] | dict[str, int | float | str]
+EventValue = Scalar | list[Scalar | dict[str, Scalar]] | dict[str, Scalar]
 
 
 class EventRow(Part, frozen=True):

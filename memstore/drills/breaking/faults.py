@@ -17,6 +17,7 @@ import numpy as np
 
 from memstore.config import Config
 from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import DrillError, TransportError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.arena.lock import owner
@@ -138,7 +139,7 @@ def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
     with contextlib.suppress(TransportError):
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=secret, store=config.store,
-            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(config),
+            identity=ProbeIdentity(), timeout_s=PROBE_S, tls=Tls.load(config),
         ).close()  # fmt: skip
         raise DrillError(
             f"the holder at {record['address']}:{record['port']} still answers: the fault did not take effect"

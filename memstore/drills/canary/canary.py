@@ -14,6 +14,7 @@ from typing import Any
 
 from memstore.cli.output import size_text
 from memstore.config import MIB, Config
+from memstore.core.wire.replies import Status
 from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
 from memstore.drills.model.report import BROKEN, ERROR, EXIT_CODES, PASS
 from memstore.drills.ranks.ranks import PutRow, Restored
@@ -142,9 +143,9 @@ class Canary:
         """
         report = self.report
         status = self.site.wait_for("every live host to say how much memory it has", self._status_with_memory)
-        live = [row for row in status["hosts"] if row["status"] == "live"]
-        report.hosts = [row["host"] for row in live]
-        asked = [job["replicas"] for job in status["jobs"] if job.get("replicas")]
+        live = [row for row in status.hosts if row.status == "live"]
+        report.hosts = [row.host for row in live]
+        asked = [job.newest.replicas for job in status.jobs if job.newest is not None]
         report.replicas = self.options.replicas or max([2, *asked])
         report.nbytes = self.options.nbytes or largest_shard(status) or NBYTES_DEFAULT
         if report.replicas < 2 or len(live) < report.replicas:
@@ -157,7 +158,7 @@ class Canary:
         refusals = store_refusals(live, need)
         if not refusals:
             refusals = machine_refusals(
-                live, need, report.nbytes, {row["host"]: self._available(row["host"]) for row in live}
+                live, need, report.nbytes, {row.host: self._available(row.host) for row in live}
             )
         if refusals:
             raise CapacityError(
@@ -167,10 +168,10 @@ class Canary:
         self._done(Step("room", f"{size_text(need)} more per host fit on {len(live)} hosts"))
         return config
 
-    def _status_with_memory(self) -> dict[str, Any] | None:
+    def _status_with_memory(self) -> Status | None:
         """Return the status once it has the memory numbers of every live host; None before."""
         status = self.site.status()
-        return status if all("limit_bytes" in h["stats"] for h in status["hosts"] if h["status"] == "live") else None
+        return status if all(row.stats is not None for row in status.hosts if row.status == "live") else None
 
     def _available(self, host: str) -> int:
         return int(self.site.do(host, "memory_available"))
@@ -236,7 +237,7 @@ class Canary:
             self.report.words = f"the job {job.name} is still there, {remedy}: {exc}"
 
     def _jobs(self) -> set[str]:
-        return {str(row["job"]) for row in self.site.status()["jobs"]}
+        return {row.job for row in self.site.status().jobs}
 
     def _done(self, step: Step) -> None:
         self.report.phases.append(step)
@@ -249,9 +250,9 @@ class Canary:
         self._done(Step(phase, text, time.monotonic() - started_s))
 
 
-def largest_shard(status: dict[str, Any]) -> int:
+def largest_shard(status: Status) -> int:
     """Return the bytes of the largest shard of all jobs; 0 if the store holds no shard."""
-    return max((int(step["shard_nbytes_max"]) for job in status["jobs"] for step in job["steps"]), default=0)
+    return max((step.shard_nbytes_max for job in status.jobs for step in job.steps), default=0)
 
 
 def run_canary(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from memstore.cli.output import size_text
 from memstore.config import Config
+from memstore.core.wire.status_rows import HostRow
 
 STATES = 4  # bytes of a rank's process per byte of its shard: state, restored state, fresh state, slack
 MEMORY_SHARE = 0.8  # the canary may take this share of a machine's free memory; the rest is for the cluster's users
@@ -22,22 +22,19 @@ def copies_nbytes(nbytes: int, config: Config) -> int:
     return (config.replicas * versions + 1 + versions) * slots * config.chunk_bytes
 
 
-def store_refusals(hosts: Sequence[Mapping[str, Any]], need: int) -> list[str]:
+def store_refusals(hosts: Sequence[HostRow], need: int) -> list[str]:
     """Return, as text, each host whose arena has less than `need` bytes that are not reserved."""
     found = []
     for row in hosts:
-        stats = row["stats"]
-        free = int(stats.get("limit_bytes", 0)) - int(stats.get("reserved_bytes", 0))
+        free = row.stats.limit_bytes - row.stats.reserved_bytes if row.stats is not None else 0
         if free < need:
             found.append(
-                f"{row['host']} has {size_text(max(0, free))} of its arena left, the canary needs {size_text(need)}"
+                f"{row.host} has {size_text(max(0, free))} of its arena left, the canary needs {size_text(need)}"
             )
     return found
 
 
-def machine_refusals(
-    hosts: Sequence[Mapping[str, Any]], need: int, nbytes: int, available: Mapping[str, int]
-) -> list[str]:
+def machine_refusals(hosts: Sequence[HostRow], need: int, nbytes: int, available: Mapping[str, int]) -> list[str]:
     """Return, as text, each machine that lacks memory for the growth of its arenas and the states of its ranks.
 
     Args:
@@ -49,10 +46,11 @@ def machine_refusals(
     wanted: dict[str, int] = {}
     names: dict[str, str] = {}
     for row in hosts:
-        stats, machine = row["stats"], str(row["machine"] or row["host"])
-        growth = max(0, int(stats.get("reserved_bytes", 0)) + need - int(stats.get("claimed_bytes", 0)))
+        machine = row.machine or row.host
+        unclaimed = row.stats.reserved_bytes - row.stats.claimed_bytes if row.stats is not None else 0
+        growth = max(0, unclaimed + need)
         wanted[machine] = wanted.get(machine, 0) + growth + STATES * nbytes
-        names.setdefault(machine, str(row["host"]))
+        names.setdefault(machine, row.host)
     found = []
     for machine, nbytes_wanted in wanted.items():
         left = available[names[machine]]

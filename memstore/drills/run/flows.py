@@ -86,8 +86,7 @@ class Restart(Flow):
         report, job = self.context.report, self.context.job
         self.scene.recover()
         with contextlib.suppress(MemstoreError):
-            committed = job.status()["committed_step"]
-            report.step_before = max(report.step_before or 0, int(committed or 0))
+            report.step_before = max(report.step_before or 0, job.newest().committed_step or 0)
         job.restart()
         self.results = tuple(self.scene.restore())
         record_restore(self.context, self.results)

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from memstore.cli.output import size_text
+from memstore.core.wire.replies import Status
 from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import find
@@ -35,7 +35,7 @@ WATCH_S = 0.05
 class Watch(KeptUp):
     """A thread that polls the store's status from before the fault on, until a check finds the fault in it."""
 
-    def __init__(self, site: Site, check: Callable[[dict[str, Any], float], str | None]) -> None:
+    def __init__(self, site: Site, check: Callable[[Status, float], str | None]) -> None:
         super().__init__()
         self._site, self._check = site, check
         self.found = threading.Event()
@@ -122,7 +122,7 @@ class DrillRun:
             job.wait("durable", "first durable step")
         job.train(0 if context.config.durable is None else 1, last, "before the fault")
         context.job_before = job.wait_redundant()
-        report.step_before = int(context.job_before["committed_step"])
+        report.step_before = context.job_before.committed_step
         self.scene.setup()
         report.victims = self.scene.victims()
         check_last_copies(context.site, self.scene.hosts, own_job=job.name, allows_data_loss=options.allows_data_loss)

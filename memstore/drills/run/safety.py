@@ -6,15 +6,15 @@ The decision uses a dry run of the controller's recovery planner, right before t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
+from memstore.core.wire.status_rows import JobRow
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError
 
 
-def endangered(jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Plan], hosts: Sequence[str]) -> list[str]:
+def endangered(jobs: Sequence[JobRow], plans: Mapping[str, Plan], hosts: Sequence[str]) -> list[str]:
     """Return, as text, each job that would lose a committed step together with the memory of the hosts.
 
     Args:
@@ -24,9 +24,9 @@ def endangered(jobs: Sequence[Mapping[str, Any]], plans: Mapping[str, Plan], hos
     """
     found = []
     for job in jobs:
-        name, plan = str(job["job"]), plans.get(str(job["job"]))
+        name, plan = job.job, plans.get(job.job)
         if plan is None:  # without an attempt there is no plan; so none of the job's copies may be lost
-            held = sorted({h for step in job["steps"] for h in step["hosts"]} & set(hosts))
+            held = sorted({h for step in job.steps for h in step.hosts} & set(hosts))
             if held:
                 found.append(f"{name}: no attempt of it is known, and {', '.join(held)} holds copies of it")
             continue
@@ -44,10 +44,8 @@ def check_last_copies(site: Site, hosts: Sequence[str], *, own_job: str, allows_
     """Raise DrillError if the loss of the hosts' memory would cost another job its last copy of a shard."""
     if not hosts or allows_data_loss:
         return
-    jobs = [job for job in site.status()["jobs"] if job["job"] != own_job]
-    plans = {
-        job["job"]: site.ask(AskPlan(job=job["job"], lose=tuple(hosts))) for job in jobs if job["attempt"] is not None
-    }
+    jobs = [job for job in site.status().jobs if job.job != own_job]
+    plans = {job.job: site.ask(AskPlan(job=job.job, lose=tuple(hosts))) for job in jobs if job.attempt is not None}
     found = endangered(jobs, plans, hosts)
     if found:
         look = site.config.commands("`memstore status`")

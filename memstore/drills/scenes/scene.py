@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import AttemptStatus, HostRow
 from memstore.drills.ranks.ranks import PutRow, Rank, Restored, collect
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.drills.sites.site import EmbeddedSite
@@ -84,12 +86,12 @@ class Scene:
             raise DrillError("no process was hit and no memory destroyed: nothing is broken")
         return "; ".join(found)
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+    def detected(self, status: Status, injected_s: float) -> str | None:
         """Return how the store's status shows the fault, as text; None while it does not.
 
         Called by another thread, and only if `is_noticed`. By default: that all hosts with a dead holder died.
         """
-        found = [self.host_noticed(host, body, injected_s) for host in self.dying()]
+        found = [self.host_noticed(host, status, injected_s) for host in self.dying()]
         return "; ".join(str(why) for why in found) if all(found) else None
 
     def recover(self) -> None:
@@ -141,7 +143,8 @@ class Scene:
     def holders_of(self, rank: int) -> list[str]:
         """Return the hosts with a copy of a rank's newest shard: its own host, then the targets of that host."""
         victim_host = self.job.ranks[rank].host
-        return [victim_host, *self.context.job_before["targets"].get(victim_host, ())]
+        before = self.context.job_before
+        return [victim_host, *(before.targets.get(victim_host, ()) if before is not None else ())]
 
     def victims(self) -> list[str]:
         """Return the names of the victims for the first line and for --json."""
@@ -203,19 +206,19 @@ class Scene:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def job_row(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the drill's job in a status; empty if it is not there."""
-        return next((row for row in body["jobs"] if row["job"] == self.job.name), {})
+    def newest_attempt(self, status: Status) -> AttemptStatus | None:
+        """Return the newest attempt of the drill's job in a status; None if it is not there."""
+        return next((row.newest for row in status.jobs if row.job == self.job.name), None)
 
-    def host_noticed(self, host: str, body: dict[str, Any], injected_s: float) -> str | None:
+    def host_noticed(self, host: str, status: Status, injected_s: float) -> str | None:
         """Return how the controller noticed a holder's death, also if the holder is back; None if it has not."""
-        row = host_row(host, body)
+        row = host_row(host, status)
         if row is None:
             return f"{host} is no longer a member"
-        if row["status"] == "dead":
-            return f"{host}: {row['why']}"
-        is_newer = row["status_s"] < time.monotonic() - injected_s
-        return f"{host} {row['why']}" if is_newer and row["why"] == "joined again" else None
+        if row.status == "dead":
+            return f"{host}: {row.why}"
+        is_newer = row.status_s < time.monotonic() - injected_s
+        return f"{host} {row.why}" if is_newer and row.why == "joined again" else None
 
     def wait_replaced(self, processes: Mapping[str, Process]) -> None:
         """Wait until the holders of these hosts are live and other ones than these."""
@@ -242,7 +245,7 @@ class Scene:
         """Wait for a newer durable step."""
 
         def look() -> int | None:
-            newest = self.job.status()["durable_step"]
+            newest = self.job.newest().durable_step
             return newest if newest is not None and newest > newer_than else None
 
         self.say("durable", f"step {self.site.wait_for(what, look)} is durable")
@@ -287,9 +290,9 @@ class Scene:
         return round(took_s, 3)
 
 
-def host_row(host: str, body: dict[str, Any]) -> dict[str, Any] | None:
+def host_row(host: str, status: Status) -> HostRow | None:
     """Return a host's row in a status; None if it is no member."""
-    return next((row for row in body["hosts"] if row["host"] == host), None)
+    return next((row for row in status.hosts if row.host == host), None)
 
 
 def pids_text(processes: list[tuple[str, Process]]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.scenes.scenes_ranks import KillRank
 from memstore.errors import DrillError
@@ -18,7 +19,7 @@ class ControllerScene(Scene):
 
     def setup(self) -> None:
         super().setup()
-        self.term = int(self.site.status()["term"])
+        self.term = self.site.status().term
         self.at, self.process = self.site.controller_process()
 
     def kill_controller(self) -> str:
@@ -26,8 +27,8 @@ class ControllerScene(Scene):
         self.kill(self.at, self.process)
         return f"SIGKILL to the controller (pid {self.process[0]}, term {self.term})"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return f"a controller of term {body['term']} took over" if body["term"] > self.term else None
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        return f"a controller of term {status.term} took over" if status.term > self.term else None
 
 
 class KillController(ControllerScene):
@@ -53,7 +54,7 @@ class KillControllerPersist(ControllerScene):
     puts_count = 24
 
     def inject(self) -> str:
-        self.durable_before = int(self.job.status()["durable_step"] or 0)
+        self.durable_before = self.job.newest().durable_step or 0
         folder = str(Path(str(self.context.config.durable)) / self.job.name)
         step = self.site.do(self.at, "freeze_in_persist", self.process, folder)
         return f"{self.kill_controller()} while step {step} had parts and no marker (checked while it was stopped)"
@@ -69,8 +70,8 @@ class KillControllerRestore(ControllerScene, KillRank):
     name = "kill-controller-restore"
     struck = "rank {0.rank} on {0.victim_host}, and the controller during the restore"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return KillRank.detected(self, body, injected_s)
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        return KillRank.detected(self, status, injected_s)
 
     def meanwhile(self) -> None:
         """Kill the controller while ranks wait in get()."""
@@ -79,7 +80,7 @@ class KillControllerRestore(ControllerScene, KillRank):
         self.say("inject", f"{words} while ranks wait in get(); {self.wait_for_effect()}")
 
     def check(self) -> None:
-        term = int(self.site.status()["term"])
+        term = self.site.status().term
         if term <= self.term:
             raise DrillError(f"the controller is still of term {term}: no other took over, so nothing was proved")
         self.say("took over", f"a controller of term {term}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
 
 FLAPS = 3  # so many deaths within ten minutes put a host on probation (R29)
@@ -90,13 +89,9 @@ class FreezeHolder(Scene):
         self.freeze(self.victim_host, process)
         return f"SIGSTOP to the holder of {self.victim_host} (pid {process[0]})"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = host_row(self.victim_host, body)
-        return (
-            f"{self.victim_host} is {row['status']}: {row['why']}"
-            if row is not None and row["status"] != "live"
-            else None
-        )
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        row = host_row(self.victim_host, status)
+        return f"{self.victim_host} is {row.status}: {row.why}" if row is not None and row.status != "live" else None
 
     def recover(self) -> None:
         self.thaw()

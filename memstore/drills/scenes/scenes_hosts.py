@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from memstore.core.wire.calls import DrainHost
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
 from memstore.errors import DrillError
 from memstore.testing.faults.processes import Process, wait_gone
@@ -59,13 +60,14 @@ class PreemptHost(KillHost):
         return super().inject()
 
     def _is_evacuated(self) -> bool:
-        row = host_row(self.hosts[0], self.site.status()) or {"drains_s": None}
-        return row["drains_s"] is not None and not row["drain_left"]
+        row = host_row(self.hosts[0], self.site.status())
+        return row is not None and row.drains_s is not None and not row.drain_left
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        why = super().detected(body, injected_s)
-        if why is not None:
-            self.copies_left = self.job_row(body)["copies"]
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        why = super().detected(status, injected_s)
+        newest = self.newest_attempt(status)
+        if why is not None and newest is not None:
+            self.copies_left = newest.copies
         return why
 
     def check(self) -> None:
@@ -96,7 +98,7 @@ class KillRackStaggered(KillRack):
         done = [self.site.lose_host(first, self.job.ranks)]
         for host in others:
             missing = self.site.wait_for(
-                "the store to count copies as missing", lambda: int(self.job.status()["missing_copies"])
+                "the store to count copies as missing", lambda: self.job.newest().missing_copies
             )
             done.append(f"with {missing} copies missing: {self.site.lose_host(host, self.job.ranks)}")
         return "; ".join(done)
@@ -206,9 +208,9 @@ class FreezeRaylet(RayletScene):
             self.freeze(self.victim_host, process)
         return f"SIGSTOP to all {len(processes)} processes of {self.victim_host}, raylet, holder and rank among them"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        row = host_row(self.victim_host, body)
-        return f"{self.victim_host} is dead: {row['why']}" if row is not None and row["status"] == "dead" else None
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        row = host_row(self.victim_host, status)
+        return f"{self.victim_host} is dead: {row.why}" if row is not None and row.status == "dead" else None
 
     def recover(self) -> None:
         self.own_site.wait_given_up(self.node)

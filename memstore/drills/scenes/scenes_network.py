@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from memstore.config import MIB
 from memstore.core.wire.calls import VerifyStore
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene, host_row
 from memstore.drills.sites.site_namespaces import VIA, NamespacesSite
 from memstore.errors import DrillError
@@ -51,12 +52,13 @@ class NetworkScene(Scene):
             self.net.check_silent_between(VIA, host)
         return f"nothing arrives from {self.cut_text} (checked)"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+    def detected(self, status: Status, injected_s: float) -> str | None:
         """Return the status of the hosts that are cut off, once none of them counts as live."""
-        rows = {host: host_row(host, body) or {"status": "gone"} for host in self.cut}
-        if any(row["status"] == "live" for row in rows.values()):
+        rows = {host: host_row(host, status) for host in self.cut}
+        states = {host: row.status if row is not None else "gone" for host, row in rows.items()}
+        if "live" in states.values():
             return None
-        return "; ".join(f"{host} is {row['status']}" for host, row in rows.items())
+        return "; ".join(f"{host} is {state}" for host, state in states.items())
 
     def recover(self) -> None:
         self.net.heal()
@@ -94,7 +96,7 @@ class PartitionOneWay(NetworkScene):
         super().recover()
 
     def check(self) -> None:
-        dead = [row["host"] for row in self.site.status()["hosts"] if row["status"] != "live"]
+        dead = [row.host for row in self.site.status().hosts if row.status != "live"]
         if dead:
             self.broken(f"{', '.join(dead)} is not live although it reached the controller all the time")
 
@@ -164,10 +166,10 @@ class FlipInTransit(NetworkScene):
     def may_hit(self, holders: list[str]) -> bool:
         return VIA in holders[1:]
 
-    def errors_count(self, body: dict[str, Any]) -> int:
+    def errors_count(self, status: Status) -> int:
         """Return how many chunks have arrived at VIA with a wrong digest so far."""
-        row = host_row(VIA, body)
-        return int(row["stats"].get("digest_errors", 0)) if row is not None else 0
+        row = host_row(VIA, status)
+        return row.stats.digest_errors if row is not None and row.stats is not None else 0
 
     def setup(self) -> None:
         super().setup()
@@ -190,8 +192,8 @@ class FlipInTransit(NetworkScene):
         self.step_at_fault = self.job.committed_step()
         return f"{FLIPS_COUNT} bits flipped on the way (counted by the proxy)"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        found = self.errors_count(body) - self.errors_before
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        found = self.errors_count(status) - self.errors_before
         return f"{VIA} counts {found} chunks with a wrong digest" if found >= FLIPS_COUNT else None
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from typing import Any
 
+from memstore.core.wire.replies import Status
 from memstore.drills.scenes.scene import Scene
 from memstore.testing.faults.processes import Process
 
@@ -26,11 +27,11 @@ class KillRank(Scene):
         self.kill(victim.host, (victim.pid, victim.start) if self.is_beyond else self.begin())
         return "; ".join([f"SIGKILL to rank {self.rank} (pid {victim.pid}) on {victim.host}", *self.lose_memories()])
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        count, alive = len(self.job.ranks), self.job_row(body).get("ranks_alive", 0)
-        if not self.job_row(body) or alive >= count:
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        count, newest = len(self.job.ranks), self.newest_attempt(status)
+        if newest is None or newest.ranks_alive >= count or super().detected(status, injected_s) is None:
             return None
-        return f"{alive} of {count} ranks alive" if super().detected(body, injected_s) is not None else None
+        return f"{newest.ranks_alive} of {count} ranks alive"
 
     def dying(self) -> list[str]:
         return self.hosts

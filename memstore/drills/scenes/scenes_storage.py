@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from memstore.core.wire.calls import VerifyStore
-from memstore.core.wire.replies import VerifyResult
+from memstore.core.wire.replies import Status, VerifyResult
 from memstore.drills.breaking.kept_up import SlowFileSystem
 from memstore.drills.breaking.mounts import check_full, make_ext4, mount, mount_tmpfs, unmount
 from memstore.drills.ranks.ranks import PutRow, collect
@@ -74,7 +74,7 @@ class CorruptChunk(CopyScene):
         count = len(self.hit)
         return f"its slot in {count} arena file{'s' * (count > 1)} has another digest now (checked)"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
+    def detected(self, status: Status, injected_s: float) -> str | None:
         if self.flips is None:
             return None
         if self.answer is None:
@@ -146,16 +146,16 @@ class DurableScene(Scene):
     def wait_newest_durable(self) -> None:
         """Wait until the newest step from before the fault is durable."""
         newest = self.context.report.step_before
-        self.site.wait_for("the newest step to be durable", lambda: self.job.status()["durable_step"] == newest)
+        self.site.wait_for("the newest step to be durable", lambda: self.job.newest().durable_step == newest)
 
     def note_durable(self) -> None:
         """Note the newest durable step, which a later one must follow."""
-        step = self.job.status()["durable_step"]
+        step = self.job.newest().durable_step
         self.durable_before = -1 if step is None else step
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        problem = self.job_row(body).get("durable_problem")
-        return f"durable: {problem}" if problem else None
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        newest = self.newest_attempt(status)
+        return f"durable: {newest.durable_problem}" if newest is not None and newest.durable_problem else None
 
     def recover(self) -> None:
         self.cleanup()
@@ -257,9 +257,10 @@ class DurableSlow(DurableScene):
         raise DrillError(f"no small write took {SLOW_WRITE_S:g} s within {PROBE_S:g} s: the fault did not take effect")
 
     def recover(self) -> None:
-        job = self.job.status()
+        newest = self.job.newest()
         self.note_durable()
-        self.say("meanwhile", f"step {job['durable_step']} is durable, {job['durable_abandoned']} writes were given up")
+        words = f"step {newest.durable_step} is durable, {newest.durable_abandoned} writes were given up"
+        self.say("meanwhile", words)
         if self.slow is not None:
             self.slow.end()
         self.say("thawed", "the file system is as fast as before")
@@ -286,7 +287,7 @@ class DurableTorn(DurableScene):
         super().setup()
         self.hosts = list(self.holders)
         self.wait_newest_durable()
-        *self.older, self.newest = sorted(row["step"] for row in self.job.status()["steps"] if row["durable"])
+        *self.older, self.newest = sorted(row.step for row in self.site.job(self.job.name).steps if row.durable)
         if not self.older:
             raise DrillError(f"only step {self.newest} is durable: there is no older one to fall back on")
 
@@ -304,8 +305,8 @@ class DurableTorn(DurableScene):
             raise DrillError(f"{self.part} has another size than it was cut to: the fault did not take effect")
         return f"the part has {self.left:,} bytes (checked); {super().wait_for_effect()}"
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        return Scene.detected(self, body, injected_s)
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        return Scene.detected(self, status, injected_s)
 
     def recover(self) -> None:
         """Do nothing: what is torn stays torn."""
@@ -330,7 +331,7 @@ class ArenaFull(Scene):
     greedy: ScratchJob | None = None
 
     def inject(self) -> str:
-        limit = max(int(row["stats"]["limit_bytes"]) for row in self.site.status()["hosts"])
+        limit = max(row.stats.limit_bytes for row in self.site.status().hosts if row.stats is not None)
         nbytes = limit // 3  # each host needs room for 3 versions at least, and other jobs have some already
         seed = self.context.options.seed
         self.greedy = ScratchJob(self.site, "drill-greedy", self.context.config, seed=seed, nbytes=nbytes)

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.cli.output import size_text
 from memstore.config import MIB
+from memstore.core.wire.replies import Status
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.drills.breaking.mounts import check_full
 from memstore.drills.scenes.scene import Scene
@@ -98,8 +99,8 @@ class TmpfsFull(TightScene):
     def wait_for_effect(self) -> str:
         return check_full(self.tight.arenas, PAGE_BYTES)
 
-    def detected(self, body: dict[str, Any], injected_s: float) -> str | None:
-        short = {row["host"]: str(row["stats"].get("short_of_room") or "") for row in body["hosts"]}
+    def detected(self, status: Status, injected_s: float) -> str | None:
+        short = {row.host: row.stats.short_of_room for row in status.hosts if row.stats is not None}
         return next((f"{host}: {why}" for host, why in short.items() if why), None)
 
     def recover(self) -> None:
@@ -115,7 +116,7 @@ class TmpfsFull(TightScene):
 
     def wait_for_recovery(self) -> None:
         def look() -> bool:
-            return not any(row["stats"].get("short_of_room") for row in self.site.status()["hosts"])
+            return not any(row.stats is not None and row.stats.short_of_room for row in self.site.status().hosts)
 
         self.site.wait_for("the status to show no host that is short of room", look)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.status_rows import AttemptStatus
 from memstore.drills.model.options import Options
 from memstore.drills.model.promises import Drill, Promise
 from memstore.drills.model.report import Report, Timeline
@@ -27,6 +27,6 @@ class DrillContext:
     report: Report
     timeline: Timeline
     job: ScratchJob
-    job_before: dict[str, Any] = field(default_factory=dict)  # the job's status right before the fault
+    job_before: AttemptStatus | None = None  # the job's status right before the fault
     places: list[str] = field(default_factory=list)  # live hosts, in the order in which they get ranks
     broken_promises: list[str] = field(default_factory=list)

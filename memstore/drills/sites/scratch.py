@@ -15,6 +15,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.wire.calls import DropCopy, RemoveJob
 from memstore.core.wire.replies import CopyDropped
+from memstore.core.wire.status_rows import AttemptStatus
 from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
 from memstore.drills.sites.site import Site
 from memstore.errors import DrillError, MemstoreError
@@ -99,12 +100,11 @@ class ScratchJob:
 
     def drop(self, rank: int, host: str) -> CopyDropped:
         """Ask the controller to drop one copy of the newest committed step; it refuses to drop the last one."""
-        job = self.status()
-        request = DropCopy(
-            job=self.name, attempt=job["committed_attempt"], step=job["committed_step"], rank=rank, host=host
-        )
-        dropped: CopyDropped = self.site.ask(request)
-        return dropped
+        newest = self.newest()
+        if newest.committed_attempt is None or newest.committed_step is None:
+            raise DrillError(f"job {self.name} has committed nothing of which a copy could be dropped")
+        where = (newest.committed_attempt, newest.committed_step)
+        return self.site.ask(DropCopy(job=self.name, attempt=where[0], step=where[1], rank=rank, host=host))
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.
@@ -123,7 +123,7 @@ class ScratchJob:
         *first, last = self.ranks
         calls = [r.call("restore", RESTORE_S, is_altered=is_altered) for r in first]
         if meanwhile is not None:
-            self.site.wait_for("the round of the get to open", lambda: self.status()["is_restoring"])
+            self.site.wait_for("the round of the get to open", lambda: self.newest().is_restoring)
             meanwhile()
         calls.append(last.call("restore", RESTORE_S, is_altered=is_altered))
         results: list[Restored] = collect(calls, "get", RESTORE_S + CALL_S)
@@ -141,32 +141,35 @@ class ScratchJob:
 
     # -- what the store says ------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """Return the store's status of the job; raise DrillError if the store has no such job."""
-        return self.site.job(self.name)
+    def newest(self) -> AttemptStatus:
+        """Return the store's status of the job's newest attempt; raise DrillError if the store knows none."""
+        found = self.site.job(self.name).newest
+        if found is None:
+            raise DrillError(f"the store knows no attempt of job {self.name!r}")
+        return found
 
     def committed_step(self) -> int:
         """Return the newest committed step; -1 if there is none, or if the controller does not answer."""
         with contextlib.suppress(MemstoreError):
-            found = self.status()["committed_step"]
-            return -1 if found is None else int(found)
+            found = self.newest().committed_step
+            return -1 if found is None else found
         return -1
 
     def copies_text(self) -> str:
         """Return how many copies every shard of the newest committed step has, as text."""
-        job = self.status()
-        return f"{job['copies']} of {job['replicas']} copies"
+        newest = self.newest()
+        return f"{newest.copies} of {newest.replicas} copies"
 
-    def wait_redundant(self) -> dict[str, Any]:
-        """Wait until the newest committed step has all copies that live hosts allow; return the job's status."""
+    def wait_redundant(self) -> AttemptStatus:
+        """Wait until the newest committed step has all copies that live hosts allow; return the attempt's status."""
 
-        def look() -> dict[str, Any] | None:
-            job, live = self.status(), self.site.live_hosts()
-            wanted = min(int(job["replicas"]), len(live))
-            is_whole = job["committed_step"] is not None and job["copies"] >= wanted
-            return job if is_whole and (wanted < job["replicas"] or not job["missing_copies"]) else None
+        def look() -> AttemptStatus | None:
+            newest, live = self.newest(), self.site.live_hosts()
+            wanted = min(newest.replicas, len(live))
+            is_whole = newest.committed_step is not None and newest.copies >= wanted
+            return newest if is_whole and (wanted < newest.replicas or not newest.missing_copies) else None
 
-        found: dict[str, Any] = self.site.wait_for("every copy of the newest committed step", look, SETTLE_S)
+        found: AttemptStatus = self.site.wait_for("every copy of the newest committed step", look, SETTLE_S)
         return found
 
     # -- the end ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -12,7 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from memstore.admin.cluster import ask, join_ray
 from memstore.cli.output import size_text
 from memstore.config import Config
-from memstore.core.wire.calls import AskStatus, RankCall
+from memstore.core.wire.calls import AskStatus
+from memstore.core.wire.codec import Request
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import JobRow
 from memstore.drills.breaking import faults
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
@@ -23,6 +26,7 @@ from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.faults.arena_files import arena_identity, destroy_arena
 from memstore.testing.faults.processes import Process, kill, wait_gone
 
+R = TypeVar("R")
 POLL_S = 0.05
 ASK_S = 5.0
 VERB_S = 30.0
@@ -61,37 +65,36 @@ class Site:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = VERB_S) -> Any:
+    def ask(self, request: Request[R], timeout_s: float = VERB_S) -> R:
         """Ask the controller, through a host that is not in `unreachable_hosts`."""
         return ask(request, config=self.config, timeout_s=timeout_s, avoid=self.unreachable_hosts)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """Return the controller's status; raise TransportError while no controller answers."""
-        status: dict[str, Any] = self.ask(AskStatus(), timeout_s=ASK_S)
-        return status
+        return self.ask(AskStatus(), timeout_s=ASK_S)
 
-    def job(self, name: str) -> dict[str, Any]:
+    def job(self, name: str) -> JobRow:
         """Return the status of one job; raise DrillError if the store has no such job."""
-        for row in self.status()["jobs"]:
-            if row["job"] == name:
-                return dict(row)
+        for row in self.status().jobs:
+            if row.job == name:
+                return row
         raise DrillError(f"the store does not know job {name!r}")
 
     def racks(self) -> dict[str, list[str]]:
         """Return the live hosts by their `rack` label; hosts without that label are left out."""
         found: dict[str, list[str]] = {}
-        for row in self.status()["hosts"]:
-            if row["status"] == "live" and "rack" in row["labels"]:
-                found.setdefault(str(row["labels"]["rack"]), []).append(str(row["host"]))
+        for row in self.status().hosts:
+            if row.status == "live" and "rack" in row.labels:
+                found.setdefault(row.labels["rack"], []).append(row.host)
         return found
 
     def on_probation(self) -> list[str]:
         """Return the hosts on probation: they died several times lately, so repair gives them no second copy (R29)."""
-        return [host["host"] for host in self.status()["hosts"] if host["is_on_probation"]]
+        return [row.host for row in self.status().hosts if row.is_on_probation]
 
     def live_hosts(self) -> list[str]:
         """Return the live hosts in the order of their names."""
-        return sorted(row["host"] for row in self.status()["hosts"] if row["status"] == "live")
+        return sorted(row.host for row in self.status().hosts if row.status == "live")
 
     def record(self, host: str) -> dict[str, Any]:
         """Return what a host's holder has registered: address, port, node, pid."""

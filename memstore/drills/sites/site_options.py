@@ -146,8 +146,8 @@ def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterato
         status, victim = site.status(), given.get("victim")
         if victim is not None:
             check_host(status, victim)
-        hosts = [row["host"] for row in status["hosts"] if row["status"] == "live"]
-        jobs = ", ".join(job["job"] for job in status["jobs"]) or "none"
+        hosts = [row.host for row in status.hosts if row.status == "live"]
+        jobs = ", ".join(job.job for job in status.jobs) or "none"
         confirm(
             f"this touches, on store {config.store!r} ({len(hosts)} hosts, jobs: {jobs}): {touches}"
             + (f"; victim: {victim}" if victim else ""),

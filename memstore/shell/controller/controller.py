@@ -24,8 +24,9 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
-from memstore.core.wire.codec import encode_frame, tag_of
+from memstore.core.wire.codec import encode, encode_frame, tag_of
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.messages import (
     Action,
     Answer,
@@ -43,7 +44,7 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import CallAnswered, CallRefused
-from memstore.core.wire.replies import pack_reply
+from memstore.core.wire.replies import Status
 from memstore.core.wire.reports import (
     Called,
     FactsWritten,
@@ -97,7 +98,7 @@ class Wake(Enum):
 
 TICK, WAKE = Wake.TICK, Wake.END
 FromSession = HolderMessage | SessionEnded
-FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[dict[str, Any]]
+FromInside = Wake | NewTerm | LeaseRenewed | DrainsSeen | Future[Status]
 
 
 class Controller:
@@ -180,9 +181,9 @@ class Controller:
         """Take the cluster manager's notices: hosts that it will take away, each with its time (wall clock)."""
         self.events.put(DrainsSeen(until_s))
 
-    def status_soon(self) -> Future[dict[str, Any]]:
+    def status_soon(self) -> Future[Status]:
         """Return what `memstore status` shows, made on the machine's thread; for metrics."""
-        future: Future[dict[str, Any]] = Future()
+        future: Future[Status] = Future()
         self.events.put(future)
         return future
 
@@ -209,7 +210,7 @@ class Controller:
         try:
             channel = connect_tcp(
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-                identity={"role": "controller", "term": self.term}, timeout_s=CONNECT_S, tls=self.tls,
+                identity=ControllerIdentity(term=self.term), timeout_s=CONNECT_S, tls=self.tls,
             )  # fmt: skip
             session = Session(host, int(record["incarnation"]), channel, self._received, asked_s=asked_s)
             with self.lock:
@@ -258,7 +259,7 @@ class Controller:
     def _take_inside(self, taken: FromInside) -> None:
         """Take what this process tells itself."""
         if isinstance(taken, Future):
-            taken.set_result(self.machine.parts.status.body())
+            taken.set_result(self.machine.parts.status.answer())
         elif isinstance(taken, NewTerm):
             self._begin_term(taken.term, taken.hosts)
         elif isinstance(taken, LeaseRenewed | DrainsSeen):
@@ -332,7 +333,7 @@ class Controller:
                     encode_frame(Kind.EVENT, CallRefused(id=action.call_id, error=error, message=message))
                 )
             elif action.reply is not None:
-                answered = CallAnswered(id=action.call_id, reply=pack_reply(action.reply))
+                answered = CallAnswered(id=action.call_id, reply=encode(action.reply))
                 session.outbox.put(encode_frame(Kind.EVENT, answered))
         except ProtocolError as exc:  # the host would miss it for ever: it begins again with an inventory
             session.why = str(exc)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from memstore.core.report.event_ring import ROUTINE, RecentEvents, StoreEvent
+from memstore.core.report.json_rows import event_fields
 
 log = logging.getLogger("memstore.events")
 WAITING_MAX = 4096
@@ -68,7 +69,7 @@ class EventLog:
         level = logging.DEBUG if event.kind in ROUTINE else logging.INFO
         if not self.path and not log.isEnabledFor(level):
             return
-        line = json.dumps(event.to_dict(), ensure_ascii=False, default=str)
+        line = json.dumps(event_fields(event.row()), ensure_ascii=False, default=str)
         log.log(level, "%s", line)
         if self.path:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -12,17 +12,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from msgspec import structs
 
 from memstore.core.holder.sessions import Sessions
 from memstore.core.journal.records import paged
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import UNSIGNED_LIMIT
 from memstore.core.wire.orders import EchoClock, JournalOrder, Order, decode_order
 from memstore.core.wire.reports import FactsWritten, Heartbeat, HolderMessage, Inventory, InventoryPage, Outranked
-from memstore.errors import PeerUnreachable, ProtocolError, TransportError
+from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.net.channel import Channel
 
@@ -162,11 +160,3 @@ class ControllerSessions(Sessions[ControllerSession]):
         session = self.current
         if session is not None:
             session.close()
-
-
-def term_of(identity: dict[str, Any]) -> int:
-    """Return the term a controller names; ProtocolError for what none can have."""
-    term = identity.get("term")
-    if type(term) is not int or not 0 < term < UNSIGNED_LIMIT:
-        raise ProtocolError(f"a controller of term {str(term)[:80]!r}: a term is a whole number from 1 to 2**62")
-    return term

@@ -28,6 +28,7 @@ from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
@@ -42,7 +43,7 @@ from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.controller_session import ControllerSessions, term_of
+from memstore.shell.holder.controller_session import ControllerSessions
 from memstore.shell.holder.effect_calls import EffectCalls
 from memstore.shell.holder.folder_guard import FolderGuard
 from memstore.shell.holder.orders import OrderRouter
@@ -114,7 +115,7 @@ class Holder:
             identity.host_id, next_incarnation(self.folder), "", 0, identity.machine, identity.is_explicit,
             dict(identity.labels), arena_limit_bytes,
         )  # fmt: skip
-        self._identity = {"role": "holder", "host": identity.host_id, "incarnation": info.incarnation}  # for peers
+        self._identity = HolderIdentity(host=identity.host_id, incarnation=info.incarnation)  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
         self.calls = Calls(self._relay)
@@ -145,7 +146,7 @@ class Holder:
         """Accept controllers and peers from now on; return where."""
         self.listener = Listener.tcp(
             resolve_interface(self.config.interface), self.config.port, secret=self.secret, store=self.config.store,
-            identity=self._identity, on_channel=self._accept, tls=self.tls,
+            identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
         )  # fmt: skip
         address, port = str(self.listener.address[0]), int(self.listener.address[1])
         self.state.info = replace(self.state.info, address=address, port=port)
@@ -201,7 +202,7 @@ class Holder:
 
     def _connection_pool(self, host: str, address: str, port: int) -> Peer:
         return Peer(
-            host, address, port, secret=self.secret, store=self.config.store, identity=dict(self._identity),
+            host, address, port, secret=self.secret, store=self.config.store, identity=self._identity,
             streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
         )  # fmt: skip
 
@@ -247,14 +248,13 @@ class Holder:
 
     # -- connections --------------------------------------------------------------------------
 
-    def _accept(self, channel: Channel, identity: dict[str, Any]) -> None:
-        role = identity.get("role")
-        if role == "controller":
+    def _accept(self, channel: Channel, identity: Identity) -> None:
+        if isinstance(identity, ControllerIdentity):
             self.sessions.serve(
-                channel, term_of(identity), inventory=self._inventory, on_open=self.calls.ask_again,
+                channel, identity.term, inventory=self._inventory, on_open=self.calls.ask_again,
                 obey=self.orders.obey,
             )  # fmt: skip
-        elif role == "holder":
+        elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)
 
     def _inventory(self) -> Inventory:
@@ -271,7 +271,7 @@ class Holder:
             self.state.host_id, before, above, number,
         )  # fmt: skip
         self.state.info = replace(self.state.info, incarnation=number)
-        self._identity["incarnation"] = number
+        self._identity = HolderIdentity(host=self.state.host_id, incarnation=number)
         self.peers.forget()  # they know the old incarnation; the next session brings their addresses again
         self.sessions.close()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
 from memstore.core.holder.link import Link
+from memstore.core.wire.codec import encode
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -38,7 +39,7 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
-from memstore.core.wire.replies import ChunksStaged, Joined, ShardPlaced, ShardStaged, pack_reply, unpack_passed
+from memstore.core.wire.replies import ChunksStaged, Joined, ShardPlaced, ShardStaged, decode_passed
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
@@ -51,6 +52,7 @@ from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import Process
 
 log = logging.getLogger("memstore")
 
@@ -71,11 +73,11 @@ class RankServer:
 
     # -- one link -----------------------------------------------------------------------------
 
-    def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
+    def serve(self, channel: Channel, process: Process) -> None:
         """Read one link until it ends. Its leases stay: a rank's life is its pid, not its socket (R8, R20)."""
         hello = decode_hello(channel.recv(timeout_s=SEND_S).data)
         try:
-            link = self._hello(channel, hello, owner_of(hello, int(identity["pid"])))
+            link = self._hello(channel, hello, owner_of(hello, process.pid))
         except ConfigError as exc:
             channel.send(Kind.EVENT, 0, ErrorMessage.of(exc), deadline_s=SEND_S)
             return
@@ -172,7 +174,7 @@ class RankServer:
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
-        reply = unpack_passed(call.request, data) if data is not None else None
+        reply = decode_passed(call.request, data) if data is not None else None
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank
         answer: AskAnswered | AskRefused
@@ -183,7 +185,7 @@ class RankServer:
             try:
                 if isinstance(reply, ShardStaged | ChunksStaged):
                     reply = self._placed(link, reply)
-                answer = AskAnswered(id=call.rank_id, reply=pack_reply(reply))
+                answer = AskAnswered(id=call.rank_id, reply=encode(reply))
             except IntegrityError as exc:
                 answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
         cast(RankConnection, link).send(answer)

@@ -20,21 +20,24 @@ import hashlib
 import hmac
 import os
 import time
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from memstore import errors
 from memstore.core.wire import frame as wire
-from memstore.core.wire.codec import Decoder, Message
+from memstore.core.wire.codec import Decoder, Message, encode
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import (
     NONCE_BYTES,
     ClientProof,
     Hello,
+    Identity,
     ServerIdentity,
     ServerProof,
     decode_client_proof,
     decode_hello,
+    decode_identity,
     decode_server_identity,
     decode_server_proof,
 )
@@ -50,9 +53,9 @@ _SERVER_IDENTITY = b"memstore server identity"
 
 
 def authenticate_client(
-    channel: Channel, secret: bytes | None, *, store: str, identity: dict[str, Any], timeout_s: float
-) -> dict[str, Any]:
-    """Prove ourselves to a server, make it prove itself, and return its identity (also in `channel.identity`).
+    channel: Channel, secret: bytes | None, *, store: str, identity: Identity, timeout_s: float
+) -> Identity:
+    """Prove ourselves to a server, make it prove itself, and return its identity.
 
     Without a secret (both sides) it only exchanges identities. Raises AuthenticationError, PeerTimeout or
     PeerUnreachable; the channel is closed then.
@@ -61,8 +64,8 @@ def authenticate_client(
 
 
 def authenticate_server(
-    channel: Channel, secret: bytes | None, *, store: str, identity: dict[str, Any], timeout_s: float
-) -> dict[str, Any]:
+    channel: Channel, secret: bytes | None, *, store: str, identity: Identity, timeout_s: float
+) -> Identity:
     """The other end of `authenticate_client`: return the client's proven identity, or raise and close the channel."""
     return _run(_Handshake(channel, secret, store, identity, timeout_s), _Handshake.as_server)
 
@@ -71,21 +74,21 @@ class _Handshake:
     """One handshake: the key, the time left, and the transcript so far."""
 
     def __init__(
-        self, channel: Channel, secret: bytes | None, store: str, identity: dict[str, Any], timeout_s: float
+        self, channel: Channel, secret: bytes | None, store: str, identity: Identity, timeout_s: float
     ) -> None:
         if secret is not None and len(secret) != SECRET_BYTES:
             raise errors.ConfigError(f"the store's secret has {SECRET_BYTES} bytes, not {len(secret)}")
         self.channel = channel
         self.key = secret if secret is not None else bytes(SECRET_BYTES)
         self.store = store
-        self.identity = wire.pack_body(identity)
+        self.identity = encode(identity)
         if len(self.identity) > IDENTITY_BYTES_MAX:
             size = len(self.identity)
             raise errors.ConfigError(f"an identity of {size:,} bytes exceeds the limit of {IDENTITY_BYTES_MAX:,}")
         self.deadline = time.monotonic() + timeout_s
         self.nonce = os.urandom(NONCE_BYTES)
 
-    def as_client(self) -> dict[str, Any]:
+    def as_client(self) -> Identity:
         self.send(Kind.HELLO, Hello(nonce=self.nonce))
         first = self.recv(Kind.AUTH1, decode_server_proof)
         nonces = (self.nonce, self.of_the_other(first.nonce))
@@ -95,16 +98,16 @@ class _Handshake:
         )
         last = self.recv(Kind.AUTH3, decode_server_identity)
         self.check(last.proof, _SERVER_IDENTITY, *nonces, self.identity, last.identity)
-        return wire.unpack_body(last.identity)
+        return decode_identity(last.identity)
 
-    def as_server(self) -> dict[str, Any]:
+    def as_server(self) -> Identity:
         nonces = (self.of_the_other(self.recv(Kind.HELLO, decode_hello).nonce), self.nonce)
         self.send(Kind.AUTH1, ServerProof(nonce=self.nonce, proof=self.mac(_SERVER_PROVES, *nonces)))
         second = self.recv(Kind.AUTH2, decode_client_proof)
         self.check(second.proof, _CLIENT_PROVES, *nonces, second.identity)
         proof = self.mac(_SERVER_IDENTITY, *nonces, second.identity, self.identity)
         self.send(Kind.AUTH3, ServerIdentity(identity=self.identity, proof=proof))
-        return wire.unpack_body(second.identity)
+        return decode_identity(second.identity)
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         fields: tuple[bytes, ...] = (label, bytes([wire.VERSION]), self.store.encode(), *parts)
@@ -146,11 +149,11 @@ class _Handshake:
         raise errors.AuthenticationError(message, peer=self.channel.peer, store=self.store)
 
 
-def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
+def _run(handshake: _Handshake, side: Callable[[_Handshake], Identity]) -> Identity:
     channel = handshake.channel
     channel.authenticated = False
     try:
-        identity: dict[str, Any] = side(handshake)
+        identity = side(handshake)
     except errors.AuthenticationError:
         # The refusal names nothing: the other side has proved nothing.
         _send_refused(channel)
@@ -159,7 +162,6 @@ def _run(handshake: _Handshake, side: Any) -> dict[str, Any]:
     except BaseException:
         channel.close()
         raise
-    channel.identity = identity
     channel.authenticated = True
     return identity
 

@@ -15,8 +15,8 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, NoReturn, Protocol
 
 from memstore import errors
 from memstore.core.wire import codec
@@ -49,11 +49,6 @@ class Frame(NamedTuple):
     data: bytes | bytearray
     bulk_bytes: int
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """Return the body of a dialect without types."""
-        return wire.unpack_body(self.data) if self.data else {}
-
 
 class SendGate(Protocol):
     """Decides when the bytes of a frame may leave."""
@@ -70,15 +65,14 @@ class SendGate(Protocol):
 class Channel:
     """Frames over a connected TCP or AF_UNIX socket, which it owns from then on.
 
-    One thread may receive while others send. `identity` is the identity that the peer has proved. Every error is a
-    TransportError: PeerTimeout (operation, waited_s, limit_s), PeerUnreachable (peer; eof=True if the peer closed
-    between two frames), ProtocolError. Close it in the end in every case.
+    One thread may receive while others send. Every error is a TransportError: PeerTimeout (operation, waited_s,
+    limit_s), PeerUnreachable (peer; eof=True if the peer closed between two frames), ProtocolError. Close it in the end
+    in every case.
     """
 
     def __init__(self, sock: socket.socket, *, peer: str | None = None) -> None:
         self._sock: socket.socket | TlsStream = sock
         self.peer = peer if peer is not None else describe_peer(sock)
-        self.identity: dict[str, Any] = {}
         self.authenticated = True
         self.binding = b""  # under TLS the digest of the server's certificate, which auth.py's proofs then name
         self._closed = threading.Event()
@@ -131,7 +125,7 @@ class Channel:
         self,
         kind: Kind,
         request_id: int = 0,
-        body: codec.Message | Mapping[str, Any] | None = None,
+        body: codec.Message | bytes = b"",
         bulk: Sequence[memoryview] = (),
         *,
         deadline_s: float,
@@ -141,10 +135,7 @@ class Channel:
 
         A gate lets its bytes out in parts; its pauses count.
         """
-        if isinstance(body, codec.Message):
-            packed = codec.encode(body)
-        else:
-            packed = wire.pack_body(body) if body else b""
+        packed = codec.encode(body) if isinstance(body, codec.Message) else body
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
         header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
         clock = _Clock(f"send {kind.name}", deadline_s)
@@ -209,9 +200,7 @@ class Channel:
                 self._fill(part, clock)
                 self._bulk_left -= part.nbytes
 
-    def request(
-        self, body: codec.Message | Mapping[str, Any], bulk: Sequence[memoryview] = (), *, timeout_s: float
-    ) -> Frame:
+    def request(self, body: codec.Message | bytes, bulk: Sequence[memoryview] = (), *, timeout_s: float) -> Frame:
         """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
 
         For one thread on a channel that carries nothing else; answers to calls that timed out earlier are dropped.

@@ -18,15 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from memstore import errors
+from memstore.core.wire.handshake import Identity
 from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel, describe_peer
 from memstore.shell.net.tls import Tls
 
-OnChannel = Callable[[Channel, dict[str, Any]], None]
-Handshake = Callable[[Channel], dict[str, Any]]
+Who = TypeVar("Who")
 
 CONNECTIONS_MAX = 4096
 """Live connections of one listener: 1000 hosts with 4 streams; each costs a thread and a descriptor."""
@@ -37,14 +37,24 @@ SUN_PATH_BYTES = 107
 _log = logging.getLogger(__name__)
 
 
-class Listener:
+class Process(NamedTuple):
+    """The other end of an AF_UNIX connection, as the kernel knows it."""
+
+    pid: int
+    uid: int
+
+
+class Listener(Generic[Who]):
     """A listening socket, its accept thread, and one daemon thread per connection.
 
     The callback runs until it is done with the channel, which is closed afterwards. `refused` counts connections that
     never reached it and `last_refusal` says why the last one did not.
     """
 
-    def __init__(self, sock: socket.socket, handshake: Handshake, on_channel: OnChannel, unauthenticated_max: int):
+    def __init__(
+        self, sock: socket.socket, handshake: Callable[[Channel], Who], on_channel: Callable[[Channel, Who], None],
+        unauthenticated_max: int,
+    ) -> None:  # fmt: skip
         self._sock = sock
         self._handshake = handshake
         self._on_channel = on_channel
@@ -59,20 +69,19 @@ class Listener:
         self.address = sock.getsockname()
         self._acceptor = threading.Thread(target=self._accept, name="memstore-accept", daemon=True)
 
-    @classmethod
+    @staticmethod
     def tcp(
-        cls,
         address: str,
         port: int,
         *,
         secret: bytes | None,
         store: str,
-        identity: dict[str, Any],
-        on_channel: OnChannel,
+        identity: Callable[[], Identity],
+        on_channel: Callable[[Channel, Identity], None],
         tls: Tls | None = None,
         handshake_timeout_s: float = 5.0,
         unauthenticated_max: int = 64,
-    ) -> Listener:
+    ) -> Listener[Identity]:
         """Listen on an address of this machine; port 0 takes a free one, see `.address` (host, port).
 
         The callback gets the client's proven identity. Raises ConfigError without a secret beyond loopback, and for
@@ -82,12 +91,12 @@ class Listener:
         if secret is None and not ipaddress.ip_address(where[0]).is_loopback:
             raise errors.ConfigError(f"refusing to listen on {address} without a secret; only loopback may do without")
 
-        def handshake(channel: Channel) -> dict[str, Any]:
+        def handshake(channel: Channel) -> Identity:
             until = time.monotonic() + handshake_timeout_s
             if tls is not None:
                 channel.secure(tls, is_server=True, timeout_s=handshake_timeout_s)
             left_s = max(0.0, until - time.monotonic())
-            return auth.authenticate_server(channel, secret, store=store, identity=identity, timeout_s=left_s)
+            return auth.authenticate_server(channel, secret, store=store, identity=identity(), timeout_s=left_s)
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -97,13 +106,15 @@ class Listener:
         except OSError as error:
             sock.close()
             raise errors.ConfigError(f"cannot listen on {address} port {port}: {error}") from error
-        return cls(sock, handshake, on_channel, unauthenticated_max)._started()
+        return Listener(sock, handshake, on_channel, unauthenticated_max)._started()
 
-    @classmethod
-    def unix(cls, path: str | Path, *, on_channel: OnChannel, unauthenticated_max: int = 64) -> Listener:
+    @staticmethod
+    def unix(
+        path: str | Path, *, on_channel: Callable[[Channel, Process], None], unauthenticated_max: int = 64
+    ) -> Listener[Process]:
         """Listen on a socket file of mode 0600; a stale one is replaced (the caller holds the arena's lock, R2).
 
-        Peers of another user than ours and root are refused. The callback gets {"pid", "uid"}.
+        Peers of another user than ours and root are refused. The callback gets the process.
         """
         path = Path(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -123,7 +134,7 @@ class Listener:
         except BaseException:
             sock.close()
             raise
-        listener = cls(sock, check_credentials, on_channel, unauthenticated_max)
+        listener = Listener(sock, check_credentials, on_channel, unauthenticated_max)
         listener.address = str(path)
         listener._unlink = lambda: _unlink_own(path, inode)
         return listener._started()
@@ -147,7 +158,7 @@ class Listener:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> Listener[Who]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,7 +170,7 @@ class Listener:
         with self._room:
             return len(self._threads)
 
-    def _started(self) -> Listener:
+    def _started(self) -> Listener[Who]:
         self._acceptor.start()
         return self
 
@@ -211,7 +222,6 @@ class Listener:
             except errors.MemstoreError as error:
                 self._refuse(channel.peer, error)
                 return
-            channel.identity = identity
             with self._room:
                 self._forget(channel)
             self._on_channel(channel, identity)
@@ -246,11 +256,11 @@ def connect_tcp(
     *,
     secret: bytes | None,
     store: str,
-    identity: dict[str, Any],
+    identity: Identity,
     timeout_s: float,
     tls: Tls | None = None,
 ) -> Channel:
-    """Connect and prove both ends within `timeout_s`; the server's identity is in `channel.identity`.
+    """Connect and prove both ends within `timeout_s`.
 
     Raises PeerUnreachable, PeerTimeout, AuthenticationError or ProtocolError.
     """
@@ -269,7 +279,7 @@ def connect_tcp(
 
 
 def connect_unix(path: str | Path, *, timeout_s: float) -> Channel:
-    """Connect to a holder on this machine; `channel.identity` is {"pid", "uid"} of the process that listens.
+    """Connect to a holder on this machine.
 
     Raises PeerUnreachable, PeerTimeout, or AuthenticationError if the listener is another user's.
     """
@@ -281,20 +291,20 @@ def connect_unix(path: str | Path, *, timeout_s: float) -> Channel:
             raise errors.PeerUnreachable(f"cannot connect to {peer}: {error}", peer=peer, eof=False) from error
         channel = _connected(socket.AF_UNIX, name, peer, timeout_s)
     try:
-        channel.identity = check_credentials(channel)
+        check_credentials(channel)
     except errors.AuthenticationError:
         channel.close()
         raise
     return channel
 
 
-def check_credentials(channel: Channel) -> dict[str, Any]:
-    """Return {"pid", "uid"} of an AF_UNIX peer; raises AuthenticationError unless it is our user or root."""
+def check_credentials(channel: Channel) -> Process:
+    """Return the process at the other end; raises AuthenticationError unless it is our user's or root's."""
     pid, uid = channel.credentials()
     if uid not in (0, os.getuid()):
         message = f"process {pid} of user {uid} is neither ours (user {os.getuid()}) nor root's"
         raise errors.AuthenticationError(message, pid=pid, uid=uid)
-    return {"pid": pid, "uid": uid}
+    return Process(pid, uid)
 
 
 def _connected(family: int, where: Any, peer: str, timeout_s: float) -> Channel:

@@ -11,13 +11,14 @@ import os
 import secrets
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.config import Config
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import Request
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import ConfigError, MemstoreError, TransportError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.arena_limit import arena_limit
@@ -33,6 +34,7 @@ from memstore.shell.on_ray.membership import RayMembership
 from memstore.shell.on_ray.metrics import feed_from_controller, feed_from_holder
 from memstore.shell.rank.admin_link import Tool
 
+R = TypeVar("R")
 log = logging.getLogger("memstore")
 NAMESPACE = "memstore"
 SUPERVISE_S = 0.5
@@ -98,7 +100,7 @@ class HolderActor:
     def _probe(self, record: dict[str, Any]) -> None:
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-            identity={"role": "probe"}, timeout_s=PROBE_S, tls=Tls.load(self.config),
+            identity=ProbeIdentity(), timeout_s=PROBE_S, tls=Tls.load(self.config),
         ).close()  # fmt: skip
 
     def _refuse_double(self, host: str) -> None:
@@ -116,7 +118,7 @@ class HolderActor:
             "its own `host` label (ray start --labels host=...)"
         )
 
-    def ask(self, request: RankCall, timeout_s: float) -> Any:
+    def ask(self, request: Request[R], timeout_s: float) -> R:
         """Ask the controller, for a process on a machine without a holder."""
         if self.holder is None:
             raise ConfigError("this holder has not started")
@@ -260,12 +262,12 @@ class ControllerActor:
             ray.kill(actor)
         return closed
 
-    def ask(self, request: RankCall, timeout_s: float) -> Any:
+    def ask(self, request: Request[R], timeout_s: float) -> R:
         """Ask through any holder, for a process on a machine without one."""
         problems = []
         for actor in list(self.actors.values()):
             try:
-                return ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + PROBE_S)
+                return cast(R, ray.get(actor.ask.remote(request, timeout_s), timeout=timeout_s + PROBE_S))
             except ray.exceptions.RayTaskError as exc:
                 if isinstance(exc.cause, MemstoreError):
                     raise exc.cause from None

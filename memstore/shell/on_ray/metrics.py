@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from msgspec import structs
 from ray.util import metrics as ray_metrics
 
 from memstore.core.report.event_ring import StoreEvent
@@ -83,13 +82,14 @@ def feed_from_controller(controller: Controller, stopping: threading.Event) -> N
 def feed_from_holder(holder: Holder) -> None:
     """Begin to export what one holder knows, until it stops."""
     instruments = Instruments(holder.config.store)
-    host, before = holder.state.info.host_id, dict[str, Any]()
+    host, before = holder.state.info.host_id, None
 
     def feed() -> None:
-        stats = structs.asdict(holder.heartbeat().stats)
+        nonlocal before
+        stats = holder.heartbeat().stats
         instruments.stand(holder_gauges(host, stats))
         instruments.record(holder_growth(host, before, stats))
-        before.update(stats)
+        before = stats
         for put in holder.sealer.meter.take():
             instruments.record([Sample("memstore_put_stall_seconds", put.stall_s, (put.job, host))])
 

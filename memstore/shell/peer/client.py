@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
 from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
@@ -48,7 +49,7 @@ class Peer:
         *,
         secret: bytes,
         store: str,
-        identity: dict[str, Any],
+        identity: Identity,
         streams: int,
         damage: Damage,
         pacing: Pacing,

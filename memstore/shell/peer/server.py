@@ -9,13 +9,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.codec import Message
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.peer_messages import (
     Abort,
     Admitted,
@@ -81,20 +81,17 @@ class PeerServer:
         self.on_sealed = on_sealed
         self.before_offer = before_offer  # may wait, for much less than a sender does
         self.incoming: dict[Key, Incoming] = {}
-        self.lives: dict[tuple[str, str], set[Channel]] = {}  # (host, incarnation) -> its open connections
+        self.lives: dict[HolderIdentity, set[Channel]] = {}  # of a peer's life: its open connections
         self.life_of: dict[Channel, set[Channel]] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
         self.damage = damage or Damage()
 
-    def serve(self, channel: Channel, identity: dict[str, Any]) -> None:
+    def serve(self, channel: Channel, identity: HolderIdentity) -> None:
         """Answer requests until the peer goes away; its incoming replicas go with its last connection (R13)."""
         lower_thread_priority()
         try:
-            host = identity.get("host")
-            if type(host) is not str:
-                raise ProtocolError(f"{channel.peer} calls itself a holder of no host")
-            self._arrive(channel, (host, str(identity.get("incarnation"))))
+            self._arrive(channel, identity)
             while True:
                 frame = channel.recv(timeout_s=None)
                 if frame.kind is Kind.BYE:
@@ -102,8 +99,8 @@ class PeerServer:
                 if frame.kind is not Kind.CALL:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
                 request = decode_request(frame.data)
-                if isinstance(request, IncomingRequest) and request.sender != host:
-                    raise ProtocolError(f"{channel.peer} is {host} and speaks for {request.sender[:80]!r}")
+                if isinstance(request, IncomingRequest) and request.sender != identity.host:
+                    raise ProtocolError(f"{channel.peer} is {identity.host} and speaks for {request.sender[:80]!r}")
                 self._answer(channel, frame.request_id, request)
         except PeerUnreachable:
             return
@@ -253,7 +250,7 @@ class PeerServer:
         self.replicas.abort_incoming(sender, shard)
         return Done()
 
-    def _arrive(self, channel: Channel, life: tuple[str, str]) -> None:
+    def _arrive(self, channel: Channel, life: HolderIdentity) -> None:
         with self.lock:
             self.life_of[channel] = self.lives.setdefault(life, set())
             self.life_of[channel].add(channel)

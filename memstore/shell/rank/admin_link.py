@@ -10,15 +10,16 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 from memstore.config import Config
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import Request
 from memstore.errors import MemstoreError, PeerUnreachable
 from memstore.shell.arena.folder import commands_for
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.rank.holder_link import CONNECT_S, HolderLink
 
+R = TypeVar("R")
 ASK_S = 30.0
 
 
@@ -52,7 +53,7 @@ class Tool:
     ) -> None:
         self.close()
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
+    def ask(self, request: Request[R], timeout_s: float = ASK_S) -> R:
         """Ask the controller; its error is raised here."""
         return self.link.call(request, timeout_s)
 

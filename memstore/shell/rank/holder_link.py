@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from memstore.core.wire.calls import RankCall, decode_call
-from memstore.core.wire.codec import encode, tag_of
+from memstore.core.wire.codec import Request, encode, reply_decoder, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -52,7 +52,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import Joined, decode_placed, unpack_reply
+from memstore.core.wire.replies import Joined, decode_placed
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -70,6 +70,7 @@ from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.lease_pool import CHILD, NO_TENANT, LeasedSlots, Tenant, UnsealedPut
 from memstore.shell.threads.answers import Answer, answer_of
 
+R = TypeVar("R")
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0
 SEND_S = 30.0
@@ -254,7 +255,7 @@ class HolderLink(LeasedSlots):
             if isinstance(event, SlotsMoved):
                 future.set_result(event.slots)
             elif isinstance(asked, ForwardCall):
-                reply = unpack_reply(asked.call, event.reply)
+                reply = reply_decoder(type(asked.call))(event.reply)
                 if isinstance(reply, Joined):
                     self.attempt, self.rank = reply.attempt, reply.rank
                 future.set_result(reply)
@@ -287,7 +288,7 @@ class HolderLink(LeasedSlots):
 
     # -- for the store ------------------------------------------------------------------------
 
-    def call_soon(self, request: RankCall, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
+    def call_soon(self, request: Request[R], then: Callable[[Future[R]], None] | None = None) -> Future[R]:
         """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
 
         Raises:
@@ -297,7 +298,7 @@ class HolderLink(LeasedSlots):
             decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
             raise ConfigError(f"{self._named(request)} cannot be asked for: {exc.__cause__ or exc}") from exc
-        return self.ask_soon(ForwardCall(id=0, call=request), then)
+        return self.ask_soon(ForwardCall(id=0, call=cast(RankCall, request)), then)
 
     def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
         """Ask under a number of its own; the future is passed to `then` before it can be forgotten.
@@ -324,16 +325,16 @@ class HolderLink(LeasedSlots):
             self.calls[question.id] = (future, question)
         return True
 
-    def call(self, request: RankCall, timeout_s: float) -> Any:
+    def call(self, request: Request[R], timeout_s: float) -> R:
         """Ask and wait; PeerTimeout names the question and the limit."""
         return self._await(self.call_soon(request), self._named(request), timeout_s)
 
-    def _named(self, request: RankCall) -> str:
+    def _named(self, request: Request[Any]) -> str:
         """Return what an error calls a question: a tool's link is of no job, and asks about many."""
         job = getattr(request, "job", None) or self.job
         return f"{tag_of(request)} of job {job!r}" if job else tag_of(request)
 
-    def _await(self, future: Future[Any], what: str, timeout_s: float) -> Any:
+    def _await(self, future: Future[R], what: str, timeout_s: float) -> R:
         try:
             return answer_of(future, timeout_s)
         except FutureTimeout:

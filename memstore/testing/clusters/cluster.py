@@ -12,11 +12,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from memstore.config import Config
-from memstore.core.wire.calls import AskEvents, AskStatus, RankCall
+from memstore.core.report.json_rows import event_fields, host_fields, status_fields
+from memstore.core.wire.calls import AskEvents, AskStatus
+from memstore.core.wire.codec import Request
 from memstore.errors import MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.rank.admin_link import Tool
 
+R = TypeVar("R")
 ANSWER_S = 30.0
 Self = TypeVar("Self", bound="Cluster")
 
@@ -62,14 +65,13 @@ class Cluster:
 
     # -- questions ----------------------------------------------------------------------------
 
-    def ask(self, request: RankCall, timeout_s: float = ANSWER_S) -> Any:
+    def ask(self, request: Request[R], timeout_s: float = ANSWER_S) -> R:
         """Ask the controller through any holder that runs."""
         return ask_through(map(self.arena, self.running()), request, timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Return the controller's status."""
-        status: dict[str, Any] = self.ask(AskStatus())
-        return status
+        """Return the controller's status, as `memstore status --json` prints it."""
+        return status_fields(self.ask(AskStatus()))
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return one job's status, or None."""
@@ -78,10 +80,9 @@ class Cluster:
     def host_rows(self) -> list[dict[str, Any]]:
         """Return the hosts in the controller's status; empty while no controller answers."""
         try:
-            found: list[dict[str, Any]] = self.ask(AskStatus(), timeout_s=2.0)["hosts"]
+            return list(map(host_fields, self.ask(AskStatus(), timeout_s=2.0).hosts))
         except (MemstoreError, OSError):
             return []
-        return found
 
     def host_status(self) -> dict[str, str]:
         """Return the status of each host; empty while no controller answers."""
@@ -93,10 +94,14 @@ class Cluster:
         A status shows one moment. It misses what happened between two of them, and on a busy machine any host may be
         suspect at that moment.
         """
-        return [(e["host"], e["event"]) for e in self.ask(AskEvents())["events"] if e["event"] in kinds]
+        return [(row.host, row.event) for row in self.ask(AskEvents()).events if row.event in kinds]
+
+    def events(self, job: str | None = None) -> list[dict[str, Any]]:
+        """Return the events so far, of one job or of all, as `memstore events --json` prints them."""
+        return list(map(event_fields, self.ask(AskEvents(job=job)).events))
 
 
-def ask_through(folders: Iterable[Path], request: RankCall, timeout_s: float = ANSWER_S) -> Any:
+def ask_through(folders: Iterable[Path], request: Request[R], timeout_s: float = ANSWER_S) -> R:
     """Ask the controller through the first holder that answers, of those that own these arena folders."""
     problems = []
     for folder in folders:

@@ -65,7 +65,7 @@ from memstore.core.wire.orders import (
     WriteMarker,
     WriteSlices,
 )
-from memstore.core.wire.replies import HostVerified, unpack_passed
+from memstore.core.wire.replies import HostVerified, decode_passed
 from memstore.core.wire.reports import (
     CopiesLookedAt,
     CopiesVerified,
@@ -208,7 +208,7 @@ class FakeHolder:
         if error is not None or data is None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
-        rank.last_reply, body = unpack_passed(request, data), reply_fields(request, data)
+        rank.last_reply, body = decode_passed(request, data), reply_fields(request, data)
         rank.answers.setdefault(verb, []).append(body)
         if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
             rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])

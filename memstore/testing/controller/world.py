@@ -19,6 +19,7 @@ from memstore.config import Config
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.report.json_rows import event_fields, status_fields
 from memstore.core.wire.codec import encode
 from memstore.core.wire.messages import (
     Answer,
@@ -34,7 +35,6 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import TakeIncarnation, decode_order
-from memstore.core.wire.replies import pack_reply
 from memstore.core.wire.reports import RankGone
 from memstore.testing.controller.durable import Durable
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
@@ -99,6 +99,14 @@ class ControllerWorld:
             self.now, _, work = heapq.heappop(self._queue)
             work()
         self.now = end_s
+
+    def status(self) -> dict[str, Any]:
+        """Return what `memstore status --json` prints of the served controller."""
+        return status_fields(self.served.parts.status.answer())
+
+    def events(self, job: str | None = None) -> list[dict[str, Any]]:
+        """Return what `memstore events --json` prints of it, of one job or of all."""
+        return list(map(event_fields, self.served.parts.recorder.recent_events.page(0, job, self.now).events))
 
     def run_until(self, is_done: Callable[[], bool], limit_s: float = 60.0) -> bool:
         """Let time pass until the condition holds; False if it did not within `limit_s`."""
@@ -203,7 +211,7 @@ class ControllerWorld:
             if isinstance(action.order, TakeIncarnation):
                 del self._sessions[host]  # the holder ends it, to begin again
         else:
-            holder.answer(action.call_id, None if action.reply is None else pack_reply(action.reply), action.error)
+            holder.answer(action.call_id, None if action.reply is None else encode(action.reply), action.error)
 
     def _beat(self) -> None:
         for host, holder in self.holders.items():

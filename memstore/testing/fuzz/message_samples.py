@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
 
+S = TypeVar("S", bound=msgspec.Struct)
 _PATTERNS = {r"^[0-9a-f]{32}\Z": "0123456789abcdef" * 2, r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z": "train-7"}
+
+
+def blank(kind: type[S]) -> S:
+    """Return a message, part or row that says nothing: its texts are empty, its numbers 0."""
+    found = sample(kind, is_full=False)
+    values = ((name, getattr(found, name)) for name in found.__struct_fields__)
+    nothing = {name: type(value)() for name, value in values if isinstance(value, str | int | float)}
+    return cast(S, msgspec.structs.replace(found, **nothing))
 
 
 def sample(kind: type[msgspec.Struct], *, is_full: bool) -> msgspec.Struct:

@@ -8,6 +8,7 @@ inputs to start from.
 from __future__ import annotations
 
 import collections
+import contextlib
 import struct
 from collections.abc import Callable
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from memstore.core.wire import codec, dialects
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
@@ -53,12 +55,11 @@ def frame(data: bytes) -> None:
 
 
 def body(data: bytes, *, is_peer: bool = True) -> None:
-    """Decode a body, and encode it again."""
-    try:
-        found = wire.unpack_body(data, authenticated=is_peer)
-    except MemstoreError:
-        return
-    wire.pack_body(found)
+    """Walk a body within the limits of a peer, or of a stranger; a decoder sees only what has passed."""
+    items_max = wire.BODY_ITEMS_MAX if is_peer else wire.BODY_ITEMS_MAX_UNAUTHENTICATED
+    bytes_max = wire.BODY_BYTES_MAX if is_peer else wire.BODY_BYTES_MAX_UNAUTHENTICATED
+    with contextlib.suppress(ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        codec.check_body(data, items_max=items_max, bytes_max=bytes_max)
 
 
 def _round_trip(decode: Callable[[bytes], Any], encode: Callable[[Any], bytes], data: bytes) -> Any:
@@ -157,10 +158,10 @@ def _manifest_seeds() -> list[bytes]:
 def _frame_seeds() -> list[bytes]:
     calls: list[tuple[Kind, dict[str, Any]]] = [
         (Kind.HELLO, {"nonce": bytes(32)}),
-        (Kind.AUTH2, {"identity": wire.pack_body({"role": "holder"}), "mac": bytes(32)}),
+        (Kind.AUTH2, {"k": "client_proof", "identity": codec.encode(ProbeIdentity()), "proof": bytes(32)}),
         (Kind.EVENT, {"k": "push", "shard": ["job", 1, 2, 0], "digest": "", "target": "h", "is_repair": True}),
     ]
-    packed = [(kind, wire.pack_body(content)) for kind, content in calls]
+    packed = [(kind, msgpack.packb(content)) for kind, content in calls]
     return [b"\xff" + wire.pack_header(kind, 1, content) + content for kind, content in packed]
 
 

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import Request
 from memstore.shell.arena import lock as arena_lock
 from memstore.testing.clusters.cluster import ask_through
 from memstore.testing.clusters.processes import ProcessCluster, StartedProcess
@@ -24,6 +24,7 @@ from memstore.testing.faults.processes import Process, kill, send, wait_gone, wi
 from memstore.testing.nemesis.ledger import Harm, Ledger
 from memstore.testing.nemesis.story import Story
 
+R = TypeVar("R")
 ASK_S = 3.0
 RESTART_AFTER_S = 0.5  # a supervisor's delay: Ray needs longer, which is kinder
 
@@ -83,7 +84,7 @@ class Hosts:
         """Return the holders and controllers that were replaced and still run."""
         return [process for process in self.cluster.replaced if process.poll() is None]
 
-    def ask(self, request: RankCall, timeout_s: float = ASK_S) -> Any:
+    def ask(self, request: Request[R], timeout_s: float = ASK_S) -> R:
         """Ask the controller through a holder that runs; MemstoreError if none answers."""
         hosts = [host for host in self if host not in self.stopped and self.holder(host) is not None]
         return ask_through([self.arena(host) for host in hosts], request, timeout_s)

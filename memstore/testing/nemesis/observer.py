@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from memstore.core.wire.calls import AskStatus
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import AttemptStatus
 from memstore.errors import MemstoreError
 from memstore.testing.nemesis.hosts import Hosts
 from memstore.testing.nemesis.story import Story
@@ -21,7 +22,7 @@ class Observer:
 
     def __init__(self, hosts: Hosts, story: Story, job: str) -> None:
         self.hosts, self.story, self.job = hosts, story, job
-        self.newest: dict[str, Any] | None = None
+        self.newest: Status | None = None
         self.newest_s = 0.0
         self.complete_s = 0.0  # when copies were last seen to be complete
         self._why = ""
@@ -46,23 +47,23 @@ class Observer:
                 continue
             self.take(status, began_s)
 
-    def take(self, status: dict[str, Any], asked_s: float) -> None:
+    def take(self, status: Status, asked_s: float) -> None:
         """Note in the ledger what one status shows."""
         self.newest, self.newest_s = status, asked_s
         live = self._live(status, asked_s)
-        row = next((job for job in status["jobs"] if job["job"] == self.job), None)
+        row = next((job.newest for job in status.jobs if job.job == self.job), None)
         why = incomplete(row, live, set(self.hosts))
-        if not why and row is not None:
+        if not why and row is not None and row.committed_attempt is not None and row.committed_step is not None:
             self.complete_s = asked_s
-            self.hosts.ledger.complete(int(row["committed_attempt"]), int(row["committed_step"]), asked_s)
+            self.hosts.ledger.complete(row.committed_attempt, row.committed_step, asked_s)
         self._note(f"status: {why or 'copies complete'}")
 
-    def _live(self, status: dict[str, Any], asked_s: float) -> set[str]:
+    def _live(self, status: Status, asked_s: float) -> set[str]:
         """Return the hosts that are live, and end their absence in the ledger."""
         found = set()
-        for row in status["hosts"]:
-            host, harm = str(row["host"]), self.hosts.away.get(str(row["host"]))
-            is_here = row["status"] == "live" and float(row["silent_s"]) < SILENT_MAX_S
+        for row in status.hosts:
+            host, harm = row.host, self.hosts.away.get(row.host)
+            is_here = row.status == "live" and row.silent_s < SILENT_MAX_S
             is_held = host in self.hosts.stopped or host in self.hosts.down or self.hosts.holder(host) is None
             if not is_here or is_held or (harm is not None and asked_s < harm.at_s + SETTLED_S):
                 continue
@@ -77,13 +78,13 @@ class Observer:
             self.story.log(why)
 
 
-def incomplete(row: dict[str, Any] | None, live: set[str], wanted: set[str]) -> str:
-    """Say which of a job's copies are missing, or ""."""
+def incomplete(newest: AttemptStatus | None, live: set[str], wanted: set[str]) -> str:
+    """Return which copies of a job's newest attempt are missing, or ""."""
     if live != wanted:
         return f"hosts {', '.join(sorted(wanted - live))} are not live"
-    if row is None or row.get("committed_step") is None:
+    if newest is None or newest.committed_step is None:
         return "nothing is committed"
-    if row["missing_copies"] or row["short_shards"]:
-        refusals = "; ".join(row.get("refusals", []))
-        return f"step {row['committed_step']}: {row['missing_copies']} copies missing ({refusals or 'no refusal'})"
+    if newest.missing_copies or newest.short_shards:
+        refusals = "; ".join(newest.refusals)
+        return f"step {newest.committed_step}: {newest.missing_copies} copies missing ({refusals or 'no refusal'})"
     return ""

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.nemesis import leaks
@@ -194,9 +193,9 @@ class Round:
         status = self.observer.newest
         if status is None:
             return "no status"
-        row: dict[str, Any] | None = next((job for job in status["jobs"] if job["job"] == JOB), None)
-        live = {str(host["host"]) for host in status["hosts"] if host["status"] == "live"}
-        return incomplete(row, live, set(self.hosts)) or "complete by now"
+        newest = next((job.newest for job in status.jobs if job.job == JOB), None)
+        live = {row.host for row in status.hosts if row.status == "live"}
+        return incomplete(newest, live, set(self.hosts)) or "complete by now"
 
     def _verify(self) -> None:
         """Digest everything again, so that all rot is found."""

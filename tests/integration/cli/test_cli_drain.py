@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from memstore.cli import main
 from memstore.cli.status import state_text
+from memstore.core.wire.calls import AskStatus
+from memstore.core.wire.status_rows import HostRow, ShortStep
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
@@ -34,7 +38,7 @@ def test_a_drained_host_can_go_and_every_copy_is_still_there(tmp_path: Path, nur
         together(ranks, "train", first=3, last=4)
         assert run(cluster, "drain", "h1", "--within", "30")[0]["left"] == 0
         assert any("is to go in" in row["cause"] for row in cluster.status()["problems"])
-        assert {row["host"]: state_text(row) for row in cluster.status()["hosts"]}["h1"] == "draining: can go"
+        assert {row.host: state_text(row) for row in cluster.ask(AskStatus()).hosts}["h1"] == "draining: can go"
 
         ranks[1].kill()
         cluster.lose_host("h1")
@@ -63,7 +67,7 @@ def test_hosts_drained_one_after_another_never_end_with_no_copy_and_exit_code_0(
         assert words.exit_code == 4, words.output
         assert "host h1 must not go: train step 2: 0 of 2 copies elsewhere" in words.stderr
         status = cluster.status()
-        assert all("0 of 2 copies elsewhere !" in state_text(row) for row in status["hosts"])
+        assert all("0 of 2 copies elsewhere !" in state_text(row) for row in cluster.ask(AskStatus()).hosts)
         assert [row["severity"] for row in status["problems"] if "0 of 2 copies elsewhere" in row["cause"]] == [
             "degraded", "degraded",
         ]  # fmt: skip
@@ -112,12 +116,12 @@ def test_a_notice_can_be_taken_back_and_strangers_and_no_time_are_refused(tmp_pa
 
 def test_the_state_of_a_host_says_what_is_left_to_copy_before_it_can_go() -> None:
     """A dead host is dead, notice or not; a live one that is to go is not "ok"."""
-    host = {
-        "status": "live", "drains_s": 20.0, "drain_left": 3, "pushes": 2, "status_s": 5.0, "why": "silent",
-        "drain_may_come": True, "drain_durable": [], "stats": {},
-        "drain_short": [{"job": "train", "step": 9, "copies": 1, "replicas": 2, "durable_problem": ""}],
-    }  # fmt: skip
+    short = ShortStep(job="train", step=9, shards=3, copies=1, replicas=2, may_come=True, durable_problem="")
+    host = replace(
+        blank(HostRow), status="live", drains_s=20.0, drain_left=3, pushes=2, status_s=5.0, why="silent",
+        drain_may_come=True, drain_short=[short],
+    )  # fmt: skip
     assert state_text(host) == "draining: 3 shards to copy"
-    assert state_text({**host, "drain_may_come": False}) == "draining: train step 9: 1 of 2 copies elsewhere !"
-    assert state_text({**host, "status": "dead"}).endswith(": silent !")
-    assert state_text({**host, "drains_s": None, "pushes": 0}) == "ok"
+    assert state_text(replace(host, drain_may_come=False)) == "draining: train step 9: 1 of 2 copies elsewhere !"
+    assert state_text(replace(host, status="dead")).endswith(": silent !")
+    assert state_text(replace(host, drains_s=None, pushes=0)) == "ok"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import ConfigError, PeerUnreachable
 from memstore.shell.arena.folder import make_folder, open_file
 from memstore.shell.net.listener import connect_tcp, connect_unix
@@ -41,4 +42,4 @@ def test_a_connection_without_a_descriptor_is_one_that_failed(tmp_path: Path) ->
         with pytest.raises(PeerUnreachable, match="Too many open files"):
             connect_unix(tmp_path / "holder.sock", timeout_s=1.0)
         with pytest.raises(PeerUnreachable, match="Too many open files"):
-            connect_tcp("127.0.0.1", 9, secret=None, store="s", identity={}, timeout_s=1.0)
+            connect_tcp("127.0.0.1", 9, secret=None, store="s", identity=ProbeIdentity(), timeout_s=1.0)

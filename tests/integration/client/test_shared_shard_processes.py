@@ -15,7 +15,6 @@ import torch
 
 from memstore.client.dcp.writer import DcpWriter
 from memstore.client.shared_shard import SharedShard
-from memstore.core.wire.calls import AskEvents
 from memstore.errors import ConfigError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -79,7 +78,7 @@ def received(cluster: ProcessCluster) -> int:
 
 
 def events(cluster: ProcessCluster, job: str, kind: str) -> list[dict[str, Any]]:
-    return [e for e in cluster.ask(AskEvents(job=job))["events"] if e["event"] == kind]
+    return [e for e in cluster.events(job) if e["event"] == kind]
 
 
 def check(got: list[dict[str, Any]], step: int, shards: int = 1) -> None:

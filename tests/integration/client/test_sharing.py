@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from link_site import WAIT_S, Site
+from msgspec import convert
 from torch._C._distributed_c10d import Work
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -29,9 +30,8 @@ from memstore.config import Config
 from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, Kind
 from memstore.core.network.marks_layout import RING
 from memstore.core.report.metrics import holder_growth
-from memstore.core.report.problems import problems
-from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.rank_messages import MarksMade
+from memstore.core.wire.status_rows import HostStats
 from memstore.errors import ConfigError, ProtocolError
 from memstore.shell.holder.marks_reader import CollectiveMarksReader
 from memstore.shell.holder.send_gate import SendGate, _cut
@@ -108,18 +108,16 @@ def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_reported(
     with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
         with store.collective():
             store.put(1, state(1)).wait("committed")
-            reported = wait_for(
-                lambda: [e for e in cluster.ask(AskEvents())["events"] if e["event"] == "spill"], "the event"
-            )
+            reported = wait_for(lambda: [e for e in cluster.events() if e["event"] == "spill"], "the event")
         assert reported[0]["host"] == "near"
         assert "found 0 ms between collectives" in reported[0]["why"]
         status = cluster.status()
-        assert any("idle for too short" in row["cause"] for row in problems(status))
+        assert any("idle for too short" in row["cause"] for row in status["problems"])
 
         def stats() -> dict[str, Any]:
             return next(row["stats"] for row in cluster.status()["hosts"] if row["host"] == "near")
 
-        assert holder_growth("near", {}, stats())[-1].name == "memstore_spilled_bytes_total"
+        assert holder_growth("near", None, convert(stats(), HostStats))[-1].name == "memstore_spilled_bytes_total"
         wait_for(lambda: stats()["spilled_bytes"] >= 1 << 20, "a heartbeat after the last of the copy")
 
 

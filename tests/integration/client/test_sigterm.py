@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from repository import SUPPORT
 
-from memstore.core.wire.calls import AskEvents
 from memstore.errors import ConfigError
 from memstore.shell.rank.sigterm import check_sigterm
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -116,7 +115,7 @@ def test_all_ranks_are_ended_and_the_newest_committed_step_is_durable(tmp_path: 
             with pytest.raises(EOFError):
                 process.finish(ENDS_S)
         assert steps(durable) == [0, 60]
-        written = [e for e in cluster.ask(AskEvents(job="train"))["events"] if e["event"] == "durable"]
+        written = [e for e in cluster.events("train") if e["event"] == "durable"]
         assert [e["step"] for e in written] == [0, 60]
 
 

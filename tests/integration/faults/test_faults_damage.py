@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.core.wire.calls import AskEvents, VerifyStore
+from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, arrays, fail_together, together
@@ -120,7 +120,7 @@ def test_a_damaged_manifest_is_found_and_written_again(tmp_path: Path, nursery: 
         assert cluster.job("train")["copies"] == 2
 
         def events() -> list[tuple[str, int]]:
-            rows = cluster.ask(AskEvents())["events"]
+            rows = cluster.events()
             return [(event["host"], event["found"]) for event in rows if event["event"] == "scrub"]
 
         assert wait_for(events, "the event") == [("h0", 1)]

@@ -12,7 +12,7 @@ from stalls import put_within
 
 from memstore.admin.cluster import refuse_last_copies
 from memstore.cli import main
-from memstore.core.wire.calls import AskEvents, RemoveJob
+from memstore.core.wire.calls import RemoveJob
 from memstore.errors import CapacityError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.nemesis.load_meter import LoadMeter
@@ -174,7 +174,7 @@ def test_the_cap_on_what_a_host_writes_is_kept(tmp_path: Path, nursery: RankNurs
         together(ranks, "wait", step=0)
         assert cluster.job("train")["durable_step"] is None
         ranks[0].call("wait", step=0, level="durable")
-        events = cluster.ask(AskEvents(job="train"))["events"]
+        events = cluster.events("train")
         at_s = {event["event"]: event["wall_s"] for event in events if event.get("step") == 0}
         took_s = at_s["durable"] - at_s["commit"]
         nbytes = sum(path.stat().st_size for path in durable.rglob("rank-*"))
@@ -193,7 +193,7 @@ def test_a_closed_job_keeps_its_ram_when_the_durable_folder_was_emptied(tmp_path
         shutil.rmtree(durable / "train")
 
         def events() -> list[str]:
-            return [event["event"] for event in cluster.ask(AskEvents(job="train"))["events"]]
+            return [event["event"] for event in cluster.events("train")]
 
         wait_for(lambda: "not_expired" in events() or "removed" in events(), "the end of job_ttl_s")
         assert "removed" not in events()

@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from repository import ROOT
 
+from memstore.core.wire.status_rows import AttemptStatus
+from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.nemesis import oracle
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
 from memstore.testing.nemesis.ledger import Ledger
@@ -203,10 +206,10 @@ def test_wrong_bytes_of_a_reader_are_caught() -> None:
 
 def test_missing_copies_and_hosts_are_seen() -> None:
     """Copies are complete only if the store says so with all hosts live."""
-    row = {"committed_step": 3, "missing_copies": 0, "short_shards": 0}
+    row = replace(blank(AttemptStatus), committed_step=3)
     assert incomplete(row, {"h1", "h2"}, {"h1", "h2"}) == ""
     assert "h2" in incomplete(row, {"h1"}, {"h1", "h2"})
-    assert "1 copies missing" in incomplete({**row, "missing_copies": 1}, {"h1"}, {"h1"})
+    assert "1 copies missing" in incomplete(replace(row, missing_copies=1), {"h1"}, {"h1"})
     assert "nothing" in incomplete(None, {"h1"}, {"h1"})
 
 

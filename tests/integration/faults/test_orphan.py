@@ -15,7 +15,6 @@ from variants import later
 from memstore.admin.cluster import remove_leftovers
 from memstore.cli import main
 from memstore.config import Config
-from memstore.core.wire.calls import AskEvents
 from memstore.errors import MemstoreError
 from memstore.shell.arena import idle_time
 from memstore.shell.arena.folder import make_folder
@@ -278,7 +277,7 @@ def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery)
         wait_for(lambda: time.monotonic() - idle_since_s > TTL_S + 1.0, "the ttl to pass")
         start_again(cluster)
         wait_for(lambda: cluster.job("train") is None, "the orphan to be dropped")
-        events = cluster.ask(AskEvents())["events"]
+        events = cluster.events()
         assert [e["job"] for e in events if e["event"] == "dropped"] == ["train"]
         wait_for(lambda: all(tombstone_path(cluster.arena(host)).exists() for host in TWO), "tombstones")
         cluster.kill_all()

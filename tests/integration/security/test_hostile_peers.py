@@ -23,10 +23,10 @@ from memstore.core.arena.replica_index import PEER_INCOMING_MAX
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire import frame
 from memstore.core.wire.calls import AskPlan, Join, RankCall, ReserveRoom
-from memstore.core.wire.codec import decode_reply
+from memstore.core.wire.codec import decode_reply, encode
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.handshake import ClientProof, Hello, decode_server_proof
+from memstore.core.wire.handshake import ClientProof, Hello, HolderIdentity, decode_server_proof
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
     Admitted,
@@ -43,6 +43,7 @@ from memstore.core.wire.peer_messages import (
     Seal,
     decode_wanted,
 )
+from memstore.core.wire.rank_messages import Welcome, decode_greeting
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp, connect_unix
 from memstore.shell.rank.admin_link import Tool
@@ -77,7 +78,7 @@ class Trained:
     def peer(self, **changes: Any) -> Channel:
         """A connection as a host that knows the secret, unless `changes` says otherwise."""
         sides: dict[str, Any] = {"secret": self.cluster.secret, "store": self.cluster.config.store}
-        sides |= {"identity": {"role": "holder", "host": "h9", "incarnation": 1}, **changes}
+        sides |= {"identity": HolderIdentity(host="h9", incarnation=1), **changes}
         return connect_tcp(*self.address, timeout_s=10, **sides)
 
 
@@ -163,7 +164,7 @@ def test_a_challenge_sent_back_proves_nothing(trained: Trained) -> None:
     with Channel(trained.stranger()) as mirror:
         mirror.send(Kind.HELLO, 0, Hello(nonce=bytes(32)), deadline_s=5)
         first = decode_server_proof(mirror.recv(timeout_s=5).data)
-        proof = ClientProof(identity=frame.pack_body({"role": "holder"}), proof=first.proof)
+        proof = ClientProof(identity=encode(HolderIdentity(host="h9", incarnation=1)), proof=first.proof)
         mirror.send(Kind.AUTH2, 0, proof, deadline_s=5)
         assert mirror.recv(timeout_s=5).kind is Kind.ERROR
 
@@ -388,13 +389,13 @@ def test_nonsense_on_the_ranks_socket_ends_its_own_link(trained: Trained) -> Non
     path = trained.cluster.arena("h0") / "holder.sock"
     for hello in HELLOS:
         with contextlib.closing(connect_unix(path, timeout_s=5)) as link:
-            link.send(Kind.EVENT, 0, hello, deadline_s=5)
+            link.send(Kind.EVENT, 0, msgpack.packb(hello), deadline_s=5)
     for event in EVENTS:
         with contextlib.closing(connect_unix(path, timeout_s=5)) as link:
-            link.send(Kind.EVENT, 0, HELLO, deadline_s=5)
-            assert link.recv(timeout_s=5).body["k"] == "welcome"
+            link.send(Kind.EVENT, 0, msgpack.packb(HELLO), deadline_s=5)
+            assert isinstance(decode_greeting(link.recv(timeout_s=5).data), Welcome)
             with contextlib.suppress(errors.TransportError):  # no such process lives, so the link may be ended at once
-                link.send(Kind.EVENT, 0, event, deadline_s=5)
+                link.send(Kind.EVENT, 0, msgpack.packb(event), deadline_s=5)
                 link.recv(timeout_s=0.05)
 
 

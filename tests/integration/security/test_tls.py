@@ -20,6 +20,7 @@ from memstore.cli import main
 from memstore.config import Config
 from memstore.core.wire import frame as wire
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import HolderIdentity
 from memstore.errors import (
     AuthenticationError,
     ConfigError,
@@ -39,7 +40,9 @@ from memstore.testing.ranks.rank_process import RankNursery, together
 x509 = pytest.importorskip("cryptography.x509", reason="cryptography makes the certificates of these tests")
 SECRET = bytes(range(32))
 MARK = b"what no process on the way may read."
-SIDES = {"secret": SECRET, "store": "s", "identity": {"role": "holder"}}
+HOLDER = HolderIdentity(host="a", incarnation=1)
+SIDES = {"secret": SECRET, "store": "s", "identity": HOLDER}
+SERVES = {**SIDES, "identity": lambda: HOLDER}
 
 
 def authority(folder: Path) -> Callable[[str], Config]:
@@ -142,9 +145,9 @@ def test_bytes_on_the_way_are_readable_only_without_tls(
     with Channel(relay.left) as client, Channel(relay.right) as server:
         shake((client, server), aside, (tls_of(members["a"]), tls_of(members["b"])) if is_tls else None)
         bulk = MARK * 20_000
-        sent = aside(client.send, Kind.CHUNK, 7, {"mark": MARK}, [memoryview(bulk)], deadline_s=10)
+        sent = aside(client.send, Kind.CHUNK, 7, MARK, [memoryview(bulk)], deadline_s=10)
         frame = server.recv(timeout_s=10)
-        assert frame.body == {"mark": MARK}
+        assert frame.data == MARK
         got = bytearray(frame.bulk_bytes)
         server.recv_bulk_into(memoryview(got), timeout_s=10)
         sent.result(10)
@@ -170,7 +173,7 @@ def test_both_directions_at_once_through_small_buffers(
             end.recv_bulk_into(memoryview(got), timeout_s=20)
             return bytes(got)
 
-        work = [aside(end.send, Kind.CHUNK, 1, {"n": 1}, bulk, deadline_s=20) for end in (client, server)]
+        work = [aside(end.send, Kind.CHUNK, 1, b"body", bulk, deadline_s=20) for end in (client, server)]
         taken = [aside(take, end) for end in (client, server)]
         assert all(part.result(30) == b"".join(bulk) for part in taken)
         assert [part.result(30) for part in work] == [None, None]
@@ -213,7 +216,7 @@ def test_a_handshake_passed_on_by_another_member_is_refused(
         ]
         for source, sink in ((one, two), (two, one)):
             frame = source.recv(timeout_s=5)
-            sink.send(frame.kind, 0, frame.body, deadline_s=5)
+            sink.send(frame.kind, 0, bytes(frame.data), deadline_s=5)
         assert type(proofs[0].exception(5)) is AuthenticationError
         two.close()
         assert isinstance(proofs[1].exception(5), TransportError)
@@ -282,7 +285,7 @@ def test_a_mute_server_costs_the_callers_deadline(members: dict[str, Config]) ->
 
 def test_a_mute_client_costs_the_handshakes_deadline(members: dict[str, Config]) -> None:
     """Who connects to a TLS port and says nothing, or drips, is gone at the deadline."""
-    options: dict[str, Any] = {**SIDES, "on_channel": lambda *_: None, "handshake_timeout_s": 0.2}
+    options: dict[str, Any] = {**SERVES, "on_channel": lambda *_: None, "handshake_timeout_s": 0.2}
     with Listener.tcp("127.0.0.1", 0, **options, tls=tls_of(members["a"])) as server:
         with socket.create_connection(server.address) as mute:
             mute.settimeout(5)
@@ -305,7 +308,11 @@ def test_a_job_is_put_committed_and_restored_over_tls(
         ranks = fleet.begin(["h0", "h1"], last_step=3)
         before = cluster.settled_inventory(2)
         where, _, port = next(r["address"] for r in cluster.status()["hosts"] if r["host"] == "h0").rpartition(":")
-        sides = {"secret": cluster.secret, "store": cluster.config.store, "identity": {"role": "holder", "host": "h9"}}
+        sides = {
+            "secret": cluster.secret,
+            "store": cluster.config.store,
+            "identity": HolderIdentity(host="h9", incarnation=1),
+        }
         no_certificate = tls_of(members["a"])
         no_certificate = replace(no_certificate, client=_without_certificate(members["a"]))
         for tls, expected in (
@@ -392,7 +399,7 @@ def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Confi
 
 def test_a_plain_frame_header_is_not_taken_for_tls(members: dict[str, Config]) -> None:
     """A plain hello on a TLS port is refused before anything is answered but an alert."""
-    with Listener.tcp("127.0.0.1", 0, **SIDES, on_channel=lambda *_: None, tls=tls_of(members["a"])) as server:
+    with Listener.tcp("127.0.0.1", 0, **SERVES, on_channel=lambda *_: None, tls=tls_of(members["a"])) as server:
         with socket.create_connection(server.address) as plain:
             plain.settimeout(5)
             plain.sendall(wire.pack_header(Kind.HELLO))

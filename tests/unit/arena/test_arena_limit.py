@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from memstore.cli import main
 from memstore.cli.lifecycle import bill
 from memstore.config import Config
+from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError
 from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
+from memstore.testing.controller.holder import host_stats
+from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery
 
@@ -130,8 +134,10 @@ def test_an_arena_that_can_never_be_is_refused_and_a_small_one_is_warned_about(t
 
 def test_up_prints_the_bill() -> None:
     """Limit, why, what fits, for hosts alike in one line, and the warning with its remedy."""
-    stats = {"limit_bytes": 50 * MIB, "limit_why": "0.9 of what /dev/shm has free", "limit_warning": "it is small"}
-    hosts = [{"host": name, "status": "live", "stats": stats} for name in ("h0", "h1")]
+    stats = structs.replace(
+        host_stats(limit_bytes=50 * MIB), limit_why="0.9 of what /dev/shm has free", limit_warning="it is small"
+    )
+    hosts = [structs.replace(blank(HostRow), host=name, status="live", stats=stats) for name in ("h0", "h1")]
     lines = bill(hosts, {"durable": "/d"})
     assert lines == [
         "h0, h1: up to 50.0 MiB (0.9 of what /dev/shm has free); fits a state of 10.0 MiB per host with replicas=2, "

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memstore.client.connect import connect
-from memstore.core.report.problems import DEGRADED, problems
+from memstore.core.report.problems import DEGRADED
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 WAIT_S = 60.0
@@ -22,7 +22,7 @@ SPARE = 30  # enough for a rank, its copies and its host's peers
 
 
 def short_rows(cluster: ProcessCluster) -> list[dict[str, Any]]:
-    return [row for row in problems(cluster.status()) if "file descriptors" in row["cause"]]
+    return [row for row in cluster.status()["problems"] if "file descriptors" in row["cause"]]
 
 
 def processor_s(pid: int) -> float:

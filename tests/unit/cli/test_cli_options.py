@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
 from memstore.cli.options import check_host
 from memstore.cli.status import by_cause, problem_line, writers_line
+from memstore.core.wire.replies import Status
+from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ProblemRow
 from memstore.errors import ConfigError
+from memstore.testing.fuzz.message_samples import blank
 
 
 def test_a_hostname_names_its_only_host() -> None:
@@ -22,7 +27,8 @@ def test_a_hostname_names_its_only_host() -> None:
 
     Where two have one hostname no process is guessed.
     """
-    status = {"hosts": [{"host": name} for name in ("gpu-1-0a1b2c3d", "gpu-2-00000000", "gpu-2-11111111", "gpu-1-b")]}
+    names = ("gpu-1-0a1b2c3d", "gpu-2-00000000", "gpu-2-11111111", "gpu-1-b")
+    status = replace(blank(Status), hosts=[replace(blank(HostRow), host=name) for name in names])
     assert check_host(status, "gpu-1") == "gpu-1-0a1b2c3d"
     assert check_host(status, "gpu-1-b") == "gpu-1-b"
     for unclear in ("gpu-2", "gpu", "gpu.1"):
@@ -105,10 +111,10 @@ def test_a_step_is_a_number_or_latest(typed: str) -> None:
 def test_problems_of_one_cause_are_one_line() -> None:
     """Six jobs without durable storage are one thing to know; what differs in cause or remedy stays apart."""
     rows = [
-        {"severity": "note", "about": f"job{n}", "cause": "durable off", "since_s": float(n), "remedy": "durable="}
+        ProblemRow(severity="note", about=f"job{n}", cause="durable off", since_s=float(n), remedy="durable=")
         for n in range(6)
     ]
-    other = {"severity": "note", "about": "h1", "cause": "dead", "since_s": None, "remedy": "a replacement"}
+    other = ProblemRow(severity="note", about="h1", cause="dead", since_s=None, remedy="a replacement")
     lines = [problem_line(row) for row in by_cause([*rows[:3], other, *rows[3:]])]
     assert lines == [
         "! job0, job1, job2 and 3 more: durable off (5.0 s ago).  Remedy: durable=",
@@ -128,11 +134,15 @@ def test_hosts_that_ray_nodes_share_are_named_with_the_label_that_parts_them() -
 
 def test_writers_are_named_where_some_ranks_do_not_copy() -> None:
     """One writer is "rank 0 copies"; where every rank copies there is nothing to know."""
-    job = {"job": "train", "world_size": 4, "shards": 1}
-    assert writers_line({**job, "writers": [0, 2]}) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
-    assert writers_line({**job, "writers": [0]}) == "train: rank 0 copies for 4 ranks of 1 shard\n"
-    assert writers_line({**job, "world_size": 1, "writers": [0]}) == ""
-    assert writers_line(job) == ""
+    newest = replace(blank(AttemptStatus), world_size=4, shards=1)
+
+    def line(**changes: Any) -> str:
+        return writers_line(replace(blank(JobRow), job="train", newest=replace(newest, **changes)))
+
+    assert line(writers=[0, 2]) == "train: ranks 0, 2 copy for 4 ranks of 1 shard\n"
+    assert line(writers=[0]) == "train: rank 0 copies for 4 ranks of 1 shard\n"
+    assert line(world_size=1, writers=[0]) == ""
+    assert line() == ""
 
 
 @pytest.mark.parametrize(

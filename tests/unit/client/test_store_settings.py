@@ -21,6 +21,7 @@ from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, decode_holder_message
 from memstore.errors import PeerTimeout
@@ -63,7 +64,7 @@ def a_holder(**config: Any) -> Iterator[Holder]:
 def as_controller(holder: Holder, address: str, port: int) -> Channel:
     """Connect as the controller does."""
     return connect_tcp(
-        address, port, secret=SECRET, store=holder.config.store, identity={"role": "controller", "term": 1},
+        address, port, secret=SECRET, store=holder.config.store, identity=ControllerIdentity(term=1),
         timeout_s=WAIT_S,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from memstore.core.wire import frame
 from memstore.core.wire.codec import Message, decode_reply, encode
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
     Admitted,
@@ -53,7 +54,7 @@ def stranger(holder: Holder) -> Channel:
     """Connect as the holder of a host that the store does not know, with its secret."""
     return connect_tcp(
         holder.state.info.address, holder.state.info.port, secret=holder.secret, store=holder.config.store,
-        identity={"role": "holder", "host": "z"}, timeout_s=5,
+        identity=HolderIdentity(host="z", incarnation=1), timeout_s=5,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from memstore.config import Config
 from memstore.core.journal import records as records_module
 from memstore.core.journal.records import place_of_record
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import (
     JournalAppend,
     JournalKeep,
@@ -79,7 +80,7 @@ def dial(holder: Holder) -> Iterator[Dial]:
     def connect(term: int) -> Channel:
         channel = connect_tcp(
             holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
-            identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+            identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
         )  # fmt: skip
         made.append(channel)
         return channel
@@ -339,7 +340,7 @@ def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(hold
     holder.state.info = replace(here, port=0)
     with connect_tcp(
         here.address, here.port, secret=SECRET, store=holder.config.store,
-        identity={"role": "controller", "term": 2}, timeout_s=WAIT_S,
+        identity=ControllerIdentity(term=2), timeout_s=WAIT_S,
     ) as early, pytest.raises(PeerUnreachable):  # fmt: skip
         received(early)
     holder.state.info = here

@@ -11,6 +11,7 @@ import pytest
 
 from memstore.config import Config
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.orders import JournalAppend, JournalReplace, Order, PushTargets
 from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
 from memstore.drills.breaking.kept_up import FullFileSystem
@@ -69,7 +70,7 @@ def dial(holder: Holder, term: int) -> Channel:
     """Connect as the controller of a term."""
     return connect_tcp(
         holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
-        identity={"role": "controller", "term": term}, timeout_s=WAIT_S,
+        identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
     )  # fmt: skip
 
 

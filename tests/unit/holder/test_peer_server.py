@@ -14,6 +14,7 @@ import pytest
 from memstore.core.arena.share import PeerShare
 from memstore.core.wire.codec import Message, encode
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import Abort, Admitted, Done, HasCopy, Offer, Ping, Refused
 from memstore.errors import PeerUnreachable
@@ -137,9 +138,9 @@ def test_an_incoming_replica_outlives_the_connection_that_offered_it(replicas: R
     server = PeerServer(replicas, "a", is_fenced=lambda job, attempt: False, on_sealed=lambda copy: None)
     replicas.claim("job", PeerShare(1, {}, 2))
     shard = ShardId("job", 1, 7, 1)
-    identity = {"host": "b", "incarnation": 1}
+    identity = HolderIdentity(host="b", incarnation=1)
     first, second, older = Line(), Line(), Line()
-    lives = {first: identity, second: identity, older: {**identity, "incarnation": 0}}
+    lives = {first: identity, second: identity, older: HolderIdentity(host="b", incarnation=0)}
     serving = {
         line: threading.Thread(target=server.serve, args=(cast(Channel, line), of)) for line, of in lives.items()
     }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from memstore.config import Config
 from memstore.core.arena.replica_index import StoredReplica
@@ -18,7 +19,8 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
-from memstore.core.wire.frame import Kind, pack_body
+from memstore.core.wire.codec import encode
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import DropJob, GiveUpFork
 from memstore.core.wire.rank_messages import (
@@ -34,7 +36,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import ShardStaged, pack_reply
+from memstore.core.wire.replies import ShardStaged, Status
 from memstore.core.wire.reports import Called, HolderMessage, RankArrived, RankGone
 from memstore.errors import ConfigError, FencedError
 from memstore.shell.arena.lock import process_start_time
@@ -49,6 +51,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.fuzz.message_samples import blank
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
@@ -154,9 +157,14 @@ def receive(channel: Channel) -> HolderEvent:
     return decode_holder_event(channel.recv(timeout_s=WAIT_S).data)
 
 
-def answered(reply: dict[str, Any]) -> AskAnswered:
+def saying(words: str) -> Status:
+    """An answer that is known by its words."""
+    return replace(blank(Status), failure_domains=[words])
+
+
+def answered(reply: Status) -> AskAnswered:
     """The answer to the rank's first question."""
-    return AskAnswered(id=1, reply=pack_body(reply))
+    return AskAnswered(id=1, reply=encode(reply))
 
 
 def ask(site: Site, channel: Channel, request: RankCall = STATUS) -> int:
@@ -176,9 +184,9 @@ def test_the_answer_to_a_closed_store_is_not_given_to_its_successor(site: Site, 
     newer = hello(life=2)
     second = ask(site, newer)
     assert second != first
-    site.holder.ranks.answer(first, pack_reply({"to": "the old store"}), None)
-    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
-    assert receive(newer) == answered({"to": "the new store"})
+    site.holder.ranks.answer(first, encode(saying("the old store")), None)
+    site.holder.ranks.answer(second, encode(saying("the new store")), None)
+    assert receive(newer) == answered(saying("the new store"))
 
 
 def test_who_connects_is_in_the_inventory_before_it_is_reported(
@@ -204,9 +212,9 @@ def test_the_answer_to_a_former_holder_is_given_to_no_process(site: Site, hello:
     site.begin(64)
     newer = hello(life=2, nonce="m")
     second = ask(site, newer)
-    site.holder.ranks.answer(first, pack_reply({"to": "a rank of the former holder"}), None)
-    site.holder.ranks.answer(second, pack_reply({"to": "the new store"}), None)
-    assert receive(newer) == answered({"to": "the new store"})
+    site.holder.ranks.answer(first, encode(saying("a rank of the former holder")), None)
+    site.holder.ranks.answer(second, encode(saying("the new store")), None)
+    assert receive(newer) == answered(saying("the new store"))
 
 
 def test_a_store_that_says_bye_is_asked_for_no_more(site: Site, hello: Callable[..., Channel]) -> None:
@@ -228,10 +236,10 @@ def test_a_call_that_is_asked_again_on_a_new_link_is_one_call(site: Site, hello:
     old.abort()
     newer = hello(life=1)
     assert ask(site, newer) == first
-    site.holder.ranks.answer(first, pack_reply({"turn": 1}), None)
-    site.holder.ranks.answer(first, pack_reply({"turn": 2}), None)
-    site.holder.ranks.answer(ask(site, newer), pack_reply({"turn": 3}), None)
-    assert [receive(newer) for _ in range(2)] == [answered({"turn": 1}), answered({"turn": 3})]
+    site.holder.ranks.answer(first, encode(saying("1")), None)
+    site.holder.ranks.answer(first, encode(saying("2")), None)
+    site.holder.ranks.answer(ask(site, newer), encode(saying("3")), None)
+    assert [receive(newer) for _ in range(2)] == [answered(saying("1")), answered(saying("3"))]
 
 
 # -- pid namespaces ---------------------------------------------------------------------------------
@@ -265,7 +273,7 @@ def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
         return manifest(*named)
 
     monkeypatch.setattr(replicas, "manifest", read_after_the_link)
-    site.holder.ranks.answer(number, pack_reply(answer), None)
+    site.holder.ranks.answer(number, encode(answer), None)
     assert not replica.pins
 
 
@@ -276,7 +284,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
     number = ask(site, channel, READ)
     path = site.holder.folder / "manifests" / ManifestFolder.name_of(replica.shard, replica.spec.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    site.holder.ranks.answer(number, pack_reply(answer), None)
+    site.holder.ranks.answer(number, encode(answer), None)
     refused = receive(channel)
     assert isinstance(refused, AskRefused)
     assert refused.error == "RecoveryError"

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
+from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
-from memstore.core.wire.replies import ChunksStaged, StepList, pack_reply
+from memstore.core.wire.replies import ChunksStaged, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.page_locks import lock_free
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -251,7 +252,7 @@ class Reader:
     def relay(self, stored: StoredReplica, call_id: int, request: ReadRanges | AskSteps) -> None:
         if isinstance(request, AskSteps):
             none = StepList(attempt=1, steps=[], gone=[], attempts=[], pins={}, origin=None)
-            self.holder.ranks.answer(call_id, pack_reply(none), None)
+            self.holder.ranks.answer(call_id, encode(none), None)
             return
         self.count += 1
         bad = stage(self.holder, order(stored, [[run.first, run.count] for run in request.chunks], self.count))
@@ -262,7 +263,7 @@ class Reader:
             self.holder.replicas.verify_slots([slot])
         error = ["RecoveryError", f"{bad} are damaged"] if bad else None
         reply = ChunksStaged(step=2, attempt=1, verdict="peer", why="", read=self.count)
-        self.holder.ranks.answer(call_id, None if bad else pack_reply(reply), error)
+        self.holder.ranks.answer(call_id, None if bad else encode(reply), error)
 
 
 @pytest.fixture

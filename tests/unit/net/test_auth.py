@@ -11,16 +11,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import msgspec
 import pytest
 
 from memstore import errors
-from memstore.core.wire import frame
+from memstore.core.wire.codec import encode
 from memstore.core.wire.error_message import ErrorMessage, decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import (
     ClientProof,
+    ControllerIdentity,
     Hello,
+    HolderIdentity,
+    ProbeIdentity,
     ServerProof,
     decode_hello,
     decode_server_proof,
@@ -29,6 +33,7 @@ from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel
 
 SECRET = bytes(range(32))
+HOLDER, PROBE = HolderIdentity(host="a", incarnation=1), ProbeIdentity()
 
 
 @pytest.fixture
@@ -48,8 +53,8 @@ def aside() -> Iterator[Callable[..., Future[Any]]]:
 
 def shake(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], **theirs: Any) -> tuple[Any, Any]:
     """Run both sides of a handshake and return result or error of client and server."""
-    server = {"secret": SECRET, "store": "default", "identity": {"role": "holder"}, "timeout_s": 5.0}
-    client = {**server, "identity": {"role": "rank"}, **theirs}
+    server = {"secret": SECRET, "store": "default", "identity": HOLDER, "timeout_s": 5.0}
+    client = {**server, "identity": PROBE, **theirs}
     outcomes = [
         aside(auth.authenticate_client, pair[0], **client),
         aside(auth.authenticate_server, pair[1], **server),
@@ -62,12 +67,10 @@ def test_handshake_exchanges_proven_identities(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], secret: bytes | None
 ) -> None:
     """Both ends learn who the other is, and frames beyond the handshake pass from then on."""
-    identity = {"role": "x"}
-    client = aside(auth.authenticate_client, pair[0], secret, store="s", identity=identity, timeout_s=5)
-    server = aside(auth.authenticate_server, pair[1], secret, store="s", identity={"role": "y"}, timeout_s=5)
-    assert (client.result(5), server.result(5)) == ({"role": "y"}, {"role": "x"})
-    assert pair[0].identity == {"role": "y"}
-    pair[0].send(Kind.CHUNK, 1, {"a": bytes(9000)}, deadline_s=5)
+    client = aside(auth.authenticate_client, pair[0], secret, store="s", identity=PROBE, timeout_s=5)
+    server = aside(auth.authenticate_server, pair[1], secret, store="s", identity=HOLDER, timeout_s=5)
+    assert (client.result(5), server.result(5)) == (HOLDER, PROBE)
+    pair[0].send(Kind.CHUNK, 1, bytes(9000), deadline_s=5)
     assert pair[1].recv(timeout_s=5).kind is Kind.CHUNK
 
 
@@ -82,7 +85,6 @@ def test_wrong_secret_or_store_fails_on_both_ends_without_naming_the_secret(
         assert channel.peer in str(outcome)
         assert SECRET.hex() not in str(outcome)
         assert channel.is_closed
-        assert channel.identity == {}
 
 
 def hello(channel: Channel) -> ServerProof:
@@ -95,9 +97,9 @@ def test_a_servers_own_proof_sent_back_proves_nothing(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
 ) -> None:
     """Reflection: echoing the server's MAC as the client's is refused (fault F33)."""
-    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity=PROBE, timeout_s=5)
     first = hello(pair[0])
-    proof = ClientProof(identity=frame.pack_body({}), proof=first.proof)
+    proof = ClientProof(identity=encode(PROBE), proof=first.proof)
     pair[0].send(Kind.AUTH2, 0, proof, deadline_s=5)
     assert type(server.exception(5)) is errors.AuthenticationError
 
@@ -106,7 +108,7 @@ def test_a_client_refuses_its_own_nonce_and_a_proof_borrowed_from_a_server(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
 ) -> None:
     """A mirror in place of a server is refused before the client has said who it is."""
-    client = aside(auth.authenticate_client, pair[0], SECRET, store="s", identity={"role": "secret"}, timeout_s=5)
+    client = aside(auth.authenticate_client, pair[0], SECRET, store="s", identity=HOLDER, timeout_s=5)
     nonce = decode_hello(pair[1].recv(timeout_s=5).data).nonce
     pair[1].send(Kind.AUTH1, 0, ServerProof(nonce=nonce, proof=bytes(32)), deadline_s=5)
     assert type(client.exception(5)) is errors.AuthenticationError
@@ -125,11 +127,11 @@ def test_a_recorded_handshake_does_not_work_again(aside: Callable[..., Future[An
 
     left, right = socket.socketpair()
     with Recording(left) as client, Channel(right) as server:
-        assert shake((client, server), aside) == ({"role": "holder"}, {"role": "rank"})
+        assert shake((client, server), aside) == (HOLDER, PROBE)
     assert [kind for kind, _ in recorded] == [Kind.HELLO, Kind.AUTH2]
     left, right = socket.socketpair()
     with Channel(left) as stranger, Channel(right) as server:
-        again = aside(auth.authenticate_server, server, SECRET, store="default", identity={}, timeout_s=5)
+        again = aside(auth.authenticate_server, server, SECRET, store="default", identity=PROBE, timeout_s=5)
         for kind, body in recorded:
             stranger.send(kind, 0, body, deadline_s=5)
         assert type(again.exception(5)) is errors.AuthenticationError
@@ -144,7 +146,7 @@ def test_an_identity_changed_on_the_way_is_refused(
 
     def tamper(self: Channel, kind: Kind, request_id: int, body: Any, *, deadline_s: float) -> None:
         if kind is changed:
-            body = msgspec.structs.replace(body, identity=frame.pack_body({"role": "controller"}))
+            body = msgspec.structs.replace(body, identity=encode(ControllerIdentity(term=1)))
         send(self, kind, request_id, body, deadline_s=deadline_s)
 
     monkeypatch.setattr(Channel, "send", tamper)
@@ -167,8 +169,8 @@ def test_malformed_handshakes_are_refused(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], body: dict[str, Any]
 ) -> None:
     """Missing or mistyped fields are an AuthenticationError, nothing else."""
-    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
-    pair[0].send(Kind.HELLO, 0, body, deadline_s=5)
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity=PROBE, timeout_s=5)
+    pair[0].send(Kind.HELLO, 0, msgpack.packb(body), deadline_s=5)
     assert type(server.exception(5)) is errors.AuthenticationError
 
 
@@ -180,24 +182,26 @@ def test_a_handshake_has_one_deadline_for_all_its_frames(
     monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: next(times, 100.0)))
     pair[0].send(Kind.HELLO, 0, Hello(nonce=bytes(32)), deadline_s=5)
     with pytest.raises(errors.PeerTimeout) as caught:
-        auth.authenticate_server(pair[1], SECRET, store="s", identity={}, timeout_s=5)
+        auth.authenticate_server(pair[1], SECRET, store="s", identity=PROBE, timeout_s=5)
     assert caught.value.limit_s == 0  # type: ignore[attr-defined]
 
 
 def test_a_silent_peer_costs_the_deadline(pair: tuple[Channel, Channel]) -> None:
     """A silent peer is a PeerTimeout, and the channel is closed."""
     with pytest.raises(errors.PeerTimeout):
-        auth.authenticate_client(pair[0], SECRET, store="s", identity={}, timeout_s=0.05)
+        auth.authenticate_client(pair[0], SECRET, store="s", identity=PROBE, timeout_s=0.05)
     assert pair[0].is_closed
 
 
-@pytest.mark.parametrize("wrong", [{"secret": b"short"}, {"identity": {"a": bytes(3000)}}])
+@pytest.mark.parametrize("wrong", [{"secret": b"short"}, {"identity": HolderIdentity(host="h" * 3000, incarnation=1)}])
 def test_a_short_secret_or_a_long_identity_is_a_config_error(
     pair: tuple[Channel, Channel], wrong: dict[str, Any]
 ) -> None:
     """Caught before a byte is sent."""
     with pytest.raises(errors.ConfigError, match="bytes"):
-        auth.authenticate_client(pair[0], **{"secret": SECRET, "store": "s", "identity": {}, "timeout_s": 1.0, **wrong})
+        auth.authenticate_client(
+            pair[0], **{"secret": SECRET, "store": "s", "identity": PROBE, "timeout_s": 1.0, **wrong}
+        )
 
 
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CALL])
@@ -205,7 +209,7 @@ def test_a_stranger_meets_the_strict_limits_on_any_channel(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], kind: Kind
 ) -> None:
     """From the first byte of the handshake on, a long body or an early CALL is refused from its header."""
-    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity={}, timeout_s=5)
-    pair[0].send(kind, 0, {"nonce": bytes(32), "more": bytes(5000 if kind is Kind.HELLO else 0)}, deadline_s=5)
+    server = aside(auth.authenticate_server, pair[1], SECRET, store="s", identity=PROBE, timeout_s=5)
+    pair[0].send(kind, 0, bytes(5000 if kind is Kind.HELLO else 32), deadline_s=5)
     assert type(server.exception(5)) is errors.ProtocolError
     assert pair[1].is_closed

@@ -63,10 +63,10 @@ def test_frames_arrive_as_sent_in_order(pair: tuple[Channel, Channel]) -> None:
     """Kind, id, body and bulk come out as they went in, frame after frame."""
     left, right = pair
     bulk = views(5, 0, 70_000)
-    left.send(Kind.EVENT, 3, {"a": [1, b"x", None]}, deadline_s=5)
-    left.send(Kind.CHUNK, 4, None, bulk, deadline_s=5)
+    left.send(Kind.EVENT, 3, b"body", deadline_s=5)
+    left.send(Kind.CHUNK, 4, b"", bulk, deadline_s=5)
     left.send(Kind.BYE, deadline_s=5)
-    assert right.recv(timeout_s=5) == (Kind.EVENT, 3, wire.pack_body({"a": [1, b"x", None]}), 0)
+    assert right.recv(timeout_s=5) == (Kind.EVENT, 3, b"body", 0)
     assert right.recv(timeout_s=5) == (Kind.CHUNK, 4, b"", 70_005)
     first, second = bytearray(5), bytearray(70_000)
     right.recv_bulk_into(memoryview(first), timeout_s=5)
@@ -84,7 +84,7 @@ def test_bulk_larger_than_every_buffer_arrives_through_partial_sends(
         for sock in sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         bulk = views(*[331] * 2500, 1 << 20)
-        sent = aside(left.send, Kind.CHUNK, 1, {"n": 1}, bulk, deadline_s=20)
+        sent = aside(left.send, Kind.CHUNK, 1, b"body", bulk, deadline_s=20)
         frame = right.recv(timeout_s=20)
         got = bytearray(frame.bulk_bytes)
         right.recv_bulk_into(memoryview(got), timeout_s=20)
@@ -95,7 +95,7 @@ def test_bulk_larger_than_every_buffer_arrives_through_partial_sends(
 def test_views_of_other_formats_are_sent_as_their_bytes(pair: tuple[Channel, Channel]) -> None:
     """A view of floats counts and travels in bytes."""
     left, right = pair
-    left.send(Kind.CHUNK, 1, None, [memoryview(struct.pack("4d", 1, 2, 3, 4)).cast("d")], deadline_s=5)
+    left.send(Kind.CHUNK, 1, b"", [memoryview(struct.pack("4d", 1, 2, 3, 4)).cast("d")], deadline_s=5)
     got = memoryview(bytearray(32)).cast("d")
     assert right.recv(timeout_s=5).bulk_bytes == 32
     right.recv_bulk_into(got, timeout_s=5)
@@ -105,7 +105,7 @@ def test_views_of_other_formats_are_sent_as_their_bytes(pair: tuple[Channel, Cha
 def test_bulk_must_be_taken_before_the_next_frame_and_never_more_than_there_is(pair: tuple[Channel, Channel]) -> None:
     """A receiver that forgets the bulk is reported; skip_bulk drops the rest."""
     left, right = pair
-    left.send(Kind.CHUNK, 1, None, views(1000), deadline_s=5)
+    left.send(Kind.CHUNK, 1, b"", views(1000), deadline_s=5)
     left.send(Kind.EVENT, 2, deadline_s=5)
     right.recv(timeout_s=5)
     with pytest.raises(errors.InternalError, match="1,000 bulk bytes"):
@@ -131,7 +131,7 @@ def test_a_timeout_between_frames_leaves_the_channel_usable(pair: tuple[Channel,
 @pytest.mark.parametrize("cut", [1, 31, 32, 35])
 def test_a_timeout_inside_a_frame_ends_the_channel(sockets: tuple[socket.socket, socket.socket], cut: int) -> None:
     """Half a header or half a body within the limit is a timeout, and no later byte is taken for a header."""
-    body = wire.pack_body({"a": 12345})
+    body = b"body 12345"
     with Channel(sockets[1]) as right:
         sockets[0].sendall((wire.pack_header(Kind.EVENT, 1, body) + body)[:cut])
         with pytest.raises(errors.PeerTimeout):
@@ -175,7 +175,7 @@ def test_a_send_into_a_full_connection_times_out(pair: tuple[Channel, Channel]) 
     bulk = views(wire.BULK_BYTES_MAX)
     began = time.monotonic()
     with pytest.raises(errors.PeerTimeout, match="send CHUNK"):
-        left.send(Kind.CHUNK, 1, None, bulk, deadline_s=0.2)
+        left.send(Kind.CHUNK, 1, b"", bulk, deadline_s=0.2)
     assert time.monotonic() - began < 3
     assert left.is_closed
 
@@ -185,7 +185,7 @@ def test_a_sender_waits_for_another_sender_only_until_its_deadline(
 ) -> None:
     """A heartbeat behind a stuck bulk send fails in time."""
     left, right = pair
-    stuck = aside(left.send, Kind.CHUNK, 1, None, views(wire.BULK_BYTES_MAX), deadline_s=20)
+    stuck = aside(left.send, Kind.CHUNK, 1, b"", views(wire.BULK_BYTES_MAX), deadline_s=20)
     right.recv(timeout_s=5)
     with pytest.raises(errors.PeerTimeout, match="send EVENT"):
         left.send(Kind.EVENT, 2, deadline_s=0.05)
@@ -211,7 +211,7 @@ def test_end_of_stream_between_frames_is_reported_from_one_inside(sockets: tuple
 def test_end_of_stream_inside_a_frame_is_not_eof(sockets: tuple[socket.socket, socket.socket], cut: int) -> None:
     """A torn frame is a lost peer, not an orderly end (fault F19)."""
     left, right = sockets
-    body = wire.pack_body({"a": 12345})
+    body = b"body 12345"
     with Channel(right) as channel:
         left.sendall((wire.pack_header(Kind.EVENT, 1, body) + body)[:cut])
         left.close()
@@ -287,7 +287,7 @@ def test_a_strangers_long_body_is_refused_from_its_header(sockets: tuple[socket.
 
 def test_a_flipped_bit_in_a_body_ends_the_channel(sockets: tuple[socket.socket, socket.socket]) -> None:
     """A corrupted step number never reaches the caller (fault F21)."""
-    body = wire.pack_body({"step": 100})
+    body = b"step 100"
     frame = bytearray(wire.pack_header(Kind.CALL, 1, body) + body)
     frame[-1] ^= 1
     with Channel(sockets[1]) as right:
@@ -305,17 +305,17 @@ def test_request_returns_the_reply_and_raises_the_peers_error(
 
     def serve() -> None:
         call = right.recv(timeout_s=5)
-        right.send(Kind.REPLY, call.request_id, {"n": call.body["n"] + 1}, views(3), deadline_s=5)
+        right.send(Kind.REPLY, call.request_id, bytes(call.data) + b"!", views(3), deadline_s=5)
         call = right.recv(timeout_s=5)
         refusal = errors.CapacityError("no room", bytes_asked=5)
         right.send(Kind.ERROR, call.request_id, ErrorMessage.of(refusal), deadline_s=5)
 
     served = aside(serve)
-    reply = left.request({"n": 1}, timeout_s=5)
-    assert (reply.body, reply.bulk_bytes) == ({"n": 2}, 3)
+    reply = left.request(b"1", timeout_s=5)
+    assert (reply.data, reply.bulk_bytes) == (b"1!", 3)
     left.skip_bulk(timeout_s=5)
     with pytest.raises(errors.CapacityError, match="no room") as caught:
-        left.request({"n": 1}, timeout_s=5)
+        left.request(b"1", timeout_s=5)
     assert caught.value.bytes_asked == 5  # type: ignore[attr-defined]
     served.result(5)
 
@@ -324,13 +324,13 @@ def test_a_late_reply_is_dropped_and_a_strange_one_ends_the_channel(pair: tuple[
     """The answer to a call that timed out is never taken for the answer to the next one."""
     left, right = pair
     with pytest.raises(errors.PeerTimeout):
-        left.request({"n": 1}, timeout_s=0.01)
-    right.send(Kind.REPLY, 1, {"late": True}, views(9), deadline_s=5)
-    right.send(Kind.REPLY, 2, {"late": False}, deadline_s=5)
-    assert left.request({"n": 2}, timeout_s=5).body == {"late": False}
-    right.send(Kind.REPLY, 77, {}, deadline_s=5)
+        left.request(b"1", timeout_s=0.01)
+    right.send(Kind.REPLY, 1, b"late", views(9), deadline_s=5)
+    right.send(Kind.REPLY, 2, b"2", deadline_s=5)
+    assert left.request(b"2", timeout_s=5).data == b"2"
+    right.send(Kind.REPLY, 77, b"", deadline_s=5)
     with pytest.raises(errors.ProtocolError, match="REPLY 77"):
-        left.request({"n": 3}, timeout_s=5)
+        left.request(b"3", timeout_s=5)
     assert left.is_closed
 
 
@@ -338,7 +338,7 @@ def test_both_directions_run_at_once(pair: tuple[Channel, Channel], aside: Calla
     """Two ends that send more than the buffers hold at the same moment do not lock each other up."""
     left, right = pair
     bulk = views(16 << 20)
-    sends = [aside(end.send, Kind.CHUNK, 1, None, bulk, deadline_s=20) for end in pair]
+    sends = [aside(end.send, Kind.CHUNK, 1, b"", bulk, deadline_s=20) for end in pair]
 
     def take(end: Channel) -> bytearray:
         got = bytearray(end.recv(timeout_s=20).bulk_bytes)

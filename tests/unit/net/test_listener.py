@@ -18,12 +18,14 @@ import pytest
 from memstore import errors
 from memstore.core.wire import frame
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import HolderIdentity, Identity, ProbeIdentity
 from memstore.shell.host import interface
 from memstore.shell.net import listener
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.listener import Listener, connect_tcp, connect_unix
+from memstore.shell.net.listener import Listener, Process, connect_tcp, connect_unix
 
 SECRET = bytes(range(32))
+HOLDER, PROBE = HolderIdentity(host="a", incarnation=1), ProbeIdentity()
 
 
 @pytest.fixture(autouse=True)
@@ -43,35 +45,34 @@ def until(condition: Callable[[], bool], what: str) -> None:
         tick.wait(0.002)
 
 
-def echo(channel: Channel, identity: dict[str, Any]) -> None:
+def echo(channel: Channel, identity: object) -> None:
     """Answer every call with its body and who asked, until the peer goes."""
     while True:
         call = channel.recv(timeout_s=None)
-        channel.send(Kind.REPLY, call.request_id, {**call.body, "you": identity}, deadline_s=5)
+        channel.send(Kind.REPLY, call.request_id, bytes(call.data) + repr(identity).encode(), deadline_s=5)
 
 
 def serve(**options: Any) -> Listener:
-    defaults = {"secret": SECRET, "store": "s", "identity": {"role": "holder"}, "on_channel": echo}
+    defaults = {"secret": SECRET, "store": "s", "identity": lambda: HOLDER, "on_channel": echo}
     return Listener.tcp("127.0.0.1", 0, **{**defaults, **options})
 
 
 def connect(where: Listener, **options: Any) -> Channel:
-    defaults = {"secret": SECRET, "store": "s", "identity": {"role": "rank"}, "timeout_s": 5.0}
+    defaults = {"secret": SECRET, "store": "s", "identity": PROBE, "timeout_s": 5.0}
     return connect_tcp(*where.address[:2], **{**defaults, **options})
 
 
 def works(where: Listener) -> bool:
     with connect(where) as channel:
-        return channel.request({"n": 1}, timeout_s=5).body == {"n": 1, "you": {"role": "rank"}}
+        return channel.request(b"1", timeout_s=5).data == b"1" + repr(PROBE).encode()
 
 
 def test_peers_that_know_the_secret_are_served_and_know_each_other() -> None:
     """Both identities arrive; many clients are served at once."""
     with serve() as server:
         channels = [connect(server) for _ in range(5)]
-        assert [channel.identity for channel in channels] == [{"role": "holder"}] * 5
         for channel in channels:
-            assert channel.request({"n": 1}, timeout_s=5).body["you"] == {"role": "rank"}
+            assert channel.request(b"1", timeout_s=5).data == b"1" + repr(PROBE).encode()
         assert server.connections == 5
         for channel in channels:
             channel.close()
@@ -84,7 +85,7 @@ def test_peers_that_know_the_secret_are_served_and_know_each_other() -> None:
         pytest.param(b"", id="nothing"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, id="http"),
         pytest.param(os.urandom(5000), id="noise"),
-        pytest.param(frame.pack_header(Kind.CALL, 1, frame.pack_body({"a": 1})) + frame.pack_body({"a": 1}), id="call"),
+        pytest.param(frame.pack_header(Kind.CALL, 1, b"a body") + b"a body", id="call"),
         pytest.param(frame.pack_header(Kind.HELLO, 1, bytes(4097)), id="long hello"),
         pytest.param(frame.pack_header(Kind.HELLO, 1, b"\xdd\xff\xff\xff\xff") + b"\xdd\xff\xff\xff\xff", id="array"),
         pytest.param(frame.pack_header(Kind.HELLO, 1, b"", 1 << 20), id="bulk"),
@@ -95,7 +96,7 @@ def test_garbage_on_the_port_leaves_the_listener_serving(garbage: bytes) -> None
     """The stranger is closed and counted, never reaches the callback, and a peer is served afterwards."""
     seen: list[dict[str, Any]] = []
 
-    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
+    def on_channel(channel: Channel, identity: Identity) -> None:
         seen.append(identity)
         echo(channel, identity)
 
@@ -106,7 +107,7 @@ def test_garbage_on_the_port_leaves_the_listener_serving(garbage: bytes) -> None
                 stranger.shutdown(socket.SHUT_WR)
             until(lambda: server.refused == 1, "stranger refused")
         assert works(server)
-        assert seen == [{"role": "rank"}]
+        assert seen == [PROBE]
 
 
 @pytest.mark.parametrize("theirs", [{"secret": bytes(32)}, {"secret": None}, {"store": "other"}])
@@ -214,13 +215,13 @@ def test_a_finished_connection_frees_its_socket_at_once() -> None:
 def test_an_error_in_the_callback_costs_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     """A bug in a handler closes that channel, is logged, and the listener goes on."""
 
-    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
-        if identity["role"] == "bad":
+    def on_channel(channel: Channel, identity: Identity) -> None:
+        if identity == HOLDER:
             raise KeyError("bug")
         echo(channel, identity)
 
     with serve(on_channel=on_channel) as server:
-        with connect(server, identity={"role": "bad"}) as channel, pytest.raises(errors.PeerUnreachable):
+        with connect(server, identity=HOLDER) as channel, pytest.raises(errors.PeerUnreachable):
             channel.recv(timeout_s=5)
         assert works(server)
         until(lambda: "an error of ours" in caplog.text, "bug logged")
@@ -242,7 +243,7 @@ def test_a_session_that_ends_by_a_message_that_is_none_says_so(caplog: pytest.Lo
 def test_an_error_of_the_machine_in_the_callback_is_not_called_ours(caplog: pytest.LogCaptureFixture) -> None:
     """A full table of descriptors costs the connection and one line that names it, without a traceback."""
 
-    def on_channel(channel: Channel, identity: dict[str, Any]) -> None:
+    def on_channel(channel: Channel, identity: Identity) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with serve(on_channel=on_channel) as server:
@@ -275,14 +276,13 @@ def test_failing_accepts_do_not_stop_the_listener(monkeypatch: pytest.MonkeyPatc
 def test_listening_beyond_loopback_needs_a_secret(address: str) -> None:
     """Without a secret only loopback is served (I19)."""
     with pytest.raises(errors.ConfigError, match="without a secret"):
-        Listener.tcp(address, 0, secret=None, store="s", identity={}, on_channel=echo)
+        Listener.tcp(address, 0, secret=None, store="s", identity=lambda: PROBE, on_channel=echo)
 
 
 def test_loopback_without_a_secret_still_exchanges_identities() -> None:
     """Both sides without a secret find each other."""
     with serve(secret=None) as server, connect(server, secret=None) as channel:
-        assert channel.identity == {"role": "holder"}
-        assert channel.request({}, timeout_s=5).body == {"you": {"role": "rank"}}
+        assert channel.request(b"", timeout_s=5).data == repr(PROBE).encode()
 
 
 def test_an_address_in_use_or_not_ours_is_a_config_error() -> None:
@@ -290,9 +290,9 @@ def test_an_address_in_use_or_not_ours_is_a_config_error() -> None:
     with serve() as server:
         port = server.address[1]
         with pytest.raises(errors.ConfigError, match=f"127.0.0.1 port {port}"):
-            Listener.tcp("127.0.0.1", port, secret=SECRET, store="s", identity={}, on_channel=echo)
+            Listener.tcp("127.0.0.1", port, secret=SECRET, store="s", identity=lambda: PROBE, on_channel=echo)
     with pytest.raises(errors.ConfigError, match="not an IP address"):
-        Listener.tcp("no such host", 0, secret=SECRET, store="s", identity={}, on_channel=echo)
+        Listener.tcp("no such host", 0, secret=SECRET, store="s", identity=lambda: PROBE, on_channel=echo)
 
 
 def test_connecting_to_no_process_is_unreachable_and_to_silence_a_timeout(tmp_path: Path) -> None:
@@ -373,9 +373,8 @@ def test_unix_peers_are_known_by_the_kernel(tmp_path: Path, name: str) -> None:
         assert server.address == str(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with connect_unix(path, timeout_s=5) as channel:
-            me = {"pid": os.getpid(), "uid": os.getuid()}
-            assert channel.identity == me
-            assert channel.request({}, timeout_s=5).body == {"you": me}
+            me = Process(os.getpid(), os.getuid())
+            assert channel.request(b"", timeout_s=5).data == repr(me).encode()
         stale = path.parent / "stale"
         os.link(path, stale)
         server.close()
@@ -390,7 +389,7 @@ def test_closing_leaves_a_successors_socket_file_alone(tmp_path: Path) -> None:
     with Listener.unix(path, on_channel=echo) as first, Listener.unix(path, on_channel=echo):
         first.close()
         with connect_unix(path, timeout_s=5) as channel:
-            assert "you" in channel.request({}, timeout_s=5).body
+            assert b"Process" in channel.request(b"", timeout_s=5).data
 
 
 def test_a_unix_peer_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

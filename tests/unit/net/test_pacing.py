@@ -114,7 +114,7 @@ def test_a_frame_that_fails_between_two_of_its_parts_ends_the_channel() -> None:
 
         gate: Any = SimpleNamespace(parts=parts)
         with pytest.raises(PeerTimeout):
-            channel.send(Kind.CHUNK, 1, {}, [memoryview(bytes(1 << 20))], deadline_s=0.1, gate=gate)
+            channel.send(Kind.CHUNK, 1, b"", [memoryview(bytes(1 << 20))], deadline_s=0.1, gate=gate)
         assert channel.is_closed
 
 

@@ -19,7 +19,6 @@ from memstore.core.wire.messages import (
     Tick,
 )
 from memstore.core.wire.orders import DropJob, FreeCopies, decode_order
-from memstore.core.wire.replies import pack_reply
 from memstore.core.wire.reports import Inventory
 from memstore.testing.controller.holder import plain_event
 from memstore.testing.simulator.checks.checker import Checker
@@ -121,7 +120,7 @@ class SimController:
         if isinstance(action, SendOrder):
             holder.obey(decode_order(encode(action.order)))
         else:
-            data = None if action.reply is None else pack_reply(action.reply)
+            data = None if action.reply is None else encode(action.reply)
             holder.answer(action.call_id, data, action.error)
 
     def tick(self) -> None:
@@ -149,8 +148,8 @@ class SimController:
             self.stop()
             return
         self.sessions[holder.host_id] = session
-        told = decode_inventory(encode(holder.hello()))
-        session.report(HostUp.of(holder.host_id, told, self.world.now))
+        sent = decode_inventory(encode(holder.hello()))
+        session.report(HostUp.of(holder.host_id, sent, self.world.now))
         holder.calls.ask_again()
 
     def lose(self, host: str, why: str | None) -> None:

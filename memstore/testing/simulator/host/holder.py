@@ -59,7 +59,7 @@ from memstore.core.wire.orders import (
     VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.replies import ChunksStaged, HostVerified, Joined, ShardStaged, unpack_passed
+from memstore.core.wire.replies import ChunksStaged, HostVerified, Joined, ShardStaged, decode_passed
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -227,7 +227,7 @@ class SimHolder:
         link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
         if call is None or link is None or not link.is_open:
             return
-        reply = unpack_passed(call.request, data) if data is not None else None
+        reply = decode_passed(call.request, data) if data is not None else None
         body = reply_fields(call.request, data) if data is not None else {}
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank

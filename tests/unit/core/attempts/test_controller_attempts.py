@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 
-from memstore.core.report.problems import problems
 from memstore.core.wire.messages import CallReceived, HostUp, Report
 from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.holder import FakeHolder, FakeRank
@@ -268,15 +266,9 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
     assert ranks_alive(world) == 2
 
 
-def status_of(world: ControllerWorld) -> dict[str, Any]:
-    """What `memstore status` says, with the problems."""
-    body = world.served.parts.status.body()
-    return {**body, "problems": problems(body)}
-
-
 def ranks_alive(world: ControllerWorld) -> int:
     """What `memstore status` says."""
-    return int(world.served.parts.status.body()["jobs"][0]["ranks_alive"])
+    return int(world.status()["jobs"][0]["ranks_alive"])
 
 
 def test_a_launch_that_gathers_says_who_is_awaited() -> None:
@@ -284,23 +276,23 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     world = ControllerWorld(3)
     ranks = [world.join(r, 4, "k") for r in (0, 2)]
     world.run(1.0)
-    row = status_of(world)["launches"][0]
+    row = world.status()["launches"][0]
     assert (row["job"], row["phase"], row["ranks"], row["world_size"]) == (JOB, "gathering", 2, 4)
     assert row["missing"] == [1, 3]
-    assert not [problem for problem in status_of(world)["problems"] if "gathers" in problem["cause"]]
+    assert not [problem for problem in world.status()["problems"] if "gathers" in problem["cause"]]
     world.run(6.0)
     world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)
     answer = ranks[0].answers["roll_call"][-1]
     assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
-    [problem] = [problem for problem in status_of(world)["problems"] if problem["about"] == JOB]
+    [problem] = [problem for problem in world.status()["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"
     assert problem["severity"] == "note"
     assert problem["remedy"].startswith("start ranks 1, 3, or see")
     ranks += [world.join(r, 4, "k") for r in (1, 3)]
     world.run(1.0)
     assert {rank.attempt for rank in ranks} == {1}
-    assert status_of(world)["launches"] == []
+    assert world.status()["launches"] == []
 
 
 def test_a_launch_that_waits_for_a_host_names_it() -> None:
@@ -313,7 +305,7 @@ def test_a_launch_that_waits_for_a_host_names_it() -> None:
     seen = set()
     for _ in range(2000):
         world.run(0.01)
-        seen |= {(row["phase"], row["awaited"]) for row in status_of(world)["launches"]}
+        seen |= {(row["phase"], row["awaited"]) for row in world.status()["launches"]}
         if all(rank.answers.get("join") for rank in ranks):
             break
     assert ("fencing", "1 host to refuse ranks of older attempts (h1)") in seen

@@ -193,8 +193,7 @@ def test_ranks_that_wait_for_their_new_order_are_in_status() -> None:
     for _ in range(1000):
         world.run(0.001)
         seen |= {
-            (row["phase"], row["ranks"], row["world_size"])
-            for row in launches(world.served.state, world.served.parts.attempts)
+            (row.phase, row.ranks, row.world_size) for row in launches(world.served.state, world.served.parts.attempts)
         }
         if all(rank.answers.get("assign_ranks") for rank in ranks):
             break

@@ -300,7 +300,7 @@ def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> N
         world.durable.lacks = "rank-0.0 is gone"
     world.run(150.0)
     assert len(world.holders_of(StepId(1, 2), 0)) == 2
-    page = world.served.parts.recorder.recent_events.page(0, "train")["events"]
+    page = world.events("train")
     assert [event["step"] for event in page if event["event"] == "not_expired"] == [2]
     assert ("train", 1, 2) in world.durable.markers or loss == "unreadable"  # written again from RAM
     world.durable.problem = world.durable.lacks = ""

@@ -51,10 +51,7 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     said = f"h0 has key {A}, h1 has key {B}"
     assert said in row["durable_keys"]
     assert any(said in problem["cause"] for problem in row["problems"])
-    assert any(
-        event["event"] == "durable_keys"
-        for event in world.served.parts.recorder.recent_events.page(0, "train")["events"]
-    )
+    assert any(event["event"] == "durable_keys" for event in world.events("train"))
 
 
 def test_a_step_that_fits_under_no_key_is_not_durable() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from memstore.core.durable.checks import CHECK_DEADLINE_S, PATIENCE_S
 from memstore.core.durable.looks import AGAIN_S, LOOK_EVERY_S
-from memstore.core.report.problems import DEGRADED, problems
+from memstore.core.report.problems import DEGRADED
 from memstore.core.wire.orders import DurableOrder, ListMarkers
 from memstore.core.wire.reports import MarkersListed, Report
 from memstore.testing.controller.holder import FakeRank
@@ -28,13 +28,13 @@ def last_copies(world: ControllerWorld, rank: FakeRank, job: str | None = "train
 
 def status(world: ControllerWorld) -> dict[str, Any]:
     """What status says of the job."""
-    row: dict[str, Any] = world.served.parts.status.body()["jobs"][0]
+    row: dict[str, Any] = world.status()["jobs"][0]
     return row
 
 
 def rows(world: ControllerWorld) -> list[dict[str, Any]]:
     """The problems about durable storage."""
-    return [row for row in problems(world.served.parts.status.body()) if "/durable" in row["cause"]]
+    return [row for row in world.status()["problems"] if "/durable" in row["cause"]]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_closed_job_whose_step_needs_another_key_keeps_its_ram() -> None:
         del holder.instead[ListMarkers]
     world.run(150.0)
     assert len(world.holders_of(StepId(1, 1), 0)) == 2
-    page = world.served.parts.recorder.recent_events.page(0, "train")["events"]
+    page = world.events("train")
     [event] = [event for event in page if event["event"] == "not_expired"]
     assert event["why"].startswith(f"it needs key {'a' * 16}")
 
@@ -301,7 +301,7 @@ def test_a_host_may_not_go_for_a_step_that_no_process_can_read() -> None:
         world.call(ranks[0], "drain", host=host, within_s=600.0)
     world.run(5.0)
     [row] = world.served.parts.departures.remains("h1").short
-    assert row["step"] == 1
+    assert row.step == 1
     for holder in world.holders.values():
         holder.instead.clear()
     assert world.run_until(lambda: bool(world.served.parts.departures.remains("h1").durable), 120.0)

@@ -8,7 +8,7 @@ import pytest
 
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.durable.departures import LOOK_AGAIN_S
-from memstore.core.report.problems import NOTE, problems
+from memstore.core.report.problems import NOTE
 from memstore.core.wire.messages import DrainsSeen
 from memstore.core.wire.orders import DurableOrder, ListMarkers, NameKey, WriteSlices
 from memstore.testing.controller.holder import FakeRank
@@ -144,9 +144,9 @@ def test_a_write_that_made_way_is_no_problem(is_asked: bool) -> None:
     write = world.served.parts.durable_states.of("train").active
     assert write is not None
     assert write.step.step == 2
-    rows = [row for row in problems(world.served.parts.status.body()) if "durable" in row["cause"]]
+    rows = [row for row in world.status()["problems"] if "durable" in row["cause"]]
     assert [row["severity"] for row in rows] == ([] if is_asked else [NOTE])
-    events = world.served.parts.recorder.recent_events.page(0, "train")["events"]
+    events = world.events("train")
     assert [event["step"] for event in events if event["event"] == "durable_abandoned"] == [1]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
+from memstore.core.report.json_rows import event_fields
 from memstore.core.report.recorder import EventRecorder
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostBeat, Report
@@ -22,8 +23,9 @@ from recovery.inventory import StepId
 
 def events_of_kind(world: ControllerWorld, *kinds: str) -> list[dict[str, Any]]:
     """Events of these kinds as `memstore events --json` gives them, oldest first."""
-    found = [h.to_dict() for h in world.served.parts.recorder.recent_events.since(0)]
-    return [row for row in found if row["event"] in kinds]
+    found = world.served.parts.recorder.recent_events.since(0)
+    rows = [event_fields(event.row()) for event in found]
+    return [row for row in rows if row["event"] in kinds]
 
 
 def test_a_mistake_in_telling_undoes_nothing() -> None:
@@ -250,19 +252,19 @@ def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> N
         recent_events.add("commit", float(step), job="a" if step % 2 else "b", step=step)
     first, *rest = recent_events.since(0)
     assert (first.kind, len(rest)) == ("host_dead", KEPT)
-    page = recent_events.page(0, "a")
-    assert page["has_more"]
-    assert len(page["events"]) == PAGE
-    assert {row.get("job", "a") for row in page["events"]} == {"a"}
-    read = [*page["events"]]
-    while page["has_more"]:
-        page = recent_events.page(page["next"], "a")
-        read += page["events"]
-    assert [row["seq"] for row in read] == sorted({row["seq"] for row in read})
+    page = recent_events.page(0, "a", 0.0)
+    assert page.has_more
+    assert len(page.events) == PAGE
+    assert {row.job or "a" for row in page.events} == {"a"}
+    read = [*page.events]
+    while page.has_more:
+        page = recent_events.page(page.next, "a", 0.0)
+        read += page.events
+    assert [row.seq for row in read] == sorted({row.seq for row in read})
     assert len(read) == 1 + KEPT // 2
-    assert (page["next"], page["is_gap"]) == (recent_events.last_seq, False)
-    assert recent_events.page(first.seq, None)["is_gap"]
-    assert RecentEvents(4).page(recent_events.last_seq, None)["is_gap"]  # the one who knew the rest is gone
+    assert (page.next, page.is_gap) == (recent_events.last_seq, False)
+    assert recent_events.page(first.seq, None, 0.0).is_gap
+    assert RecentEvents(4).page(recent_events.last_seq, None, 0.0).is_gap  # the one who knew the rest is gone
 
 
 def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:

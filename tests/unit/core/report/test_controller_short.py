@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.report.problems import problems
 from memstore.core.report.short_ranks import RANKS_NAMED_MAX, RepairView, short_rows
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -14,8 +13,8 @@ from recovery.inventory import ShardId
 
 def status(world: ControllerWorld) -> tuple[dict[str, Any], str]:
     """The job's part of the status answer, and the cause of its first problem about copies."""
-    body = world.served.parts.status.body()
-    causes = [row["cause"] for row in problems(body) if "copies" in row["cause"] and row["about"] == "train"]
+    body = world.status()
+    causes = [row["cause"] for row in body["problems"] if "copies" in row["cause"] and row["about"] == "train"]
     return body["jobs"][0], next(iter(causes), "")
 
 
@@ -82,7 +81,7 @@ def test_the_list_of_ranks_is_bounded() -> None:
     parts = world.served.parts
     look = RepairView(parts.state, parts.view, parts.room, parts.repair.pushes)
     rows = short_rows(look, world.job(), dict.fromkeys(range(5000), 1))
-    assert sum(len(row["ranks"]) for row in rows) == RANKS_NAMED_MAX
+    assert sum(len(row.ranks) for row in rows) == RANKS_NAMED_MAX
 
 
 def _step(world: ControllerWorld) -> Any:

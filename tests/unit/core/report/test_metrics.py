@@ -6,9 +6,9 @@ Right values, few series, nothing left behind.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from memstore.core.report.event_ring import KINDS, StoreEvent
 from memstore.core.report.metrics import (
@@ -20,6 +20,7 @@ from memstore.core.report.metrics import (
     holder_growth,
     status_gauges,
 )
+from memstore.testing.controller.holder import host_stats
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 
@@ -28,7 +29,7 @@ SERIES_OF_A_JOB = 64  # a store of a hundred jobs is some thousand series, for a
 
 def gauges(world: ControllerWorld) -> dict[str, float]:
     """Where the gauges stand now, those of the job and of the store."""
-    samples = status_gauges(world.served.parts.status.body(), 0)
+    samples = status_gauges(world.served.parts.status.answer(), 0)
     assert len({(s.name, s.tags) for s in samples}) == len(samples)
     return {"/".join((s.name.removeprefix("memstore_"), *(t for t in s.tags if t != JOB))): s.value for s in samples}
 
@@ -122,12 +123,12 @@ def test_counters_of_puts_skips_and_restores() -> None:
 
 def test_what_a_holder_exports_follows_from_its_heartbeat() -> None:
     """Gauges as they stand; counters by what grew since the last look, which starts again with every holder."""
-    stats: dict[str, Any] = {"used_bytes": 5, "reserved_bytes": 6, "claimed_bytes": 7, "limit_bytes": 8, "scrub": 2,
-                             "digest_errors": 1, "broken_frames": 3}  # fmt: skip
+    stats = host_stats(used_bytes=5, reserved_bytes=6, claimed_bytes=7, limit_bytes=8, scrub=2, digest_errors=1,
+                       broken_frames=3)  # fmt: skip
     assert Sample("memstore_arena_used_bytes", 5, ("h1",)) in holder_gauges("h1", stats)
-    first = holder_growth("h1", {}, stats)
+    first = holder_growth("h1", None, stats)
     assert {s.name: s.value for s in first} == {"memstore_scrub_findings_total": 2, "memstore_link_damage_total": 4}
-    assert holder_growth("h1", stats, {**stats, "scrub": 3}) == [Sample("memstore_scrub_findings_total", 1, ("h1",))]
+    assert holder_growth("h1", stats, replace(stats, scrub=3)) == [Sample("memstore_scrub_findings_total", 1, ("h1",))]
     assert holder_growth("h1", stats, stats) == []
 
 

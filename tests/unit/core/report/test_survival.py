@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memstore.cli.status import state_text
 from memstore.core.report.problems import DEGRADED, NOTE, UNRECOVERABLE, problems, worst
 from memstore.core.report.survival import COUNTED_SETS_MAX, Odds, held_for, survival, survival_odds
+from memstore.core.wire.status_rows import AttemptStatus, HostRow, HostStats, JobRow, ProblemRow, ShortRow, SurvivalRow
+from memstore.testing.fuzz.message_samples import blank
 from placement.topology import Host, Topology
 from recovery.candidates import is_whole
 from recovery.inventory import Copy, ShardId, ShardSpec
@@ -162,62 +165,52 @@ def test_a_host_holds_its_own_first() -> None:
 # -- problems ---------------------------------------------------------------------------------
 
 
-def job_body(**changes: Any) -> dict[str, Any]:
+def survival_row(tolerated: int, *fatal: str) -> SurvivalRow:
+    """How many hosts may be lost."""
+    return SurvivalRow(level="host", tolerated=tolerated, fatal=list(fatal))
+
+
+def job_row(name: str = "j", **changes: Any) -> JobRow:
     """A healthy job as the status answer has it."""
     healthy = {
-        "job": "j", "attempt": 1, "phase": "open", "world_size": 2, "ranks_alive": 2,
-        "rank_hosts": {"0": "a", "1": "b"},
-        "committed_step": 5, "committed_s": 1.0, "degraded": "", "retired": "", "is_torn": False,
-        "copies": 2, "replicas": 2, "missing_copies": 0, "short": [], "short_shards": 0,
-        "survives": [{"level": "host", "tolerated": 1, "fatal": []}], "targets": {"a": ["b"], "b": ["a"]},
-        "refusals": [], "is_level_finer": False, "level_asked": "rack", "skipped": 0, "skip_why": "",
-        "is_skip_for_room": False, "warnings": [], "unmet": [],
-        "durable": "/ck", "durable_step": 4, "durable_problem": "", "durable_keys": "", "durable_abandoned": 0,
-        "durable_s": 3.0, "durable_seen_s": 3.0, "durable_unseen": "",
+        "phase": "open", "world_size": 2, "ranks_alive": 2, "rank_hosts": {"0": "a", "1": "b"},
+        "committed_step": 5, "committed_s": 1.0, "copies": 2, "replicas": 2,
+        "survives": [survival_row(1)], "targets": {"a": ["b"], "b": ["a"]}, "level_asked": "rack",
+        "durable": "/ck", "durable_step": 4, "durable_s": 3.0, "durable_seen_s": 3.0,
     }  # fmt: skip
-    return {**healthy, **changes}
+    newest = replace(blank(AttemptStatus), **{**healthy, **changes})
+    return replace(blank(JobRow), job=name, attempt=1, newest=newest)
 
 
-def host_body(name: str, **changes: Any) -> dict[str, Any]:
+def host_row(name: str, **changes: Any) -> HostRow:
     """A live host as the status answer has it."""
-    return {
-        "host": name,
-        "status": "live",
-        "why": "",
-        "status_s": 9.0,
-        "up_s": 9.0,
-        "stats": {},
-        "pushes": 0,
-        "drains_s": None,
-        "drain_left": 0,
-        "drain_may_come": False,
-        "drain_short": [],
-        "drain_durable": [],
-        **changes,
-    }
+    counts = {"limit_bytes": 1 << 30, **changes.pop("stats", {})}
+    stats = replace(blank(HostStats), **counts)
+    healthy = {"host": name, "status": "live", "status_s": 9.0, "up_s": 9.0, "stats": stats}
+    return replace(blank(HostRow), **{**healthy, **changes})
 
 
-def found(*jobs: dict[str, Any], hosts: tuple[dict[str, Any], ...] = ()) -> list[dict[str, Any]]:
+def found(*jobs: JobRow, hosts: tuple[HostRow, ...] = ()) -> list[ProblemRow]:
     """The problems of a store."""
-    return problems({"hosts": list(hosts), "jobs": list(jobs), "launches": []})
+    return problems(list(hosts), [], list(jobs))
 
 
 def test_an_arena_over_its_limit_is_a_problem_with_a_remedy() -> None:
     """Reserved or claimed beyond the limit: said in the problems and in the host's state, not shown as ok."""
     stats = {"reserved_bytes": 45 << 20, "claimed_bytes": 45 << 20, "limit_bytes": 30 << 20}
     for change in ({}, {"reserved_bytes": 0}, {"claimed_bytes": 0}):
-        host = host_body("a", stats={**stats, **change})
+        host = host_row("a", stats={**stats, **change})
         [row] = found(hosts=(host,))
-        assert (row["about"], row["severity"]) == ("a", DEGRADED)
-        assert "over the limit of 30.0 MiB" in row["cause"]
-        assert "memstore rm" in row["remedy"]
+        assert (row.about, row.severity) == ("a", DEGRADED)
+        assert "over the limit of 30.0 MiB" in row.cause
+        assert "memstore rm" in row.remedy
         assert state_text(host) == "over its limit !"
-    assert found(hosts=(host_body("a", stats={**stats, "limit_bytes": 45 << 20}),)) == []
+    assert found(hosts=(host_row("a", stats={**stats, "limit_bytes": 45 << 20}),)) == []
 
 
 def test_a_healthy_store_has_no_problem() -> None:
     """Nothing to say about a job with all its copies and a durable step."""
-    assert found(job_body(), hosts=(host_body("a"), host_body("b"))) == []
+    assert found(job_row(), hosts=(host_row("a"), host_row("b"))) == []
     assert worst([]) is None
 
 
@@ -229,20 +222,20 @@ def test_a_healthy_store_has_no_problem() -> None:
         (
             {
                 "copies": 1, "short_shards": 5000, "short": [
-                    {"ranks": list(range(64)), "hosts": ["a"], "targets": ["c"], "why_not": ""},
-                    {"ranks": [70], "hosts": [], "targets": [], "why_not": "no copy is left"},
+                    replace(blank(ShortRow), ranks=list(range(64)), hosts=["a"], targets=["c"]),
+                    replace(blank(ShortRow), ranks=[70], why_not="no copy is left"),
                 ]
             },
             DEGRADED, "1 of 2 copies: ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 54 more on a only, to be rebuilt on c; "
             "rank 70 on no host whole, not rebuilt: no copy is left; 4,935 more ranks",
         ),
         ({"degraded": "copies are spread over hosts, not racks"}, DEGRADED, "not racks"),
-        ({"survives": [{"level": "host", "tolerated": -1, "fatal": []}]}, DEGRADED, "not whole in RAM"),
+        ({"survives": [survival_row(-1)]}, DEGRADED, "not whole in RAM"),
         ({"durable_problem": "permission denied"}, DEGRADED, "permission denied"),
         ({"durable_unseen": "step 4: rank-0.0 is gone"}, DEGRADED, "durable /ck: step 4: rank-0.0 is gone"),
         ({"durable": None}, NOTE, "losing 2 hosts at once can lose"),
         (
-            {"durable": None, "survives": [{"level": "host", "tolerated": 0, "fatal": ["b"]}]},
+            {"durable": None, "survives": [survival_row(0, "b")]},
             NOTE, "losing b now loses the run",
         ),
         ({"ranks_alive": 1}, NOTE, "1 of 2 ranks gone"),
@@ -251,19 +244,19 @@ def test_a_healthy_store_has_no_problem() -> None:
 )  # fmt: skip
 def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any], severity: str, cause: str) -> None:
     """One thing wrong gives one row that says what, how bad, and what to do."""
-    (row,) = found(job_body(**changes))
-    assert (row["severity"], row["about"]) == (severity, "j")
-    assert cause in row["cause"]
-    assert row["remedy"]
+    (row,) = found(job_row(**changes))
+    assert (row.severity, row.about) == (severity, "j")
+    assert cause in row.cause
+    assert row.remedy
 
 
 def test_a_host_without_room_beside_its_arena_is_reported_with_the_reason() -> None:
     """Nothing new is stored there and no fact is written, so it is more than a note."""
-    short = host_body("a", stats={"short_of_room": "no room for 103 more bytes in journal /dev/shm/x"})
-    (row,) = found(job_body(), hosts=(short, host_body("b", stats={"short_of_room": ""})))
-    assert (row["severity"], row["about"]) == (DEGRADED, "a")
-    assert "no room for 103 more bytes" in row["cause"]
-    assert row["remedy"]
+    short = host_row("a", stats={"short_of_room": "no room for 103 more bytes in journal /dev/shm/x"})
+    (row,) = found(job_row(), hosts=(short, host_row("b", stats={"short_of_room": ""})))
+    assert (row.severity, row.about) == (DEGRADED, "a")
+    assert "no room for 103 more bytes" in row.cause
+    assert row.remedy
 
 
 @pytest.mark.parametrize(("used", "is_short"), [(972, False), (973, True), (1024, True), (1030, True)])
@@ -273,29 +266,29 @@ def test_a_holder_short_of_descriptors_is_reported_with_numbers_and_remedies(
 ) -> None:
     """Before it is full, for then it accepts no process; a holder that tells nothing of them is none."""
     stats = {"descriptors": used, "descriptors_limit": 1024, "descriptors_hard": hard, "pid": 77}
-    rows = found(job_body(), hosts=(host_body("a", stats=stats), host_body("b")))
+    rows = found(job_row(), hosts=(host_row("a", stats=stats), host_row("b")))
     assert len(rows) == is_short
     for row in rows:
-        assert (row["severity"], row["about"]) == (DEGRADED, "a")
-        assert f"{used} of 1024 file descriptors" in row["cause"]
-        assert (f"`prlimit --nofile={at_once}: --pid 77`" in row["remedy"]) == bool(at_once)
-        assert all(way in row["remedy"] for way in ("ulimit -n 65536", "LimitNOFILE=65536", "--ulimit nofile=65536"))
+        assert (row.severity, row.about) == (DEGRADED, "a")
+        assert f"{used} of 1024 file descriptors" in row.cause
+        assert (f"`prlimit --nofile={at_once}: --pid 77`" in row.remedy) == bool(at_once)
+        assert all(way in row.remedy for way in ("ulimit -n 65536", "LimitNOFILE=65536", "--ulimit nofile=65536"))
 
 
 def test_a_step_lost_from_ram_without_durable_is_unrecoverable_and_comes_first() -> None:
     """The worst problem is listed first, and decides."""
     rows = found(
-        job_body(job="fine", skipped=1),
-        job_body(survives=[{"level": "host", "tolerated": -1, "fatal": []}], durable=None, durable_step=None),
+        job_row("fine", skipped=1),
+        job_row(survives=[survival_row(-1)], durable=None, durable_step=None),
     )
-    assert [row["severity"] for row in rows] == [UNRECOVERABLE, NOTE]
+    assert [row.severity for row in rows] == [UNRECOVERABLE, NOTE]
     assert worst(rows) == UNRECOVERABLE
 
 
 def test_a_dead_host_degrades_only_a_store_whose_ranks_were_there() -> None:
     """A machine that died and was replaced is worth a line, not an alarm for ever; a suspect one always is."""
-    dead = host_body("a", status="dead", why="silent for 6 s")
-    assert found(job_body(), hosts=(dead,))[0]["severity"] == DEGRADED
-    assert found(job_body(rank_hosts={"0": "b", "1": "c"}), hosts=(dead,))[0]["severity"] == NOTE
-    assert found(job_body(phase="closed"), hosts=(dead,))[0]["severity"] == NOTE
-    assert found(hosts=(host_body("x", status="suspect", why="no heartbeat for 2 s"),))[0]["severity"] == DEGRADED
+    dead = host_row("a", status="dead", why="silent for 6 s")
+    assert found(job_row(), hosts=(dead,))[0].severity == DEGRADED
+    assert found(job_row(rank_hosts={"0": "b", "1": "c"}), hosts=(dead,))[0].severity == NOTE
+    assert found(job_row(phase="closed"), hosts=(dead,))[0].severity == NOTE
+    assert found(hosts=(host_row("x", status="suspect", why="no heartbeat for 2 s"),))[0].severity == DEGRADED

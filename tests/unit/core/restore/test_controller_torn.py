@@ -66,7 +66,7 @@ def test_a_new_controller_knows_what_verify_has_lifted() -> None:
         assert StepId(1, 3) in world.job().retired
         verify(world, ranks[0])
         world.run(1.0)
-    kinds = [event["event"] for event in world.served.parts.recorder.recent_events.page(0, JOB)["events"]]
+    kinds = [event["event"] for event in world.events(JOB)]
     assert [kind for kind in kinds if kind in ("retired", "lifted")] == ["retired", "lifted"] * 2
     world.crash_controller()
     world.run(6.0)

@@ -344,4 +344,4 @@ def test_two_copies_on_one_machine_are_one_elsewhere() -> None:
     ask(world, rank, "drain", host="h0", within_s=300.0)
     world.run(1.0)
     [short] = departures.remains("h0").short
-    assert (short["copies"], short["replicas"], short["may_come"]) == (1, 2, False)
+    assert (short.copies, short.replicas, short.may_come) == (1, 2, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -47,7 +46,7 @@ def test_if_all_hosts_of_a_job_are_to_go_its_newest_step_is_made_durable(by_ray:
         drain(world, ranks[0], *world.holders)
     assert world.run_until(lambda: not any(remains(world, host).may_come for host in world.holders), 20.0)
     assert markers(world) == [1, 6]
-    assert [(row["step"], row["copies"]) for row in remains(world, "h1").durable] == [(6, 0)]
+    assert [(row.step, row.copies) for row in remains(world, "h1").durable] == [(6, 0)]
     assert not remains(world, "h1").short
 
 
@@ -97,8 +96,7 @@ def test_storage_that_fails_is_tried_again_and_the_host_says_why_it_cannot_go() 
     drain(world, ranks[0], "h0", "h1")
     world.run(5.0)
     [short] = remains(world, "h1").short
-    body: dict[str, Any] = {"drain_short": [short], "drain_durable": []}
-    assert drain_text(body) == "train step 2: 0 of 2 copies elsewhere, not durable yet: no space left"
+    assert drain_text([short], []) == "train step 2: 0 of 2 copies elsewhere, not durable yet: no space left"
     world.crash_controller()
     world.run(5.0)
     world.durable.problem = ""
@@ -142,4 +140,4 @@ def test_a_job_that_was_removed_during_a_look_is_looked_for_once_it_is_back() ->
     assert world.get(world.launch(2))[0]["step"] == 1
     world.run(1.0)
     assert not remains(world, "h1").short
-    assert [row["step"] for row in remains(world, "h1").durable] == [1]
+    assert [row.step for row in remains(world, "h1").durable] == [1]

@@ -42,7 +42,7 @@ def test_writers_keep_one_anothers_copies_and_the_rest_go_where_placement_says()
     step = StepId(1, 1)
     assert world.holders_of(step, 0) == world.holders_of(step, 2) == ["h0", "h2"]
     assert all(len(world.holders_of(step, rank)) == 2 for rank in (1, 3))
-    assert world.served.parts.status.body()["jobs"][0]["writers"] == [0, 2]
+    assert world.status()["jobs"][0]["writers"] == [0, 2]
 
 
 def test_a_lost_writers_host_leaves_the_shared_state_and_others_copy_next() -> None:
@@ -161,10 +161,10 @@ def test_what_differs_is_reported_once_until_it_is_equal_again() -> None:
     world.run(1.0)
     happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.kind.startswith("replicas_")]
     assert [(h.kind, h.step, h.fields["names"]) for h in happened] == [("replicas_differ", 5, ["model.weight"])]
-    status = world.served.parts.status.body()["jobs"][0]["replicas_differ"]
+    status = world.status()["jobs"][0]["replicas_differ"]
     assert [(row["ranks"], row["step"], row["names"]) for row in status] == [([0, 1], 5, ["model.weight"])]
     world.call(ranks[0], "report_differing", **{**report, "step": 7, "chunks": 0, "names": []})
     world.run(1.0)
     happened = [h for h in world.served.parts.recorder.recent_events.since(0) if h.kind.startswith("replicas_")]
     assert [h.kind for h in happened] == ["replicas_differ", "replicas_agree"]
-    assert not world.served.parts.status.body()["jobs"][0]["replicas_differ"]
+    assert not world.status()["jobs"][0]["replicas_differ"]
