@@ -17,7 +17,6 @@ from memstore.core.arena.replica_index import IncomingReplica, StagedKey, Stored
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
-from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
@@ -394,14 +393,6 @@ class CompareShared(Effect):
     """Compare a sealed shard with those of its step that should be equal, and notify the ranks that differ."""
 
     shard: ShardId
-
-
-@dataclass(frozen=True)
-class GiveUpPut(Effect):
-    """Ask the controller to have all ranks skip the step of a shard."""
-
-    shard: ShardId
-    request: SkipStep
 
 
 # -- ranks, and people --------------------------------------------------------------------------------

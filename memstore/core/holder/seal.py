@@ -20,7 +20,6 @@ from memstore.core.holder.effects import (
     CompareSample,
     CompareShared,
     DigestAndStore,
-    GiveUpPut,
     Grant,
     NotePut,
     OpenFresh,
@@ -77,7 +76,7 @@ def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
             skip = SkipStep(
                 job=shard.job, attempt=shard.attempt, rank=shard.rank, step=shard.step, why=why, is_failed=is_failed
             )
-            yield GiveUpPut(shard, skip)
+            state.ask(skip)
     finally:
         done(state, put)
 

@@ -13,6 +13,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
+from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import Report
@@ -239,6 +240,7 @@ class HolderState:
     limits: Limits
     now: Callable[[], float]  # monotonic, seconds
     report: Callable[[Report], None]  # queues a report to the controller
+    ask: Callable[[RankCall], None]  # asks the controller on the holder's own behalf, again in each session
     is_stopping: Callable[[], bool]
     is_alive: Callable[[Owner], bool]  # of a process on this host
     # Of readers, from a random number on: an `Unpin` of an older link, or to a former holder, then frees no other pin.

@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from memstore.core.holder import incarnation
 from memstore.shell.arena.folder import open_file
 
 INCARNATION_NAME = "incarnation"
@@ -22,7 +23,7 @@ def next_incarnation(folder: Path, above: int = 0) -> int:
     try:
         text = os.read(fd, _WIDTH)
         last = int(text) if len(text) == _WIDTH and text.isdigit() else secrets.randbits(FIRST_BITS)
-        number = max(last, above) + 1
+        number = incarnation.following(last, above)
         os.pwrite(fd, f"{number:0{_WIDTH}d}".encode(), 0)
     finally:
         os.close(fd)

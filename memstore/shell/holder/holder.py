@@ -33,7 +33,7 @@ from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
 from memstore.core.wire.status_rows import HostStats
-from memstore.errors import TransportError
+from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.arena.folder import make_folder, write_secret
 from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
@@ -118,10 +118,12 @@ class Holder:
         self._identity = HolderIdentity(host=identity.host_id, incarnation=info.incarnation)  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
+        self.calls = Calls(self._relay)
         self.state = HolderState(
             info, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
-            is_stopping=self.stopping.is_set, is_alive=lambda owner: is_alive(owner.pid, owner.start),
+            ask=self.calls.ask_own, is_stopping=self.stopping.is_set,
+            is_alive=lambda owner: is_alive(owner.pid, owner.start),
             pin_numbers=itertools.count(secrets.randbits(60)), idle_s=self.idle.idle_s, fences=self.fences,
         )  # fmt: skip
         self.context = HolderContext(
@@ -131,12 +133,7 @@ class Holder:
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
         self._compose()
-        self.listener = Listener.tcp(
-            resolve_interface(config.interface), config.port, secret=secret, store=config.store,
-            identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
-        )  # fmt: skip
-        address, port = str(self.listener.address[0]), int(self.listener.address[1])
-        self.state.info = replace(info, address=address, port=port)
+        address, port = self._listen()
         lock_file.describe(cluster=cluster, address=f"{address}:{port}")
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self.guard = FolderGuard(
@@ -145,18 +142,28 @@ class Holder:
         )  # fmt: skip
         self._threads = self._start_loops()
 
+    def _listen(self) -> tuple[str, int]:
+        """Accept controllers and peers from now on; return where."""
+        self.listener = Listener.tcp(
+            resolve_interface(self.config.interface), self.config.port, secret=self.secret, store=self.config.store,
+            identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
+        )  # fmt: skip
+        address, port = str(self.listener.address[0]), int(self.listener.address[1])
+        self.state.info = replace(self.state.info, address=address, port=port)
+        return address, port
+
     def _compose(self) -> None:
         """Make the parts, each from the context and from parts made before it."""
         context = self.context
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
-        self.trained, self.calls = TrainedSteps(), Calls(self._relay)
+        self.trained = TrainedSteps()
         self.connections = RankConnections(context)
         self.send_gate = SendGate(self.folder, self.config.collective_hold_max_s)
         self.shared_shards = HolderSharedShards(self.replicas, context.stopping, self.connections.send_replicas_differ)
         self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
         self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.send_gate, self.shared_shards)
-        self.sealer = Sealer(context, self.runner, self.calls, self.pusher, self.shared_shards)
+        self.sealer = Sealer(context, self.runner, self.pusher, self.shared_shards)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
@@ -252,6 +259,8 @@ class Holder:
 
     def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first (R16)."""
+        if not self.state.info.port:  # a controller that knows the port of the life before has come first
+            raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")
         return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
 
     def begin_again(self, above: int) -> None:

@@ -46,6 +46,10 @@ class Calls:
             self._waiting[number] = call
         self._relay(number, call.request)
 
+    def ask_own(self, request: RankCall) -> None:
+        """Send a question of the holder's own."""
+        self.ask(Call(None, "", 0, request))
+
     def ask_again(self) -> None:
         """Send the questions that are not answered to the controller whose session has begun."""
         with self._lock:

@@ -9,7 +9,6 @@ from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.pending_calls import Call, Calls
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
 from memstore.shell.holder.rank_connections import RankConnection
@@ -23,10 +22,10 @@ class Sealer:
     """The submissions of all links of one holder, and its fences."""
 
     def __init__(
-        self, context: HolderContext, runner: Runner, calls: Calls, pusher: Pusher, shared_shards: HolderSharedShards
+        self, context: HolderContext, runner: Runner, pusher: Pusher, shared_shards: HolderSharedShards
     ) -> None:
         self.context, self.replicas = context, context.replicas
-        self.calls, self.pusher, self.shared_shards = calls, pusher, shared_shards
+        self.pusher, self.shared_shards = pusher, shared_shards
         self.meter = PutMeter()
         self.runner = runner.extended(
             {
@@ -34,7 +33,6 @@ class Sealer:
                 effects.DigestAndStore: self._digest_and_store,
                 effects.NotePut: self._note_put,
                 effects.CompareShared: self._compare,
-                effects.GiveUpPut: self._give_up,
             }
         )
 
@@ -86,6 +84,3 @@ class Sealer:
 
     def _compare(self, effect: effects.CompareShared) -> None:
         self.shared_shards.compare(effect.shard)
-
-    def _give_up(self, effect: effects.GiveUpPut) -> None:
-        self.calls.ask(Call(None, "", 0, effect.request))

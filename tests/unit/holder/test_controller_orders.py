@@ -8,6 +8,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -331,3 +332,18 @@ def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: H
         received(first)
     newer = dial(5)
     assert greeted(newer).journal == records[:2]
+
+
+def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(holder: Holder, dial: Dial) -> None:
+    """It would record a host at port 0; it comes again, and is greeted (R16)."""
+    here = holder.state.info
+    holder.state.info = replace(here, port=0)
+    with connect_tcp(
+        here.address, here.port, secret=SECRET, store=holder.config.store,
+        identity=ControllerIdentity(term=2), timeout_s=WAIT_S,
+    ) as early, pytest.raises(PeerUnreachable):  # fmt: skip
+        received(early)
+    holder.state.info = here
+    greeting = received(dial(3))
+    assert isinstance(greeting, Inventory)
+    assert greeting.port == here.port

@@ -123,9 +123,9 @@ class SimHolder:
         self.state = HolderState(
             info, self.replicas, OutgoingShards(self.replicas).outgoing,
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
-            is_stopping=lambda: not self.is_up, is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
-            pin_numbers=itertools.count(first_pin),
-            fences=self.fences,
+            ask=self.calls.ask_own, is_stopping=lambda: not self.is_up,
+            is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
+            pin_numbers=itertools.count(first_pin), fences=self.fences,
         )  # fmt: skip
         self.replicas.on_damaged = partial(report_copy, self.state)
         self.driver = Driver(self)

@@ -11,9 +11,8 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
 from memstore.core.holder import seal as procedure
-from memstore.core.holder.state import HolderState
+from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import PutReady
-from memstore.shell.holder.pending_calls import Call
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
@@ -47,7 +46,6 @@ class Sealer:
                 effects.DigestAndStore: self._digest_and_store,
                 effects.NotePut: self._note_put,
                 effects.CompareShared: self._compare_shared,
-                effects.GiveUpPut: self._give_up,
             }
         )
 
@@ -59,7 +57,11 @@ class Sealer:
         put = procedure.add(self.state, link, ready)
         if put is not None:
             self.holder.shared_shards.began(put.shard)
-            self.driver.start(procedure.run(self.state, put))
+            self.holder.spawn(self._seal(put))
+
+    def _seal(self, put: SubmittedPut) -> Waits[None]:
+        yield from self.driver.run(procedure.run(self.state, put))
+        self.holder.shared_shards.ended(put.shard)
 
     def fence(self, job: str, attempt: int, members: Collection[str]) -> None:
         """Refuse older attempts, and answer once nothing of theirs is unfinished."""
@@ -101,8 +103,3 @@ class Sealer:
     def _compare_shared(self, effect: effects.CompareShared) -> Waits[None]:
         yield from ()
         self.holder.shared_shards.sealed(effect.shard)
-
-    def _give_up(self, effect: effects.GiveUpPut) -> Waits[None]:
-        yield from ()
-        self.holder.shared_shards.ended(effect.shard)
-        self.holder.calls.ask(Call(None, "", 0, effect.request))

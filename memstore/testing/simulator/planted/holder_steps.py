@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import ranks, seal
+from memstore.core.holder import incarnation, ranks, seal
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
@@ -119,13 +119,16 @@ def fence_answered_early() -> Any:
 @planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)
 @contextmanager
 def incarnation_by_the_clock() -> Iterator[None]:
-    """A holder's incarnation is the time of its start, and a holder with one that is too low is ignored."""
+    """A holder's incarnation is the time of its start, also if the controller names a higher one."""
+    take, wall_s = Cluster.take_incarnation, 0.0
 
-    def by_the_clock(self: Cluster, name: str, above: int = 0) -> int:
-        return int(1e9 * (1e9 + self.now + self.memories[name].clock_ahead_s))
+    def timed(self: Cluster, name: str, above: int = 0) -> int:
+        nonlocal wall_s
+        wall_s = 1e9 + self.now + self.memories[name].clock_ahead_s  # where the product's code would look
+        return take(self, name, above)
 
-    unheard = patch.object(SimHolder, "begin_again", lambda self, above: None)
-    with patch.object(Cluster, "take_incarnation", by_the_clock), unheard:
+    by_the_clock = patch.object(incarnation, "following", lambda last, above: int(1e9 * wall_s))
+    with patch.object(Cluster, "take_incarnation", timed), by_the_clock:
         yield
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
+from memstore.core.holder import incarnation
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.controller.controller import LEASE_S, SimController
@@ -113,9 +114,9 @@ class Cluster:
 
     def _start_holder(self, info: HostInfo) -> None:
         fields = {key: getattr(info, key) for key in ("host_id", "address", "port", "machine", "labels")}
-        incarnation = self.take_incarnation(info.host_id)
         memory = self.memories[info.host_id]
-        holder = SimHolder(self, self.checker, HostInfo(incarnation=incarnation, **fields), memory)
+        info = HostInfo(incarnation=self.take_incarnation(info.host_id), **fields)
+        holder = SimHolder(self, self.checker, info, memory)
         holder.state.idle_s = self.now + self.idle_days_s - memory.seen_s
         self.holders[info.host_id] = holder
         for rank in self.ranks:
@@ -130,7 +131,7 @@ class Cluster:
     def take_incarnation(self, name: str, above: int = 0) -> int:
         """Return the number of the next holder of a host, counted in the host's memory (R3)."""
         memory = self.memories[name]
-        memory.incarnation = max(memory.incarnation, above) + 1
+        memory.incarnation = incarnation.following(memory.incarnation, above)
         return memory.incarnation
 
     def kill_holder(self, name: str, *, back_after_s: float = RESTART_S) -> None:

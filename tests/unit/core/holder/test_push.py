@@ -79,7 +79,7 @@ class Host:
         self.state = HolderState(
             HostInfo("a", 1, "", 0), self.store, self.outgoing, LIMITS, now=lambda: self.now,
             report=self.reports.append,
-            is_stopping=lambda: False, is_alive=lambda owner: True,
+            ask=lambda request: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip
         link: Any = SimpleNamespace(

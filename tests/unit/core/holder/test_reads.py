@@ -41,7 +41,8 @@ class Host:
         store: Any = self
         self.state = HolderState(
             HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
-            report=lambda report: None, is_stopping=lambda: False, is_alive=lambda owner: True,
+            report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
+            is_alive=lambda owner: True,
             pin_numbers=itertools.count(),
         )  # fmt: skip
 

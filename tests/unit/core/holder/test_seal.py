@@ -17,6 +17,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, seal
 from memstore.core.holder.effects import Effect, Procedure
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
+from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
@@ -65,6 +66,7 @@ class Host:
     freed: list[int] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
     done: list[Effect] = field(default_factory=list)
+    asked: list[RankCall] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     chunk_bytes: int = 8
     arena_identity: str = "here"
@@ -76,7 +78,7 @@ class Host:
         self.fresh = Fresh()
         self.state = HolderState(
             HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
-            report=self.reports.append, is_stopping=lambda: False, is_alive=lambda owner: True,
+            report=self.reports.append, ask=self.asked.append, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip
 
@@ -156,10 +158,11 @@ class Host:
     def why_given_up(self) -> tuple[str, bool]:
         """What the controller is informed of the put that failed."""
         [reported] = self.levels
-        [given_up] = self.of(effects.GiveUpPut)
-        request = given_up.request
-        assert (reported.level, reported.reason) == ("failed", request.why)
-        return request.why, request.is_failed
+        [skip] = self.asked
+        assert isinstance(skip, SkipStep)
+        assert (skip.job, skip.attempt, skip.rank, skip.step) == ("job", 1, 0, 2)
+        assert (reported.level, reported.reason) == ("failed", skip.why)
+        return skip.why, skip.is_failed
 
 
 def test_a_submitted_put_is_pushed_while_it_is_digested_and_said_once_it_is_stored() -> None:
@@ -295,5 +298,5 @@ def test_a_submitted_put_of_a_link_that_was_retired_is_passed_over_at_once() -> 
     host.state.puts.sealing.add(SHARD)
     link.is_retired = True
     host.play(seal.run(host.state, put))
-    assert (host.now, host.levels, host.of(effects.GiveUpPut), host.freed) == (0.0, [], [], [])
+    assert (host.now, host.levels, host.asked, host.freed) == (0.0, [], [], [])
     assert host.state.puts.sealing == {SHARD}
