@@ -330,8 +330,12 @@ def test_a_lost_host_degrades_the_store_until_it_is_repaired(tmp_path: Path) -> 
         screen = " ".join(result.stdout.split())
         assert "ranks 0, 1 on h2 only, not rebuilt: " in screen
         run_remedies(cluster)
-        rows = json.loads(run(cluster, "metrics", "--json").stdout)
-        assert {row["tags"]["host"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"} == {"h2"}
+
+        def hosts_measured() -> set[str]:
+            rows = json.loads(run(cluster, "metrics", "--json").stdout)
+            return {row["tags"]["host"] for row in rows if row["metric"] == "ray_memstore_arena_used_bytes"}
+
+        wait_for(lambda: hosts_measured() == {"h2"}, "the first statistics of h2, and none of h1")
         refused = run(cluster, "rm", "llama3-8b")
         assert refused.exit_code == 1
         assert f"step {STEPS - 1} lives only in RAM" in refused.stderr
