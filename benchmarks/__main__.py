@@ -40,7 +40,7 @@ BENCHMARKS = {
     "restore_links": bench_restore_links.run,
     "commit": bench_commit.run,
     "wire": bench_wire.run,
-    "shared_shard": bench_natural.run,
+    "natural": bench_natural.run,
     "memory": bench_memory.run,
     "loader": bench_loader.run,
     "catalog": bench_catalog.run,

@@ -57,7 +57,7 @@ def train(args: dict) -> None:
         if store.rank == 0:
             print(f"{store.world_size} ranks: first step {first}, state {digest}", flush=True)
         for step in range(first, args["steps"]):
-            torch.manual_seed(step)  # the same data for the same step, a process that gets which part
+            torch.manual_seed(step)  # the same data for the same step, whichever rank gets which part
             x = torch.randn(GLOBAL_BATCH, 64).tensor_split(store.world_size)[store.rank]
             loss = (model(x) - x).square().mean()
             loss.backward()

@@ -130,7 +130,7 @@ def listening_sockets() -> set[str]:
 
 
 def store_folders() -> set[str]:
-    """Return the stores (and anything that else is called memstore) under /dev/shm."""
+    """Return the stores (and what else is called memstore) under /dev/shm."""
     return {str(path) for top in SHM_DIR.glob("memstore-*") for path in (top.iterdir() if top.is_dir() else [top])}
 
 

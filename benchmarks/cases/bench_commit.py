@@ -1,7 +1,7 @@
 """How long after the last seal do all ranks know that the step is committed? Four hosts, a rank on each.
 
 From the moment the last rank received that its copies are sealed on its own host and its peer, until the last rank
-received of the commit: seals to the controller, the rule, the fact into two journals, the word to all hosts. One
+learned of the commit: seals to the controller, the rule, the fact into two journals, the word to all hosts. One
 machine, one clock.
 """
 

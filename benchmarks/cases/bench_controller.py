@@ -1,4 +1,4 @@
-"""What does the controller send, and what does that cost it, where all must be reported?
+"""What does the controller send, and what does that cost it, where every host must get a message?
 
 A real controller (`controller_rig.py`) with 2,048 hosts of 8 ranks, 2 copies: all hosts join, all ranks connect and
 ask for room, a step is committed after another one, a host is suspected for a moment, it is lost and comes back, so is
@@ -55,7 +55,7 @@ def record(hosts_count: int, costs: dict[str, Cost]) -> Record:
     for what, cost in costs.items():
         found.figure(f"{what}: core seconds", [cost.cpu_s], "s")
         found.figure(f"{what}: sent", [float(cost.sent_bytes)], "bytes")
-        found.figure(f"{what}: received", [float(cost.received_bytes)], "bytes")
+        found.figure(f"{what}: heard", [float(cost.received_bytes)], "bytes")
         found.figure(f"{what}: orders", [float(cost.orders)], "count")
     return found
 

@@ -124,7 +124,7 @@ class Faults:
         return found_s, self.committed_since(started_s)
 
     def slow_link(self) -> tuple[float | None, float]:
-        """10 Mbit/s: no process is suspect; recovered is the first commit of a step put over it."""
+        """10 Mbit/s: no host is suspect; recovered is the first commit of a step put over it."""
         self.site.rig.shape(self.host, SLOW_BITS_PER_S)
         try:
             with self.noticed() as watch:

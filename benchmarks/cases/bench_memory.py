@@ -66,7 +66,7 @@ class Sampler:
 
 
 def run(options: Options) -> list[Record]:
-    """Return the peak of use over reservation, and the memory beside the arena; one round, anything that was asked."""
+    """Return the peak of use over reservation, and the memory beside the arena; always one round."""
     state = gpt_tensors.gpt_state(min(options.nbytes, STATE_BYTES))
     nbytes = gpt_tensors.total_nbytes(state)
     twin = gpt_tensors.empty_like(state)  # what is read goes there: a new state would count as the rank's growth

@@ -15,7 +15,7 @@ from benchmarks.report.harness import MIB, Options, Record, require
 from benchmarks.rigs.rank_workers import ranks_on_hosts
 
 NBYTES_MAX = 256 * MIB  # four ranks in one machine's memory
-WRITER, OTHER, PLAIN = "put of a writer", "put of another rank", "plain copy"
+WRITER, OTHER, PLAIN = "put of a copier", "put of another rank", "plain copy"
 
 
 def run(options: Options) -> list[Record]:
@@ -43,7 +43,7 @@ def run(options: Options) -> list[Record]:
                 percent.append(100.0 * sent / nbytes)
     record = Record("natural replicas", nbytes, seconds)
     record.figure("on the wire", percent, "percent", targets.WIRE_NATURAL)
-    record.ratio("a writer's put / plain copy", WRITER, PLAIN)
+    record.ratio("a copier's put / plain copy", WRITER, PLAIN)
     record.ratio("another rank's put / plain copy", OTHER, PLAIN)
     record.notes.append(f"{len(writers)} of {len(hosts)} ranks copy, all at once; rates are of one rank's state")
     return [record]

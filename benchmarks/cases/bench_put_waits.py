@@ -1,7 +1,7 @@
 """What in a put waits for another process: puts while every other process of the store is stopped (R11).
 
 Each round puts twice: with the store running, and with all holders and the controller stopped by SIGSTOP from before
-the call until after the return. A stopped process answers nothing, so anything that put waits for ends with a deadline,
+the call until after the return. A stopped process answers nothing, so all that put waits for ends with a deadline,
 the least of which is memstore's 0.1 s, or skips the step: such a put counts as a wait. Once the processes go on, both
 puts must commit, and their bytes are compared. The voluntary context switches of the training thread are its waits
 of any kind, for the thread that copies the other half too.
@@ -71,7 +71,7 @@ def run(options: Options) -> list[Record]:
 
 @contextlib.contextmanager
 def _stopped(cluster: ProcessCluster) -> Iterator[None]:
-    """Stop every process of the store; they go on anything that happens."""
+    """Stop every process of the store; they go on in any case."""
     processes = [p for p in (*cluster.holders.values(), cluster.controller) if p is not None]
     try:
         for process in processes:

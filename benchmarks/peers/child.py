@@ -1,4 +1,4 @@
-"""The process of one contestant: `python -m benchmarks.peers.child`, reported what to do by JSON lines on stdin.
+"""The process of one contestant: `python -m benchmarks.peers.child`, which gets its orders as JSON lines on stdin.
 
 The answers go to the stdout it was started with; what libraries print goes to stderr. A failure is answered with its
 last line, never with a number.

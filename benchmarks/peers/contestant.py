@@ -48,7 +48,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def __init__(self, task: Task) -> None:
-        """Connect, start, allocate: anything that a user does before the first step."""
+        """Connect, start, allocate: all that a user does before the first step."""
 
     @abstractmethod
     def run(self, way: str, step: int) -> Stamps:

@@ -26,7 +26,7 @@ AT_MOST, AT_LEAST = "at most", "at least"
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark is reported: bytes of the state, timed rounds, rounds thrown away first."""
+    """What every benchmark gets: bytes of the state, timed rounds, rounds thrown away first."""
 
     nbytes: int = GIB
     rounds: int = 5
@@ -121,7 +121,7 @@ def interleave(
     """Run all contenders once a round and return their seconds, one value a timed round.
 
     Every contender returns the seconds it measured itself, after having compared the bytes it moved.
-    The order turns by one each round, so that no process always follows the same neighbour. Round numbers
+    The order turns by one each round, so that no contender always follows the same neighbour. Round numbers
     go on from the warm-up rounds, so that contents never repeat.
     """
     names = list(contenders)

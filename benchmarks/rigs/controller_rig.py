@@ -59,7 +59,7 @@ from memstore.testing.controller.holder import host_stats
 JOB = "train"
 RANKS_PER_HOST = 8
 CHUNK_BYTES, CHUNKS = 4 << 20, 64  # of every shard
-SILENCE_S = 300.0  # where no process beats: time is not what is measured
+SILENCE_S = 300.0  # where no host beats: time is not what is measured
 QUIET_S = 0.05  # nothing was sent for this long, and nothing waits: the controller is done
 DEADLINE_S = 80.0
 READ_BYTES = 1 << 20
@@ -245,7 +245,7 @@ class Rig:
     def start(self) -> None:
         """All hosts announce themselves.
 
-        The catalog need not wait for others, nor outlast any process, and has a lease.
+        The controller need not wait for others, nor outlast any process, and has a lease.
         """
         fleet, machine = self.fleet, self.controller.machine
         self.notify((host.name, fleet.up(host)) for host in fleet.hosts.values())

@@ -11,7 +11,7 @@ import torch
 WIDTHS = (32, 64, 128, 256, 512, 768, 1024, 1600, 2048, 4096)  # GPT-2 and GPT-3 widths, and small ones for tests
 COPIES = 3  # parameter, exp_avg, exp_avg_sq
 ELEMENT_BYTES = 4
-TOUCH_ELEMENTS = (64 << 10) // ELEMENT_BYTES  # one change per 64 KiB alters every chunk, for any size
+TOUCH_ELEMENTS = (64 << 10) // ELEMENT_BYTES  # one change per 64 KiB alters every chunk of any size
 
 
 def gpt_state(nbytes: int, seed: int = 0) -> dict[str, Any]:

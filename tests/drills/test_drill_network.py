@@ -87,7 +87,7 @@ def test_values_cross_to_a_rank_process_and_back() -> None:
     ("problem", "raised"), [(ConfigError("no"), ConfigError), (ConnectionError("gone"), DrillError)]
 )
 def test_a_rank_process_that_fails_is_reported_as_an_actor_is(problem: Exception, raised: type[Exception]) -> None:
-    """A wrong value of the user's stays a ConfigError; anything that else becomes a DrillError."""
+    """A wrong value of the user's stays a ConfigError; every other error becomes a DrillError."""
     call: Future[Any] = Future()
     call.set_exception(problem)
     with pytest.raises(raised):

@@ -221,7 +221,7 @@ def test_arrows_are_as_drawn(package: str) -> None:
 
 @pytest.mark.parametrize("top", ["placement", "recovery", "memstore", "benchmarks"])
 def test_no_files_import_one_another_in_circles(top: str) -> None:
-    """Of anything that length, with the imports for type checking counted."""
+    """Of any length, with the imports for type checking counted."""
     assert circles(arrows(top)) == []
 
 

@@ -38,7 +38,7 @@ def test_up_and_down_and_what_is_left() -> None:
         refused = run("up", "--arena-bytes", "1TiB", code=1)["said"]
         assert "can ever be had here" in refused, refused
         assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
-        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]  # a smaller --arena-bytes, as it was reported
+        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]  # a smaller --arena-bytes, as it was ordered
         assert run("up")["hosts"] == ["h1", "h2"]  # what is not given need not be the running store's
         assert run(*start)["hosts"] == ["h1", "h2"]
         other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]

@@ -179,7 +179,7 @@ def test_a_reset_comes_in_place_of_its_byte(proxy: FaultProxy, echo: Echo, at: i
 
 
 def test_exactly_one_bit_flips_in_the_part_that_was_named(proxy: FaultProxy) -> None:
-    """Header, body and payload of the first frame that is large enough, anything that pieces it arrives in."""
+    """Header, body and payload of the first frame that is large enough, in any pieces it arrives in."""
     small, large = frame(b"s" * 10), frame(b"L" * 50_000)
     body_nbytes = len(large) - HEADER_BYTES - 50_000
     places = {"header": 20, "body": HEADER_BYTES + 1, "payload": HEADER_BYTES + body_nbytes + 40_000}

@@ -58,7 +58,7 @@ def rig() -> Iterator[NamespaceRig]:
 
 
 class Sink:
-    """A process on a host that reads anything that it is sent and then answers."""
+    """A process on a host that reads all that it is sent and then answers."""
 
     def __init__(self, rig: NamespaceRig, host: str) -> None:
         self.rig, self.host = rig, host

@@ -52,7 +52,7 @@ for line in sys.stdin:
         reply = {"error": type(error).__name__, "message": str(error)}
     print(json.dumps(reply), flush=True)
 """
-# Its parent ends, so that it descends from no process who has joined.
+# Its parent ends, so that it descends from no process that has joined.
 ORPHAN = "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\n"
 
 

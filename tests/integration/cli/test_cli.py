@@ -134,7 +134,7 @@ def test_a_ray_address_where_no_process_listens_is_refused_at_once(verb: str) ->
 
 
 def test_a_fault_of_ours_is_one_line_that_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception no process foresaw is exit code 1 and no traceback either, unless --debug."""
+    """An unforeseen exception is exit code 1 and no traceback either, unless --debug."""
 
     def broken(self: Where) -> dict[str, Any]:
         raise ZeroDivisionError("planted")

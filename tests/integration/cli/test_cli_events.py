@@ -135,7 +135,7 @@ def test_follow_goes_on_over_a_controller_that_dies(tmp_path: Path, nursery: Ran
 
 
 def test_every_kind_has_a_line() -> None:
-    """A kind that no process wrote a line for would be shown as raw fields; one that is gone would never be shown."""
+    """A kind without a line of its own would be shown as raw fields; one that is gone would never be shown."""
     assert set(LINES) == KINDS
     assert "odd {'host': 'h1'}" in line(replace(blank(EventRow), event="odd", host="h1"))
 

@@ -30,7 +30,7 @@ def no_descriptor_left() -> Iterator[int]:
 
 
 def test_too_many_open_files_is_said_with_the_limit(tmp_path: Path) -> None:
-    """A process without descriptors left is reported the limit and `ulimit -n`, not that a file has a wrong mode."""
+    """A process without descriptors left gets the limit and `ulimit -n`, not that a file has a wrong mode."""
     folder = make_folder(tmp_path, store="s", host="h")
     with no_descriptor_left() as limit, pytest.raises(ConfigError, match=rf"limit of {limit} open files.*ulimit -n"):
         open_file(folder, "slots", os.O_RDWR | os.O_CREAT)

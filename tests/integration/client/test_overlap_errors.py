@@ -239,7 +239,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tensor) -> None:
-    """Else nothing would be copied late, or no process would wait for it; what cannot be stored is refused as ever."""
+    """Else nothing would be copied late, or nothing would wait for it; what cannot be stored is refused as ever."""
     with pytest.raises(ConfigError, match=r"step\(Wrapped\) needs a torch.optim.Optimizer.* that this one wraps"):
         store.wait_before_step(Wrapped(torch.optim.SGD([weight])))
     with pytest.raises(ConfigError, match="one of them is of type str"):

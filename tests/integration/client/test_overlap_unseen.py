@@ -95,7 +95,7 @@ class NumpyRows(Loop):
 
 
 class Padded(Loop):
-    """An optimizer that no process fenced, of an embedding whose first row stays zero."""
+    """An optimizer that was not fenced, of an embedding whose first row stays zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ LOOPS = [Clamped, Rows, NumpyRows, Padded]
 def test_no_step_of_a_free_run_is_committed_as_anything_but_what_was_put(
     store: Store, make: Callable[[], Loop]
 ) -> None:
-    """For any copy thread was at when the write came."""
+    """At every point of the copy thread's work."""
     loop = make()
     store.wait_before_step(loop.fenced)
     outcomes = []

@@ -200,7 +200,7 @@ def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
 
 
 def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None:
-    """Its connection is another one; what was under way is informed by its end."""
+    """Its connection is another one; what was under way ends with it."""
     marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
     link.channel = object()
@@ -288,7 +288,7 @@ def test_marks_that_cannot_be_opened_do_not_end_a_link(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("name", ["slots", "marks-/../slots", "marks-absent", "marks-link", "marks-folder"])
 def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
-    """Anything that a process of this user names."""
+    """Any folder that a process of this user names."""
     (tmp_path / "slots").write_bytes(b"s")
     (tmp_path / "marks-link").symlink_to(tmp_path / "slots")
     (tmp_path / "marks-folder").mkdir()

@@ -76,7 +76,7 @@ class Rank:
         return int(self._order(""))
 
     def kill(self) -> None:
-        """End it anything that it does."""
+        """End it in any case."""
         os.kill(self.pid, signal.SIGKILL)
         self.ends()
 
@@ -154,7 +154,7 @@ def test_a_process_that_goes_on_after_a_signal_is_asked_again_by_the_next(
 
 
 def test_storage_that_hangs_holds_the_end_for_its_time_only(tmp_path: Path, program: subprocess.Popen[str]) -> None:
-    """The log says what is waited for, and the process ends by the signal, also if no process answers at all."""
+    """The log says what is waited for, and the process ends by the signal, also if there is no answer at all."""
     with ProcessCluster(tmp_path, {"h0": {}}, durable_gate=tmp_path / "gate") as cluster:
         rank = Rank(program, cluster, "hung", tmp_path / "hung", limit_s=2.0)
         rank.signal()

@@ -1,4 +1,4 @@
-"""A silent Ray: a process that starts, finds or stops a store gives up at a deadline and says for whom it waited
+"""A silent Ray: a process that starts, finds or stops a store gives up at a deadline and says for which host it waited
 (R4, R20).
 """
 

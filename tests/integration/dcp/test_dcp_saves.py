@@ -24,7 +24,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Site:
-    """Four ranks of one job; `steps` counts up, anything that became of the step before."""
+    """Four ranks of one job; `steps` counts up, also if the step before was skipped."""
 
     def __init__(self, cluster: ProcessCluster, nursery: RankNursery, folder: Path, **job_fields: Any) -> None:
         self.cluster = cluster
@@ -150,7 +150,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(site: Site, bad_rank: int, i
 
 
 def test_a_rank_without_room_or_with_nonsense_fails_the_save_on_all(site: Site) -> None:
-    """No room within the stall budget, and a tensor that cannot be stored: reported on all ranks, and got over."""
+    """No room within the stall budget, and a tensor that cannot be stored: an error on all ranks; saves go on."""
     site.save(what="placed")
     failures = site.save_fails("save_without_room", bad_rank=1)
     assert len(failures) == len(HOSTS)
@@ -200,6 +200,6 @@ def test_some_ranks_that_would_wait_for_the_others_are_refused_as_they_plan(site
 
 @pytest.mark.parametrize("how", ["sync", "thread"])
 def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> None:
-    """Where a put would skip its step: a save that waits for its commit has no process to tell."""
+    """Where a put would skip its step: a save that waits for its commit has no way to report it."""
     first = next(site.steps)
     run(site.ranks, "save_and_outgrow", step=first, how=how)

@@ -275,7 +275,7 @@ STOPPED = """
 import signal
 import sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process that starts the tests in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
 import memstore.exchange.exporting as exporting
 from memstore.client.connect import reader
 from memstore.cli import main

@@ -39,7 +39,7 @@ def test_a_damaged_chunk_is_found_and_repaired_from_the_peer(tmp_path: Path, nur
 
 
 def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) -> None:
-    """No process asks: the background scrub finds the flipped bit and repair replaces it (R30)."""
+    """Without any request the background scrub finds the flipped bit and repair replaces it (R30)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         corrupt(cluster, "h1", rank=0, step=2)
@@ -54,7 +54,7 @@ def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) 
 
 
 def test_a_damaged_chunk_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:
-    """The rank's own copy is bad and no process knows: get takes that chunk from the peer and returns the bytes put."""
+    """The rank's own copy is bad, not known yet: get takes that chunk from the peer and returns the bytes put."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=2)
@@ -101,7 +101,7 @@ def test_damage_is_not_adopted(tmp_path: Path, nursery: RankNursery) -> None:
 
 @pytest.mark.parametrize("finder", ["verify", "scrub"])
 def test_a_damaged_manifest_is_found_and_written_again(tmp_path: Path, nursery: RankNursery, finder: str) -> None:
-    """No process reads it: verify, or the scrub, compares it with its digest, and repair brings it again (R30)."""
+    """It is not read: verify, or the scrub, compares it with its digest, and repair brings it again (R30)."""
     with ProcessCluster(tmp_path, TWO_RACKS, scrub_bytes_per_s=0 if finder == "verify" else 1 << 30) as cluster:
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         wait_for(lambda: len(cluster.manifests("h0")) == 2, "older steps to be dropped")

@@ -74,7 +74,7 @@ def test_a_lone_copy_that_is_lost_is_refused_by_name(tmp_path: Path, nursery: Ra
 
 
 def test_a_replacement_host_is_filled_without_being_asked(tmp_path: Path, nursery: RankNursery) -> None:
-    """A host that joins in place of a lost one gets its share while no process trains: 2 of 2 copies again (R29)."""
+    """A host that joins in place of a lost one gets its share while no rank trains: 2 of 2 copies again (R29)."""
     with ProcessCluster(tmp_path, racks(2)) as cluster:
         fleet = Fleet(cluster, nursery)
         fleet.begin(["h0", "h1"], last_step=1)

@@ -154,7 +154,7 @@ def test_peers_of_which_one_is_deaf_commit_after_it_is_healed(
 def test_a_slow_link_costs_steps_but_no_time(
     whole_rig: NamespaceRig, tmp_path: Path, nursery: RankNursery, load_meter: LoadMeter
 ) -> None:
-    """At 10 Mbit/s steps are passed over, puts keep their budget, commits go on and no process is taken for dead
+    """At 10 Mbit/s steps are passed over, puts keep their budget, commits go on and no host is taken for dead
     (F18).
     """
     with cluster_on(whole_rig, tmp_path, "h0", "h1") as cluster:

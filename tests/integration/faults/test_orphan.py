@@ -130,7 +130,7 @@ def test_a_story_that_could_not_be_written_is_written_when_it_is_reported_again(
 
 
 def test_a_forgotten_job_is_dropped_with_its_story() -> None:
-    """Its hosts had no holder for two days and no process asks for ten minutes.
+    """Its hosts had no holder for two days and no rank asks for ten minutes.
 
     Get fails on all ranks alike, with why.
     """
@@ -264,7 +264,7 @@ def test_training_longer_than_the_ttl_is_no_orphan(tmp_path: Path, nursery: Rank
 
 
 def test_an_orphan_is_dropped_and_reported(tmp_path: Path, nursery: RankNursery) -> None:
-    """Nothing runs for the ttl and no process comes: dropped, as an event.
+    """Nothing runs for the ttl and no rank connects: dropped, as an event.
 
     The story outlives folders, until `fresh`.
     """

@@ -94,7 +94,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, _nursery: RankNursery) -> 
 
 @pytest.fixture(autouse=True)
 def _unharmed(trained: Trained) -> Iterator[None]:
-    """Anything that a test does to holder h0, this is true afterwards."""
+    """Whichever way a test breaks holder h0, this is true afterwards."""
     before, memory_bytes = trained.cluster.settled_inventory(2), trained.own_memory_bytes()
     pids = {host: process.pid for host, process in trained.cluster.holders.items()}
     newest = trained.step

@@ -1,4 +1,4 @@
-"""TLS between hosts: strangers to the authority get nothing, no process reads on the way, training goes on (R4)."""
+"""TLS between hosts: strangers to the authority get nothing, bytes on the way are unreadable, training goes on (R4)."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ def test_a_key_that_others_can_read_is_refused(members: dict[str, Config], tmp_p
 
 
 def test_a_key_with_a_password_is_refused_not_asked_for(members: dict[str, Config], tmp_path: Path) -> None:
-    """No process sits at the terminal of every host: OpenSSL would wait there for the password."""
+    """A password cannot be typed at every host: OpenSSL would wait there for the password."""
     from cryptography.hazmat.primitives import serialization
 
     plain = serialization.load_pem_private_key(Path(str(members["a"].tls_key)).read_bytes(), None)

@@ -110,7 +110,7 @@ def test_rank_follows_variable_then_ray_node(tmp_path: Path) -> None:
 
 
 def test_rank_outside_of_ray_takes_the_only_holder(tmp_path: Path, listen: object) -> None:
-    """One answering holder is taken, anything that dead folders lie beside it."""
+    """One answering holder is taken, also beside dead folders."""
     listen("h1")  # type: ignore[operator]
     (tmp_path / "dead").mkdir()
     socket_file = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +128,7 @@ def test_rank_takes_the_only_folder_while_its_holder_is_replaced(tmp_path: Path)
 
 
 def test_several_holders_are_listed(tmp_path: Path, listen: object) -> None:
-    """With two holders on one machine the rank must be reported; the error lists both and names the variable."""
+    """With two holders on one machine the rank needs the host's name; the error lists both and names the variable."""
     listen("h2")  # type: ignore[operator]
     listen("h1")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"2 holders on this machine \(h1, h2\).*MEMSTORE_HOST") as caught:

@@ -1,4 +1,4 @@
-"""A holder's incarnation only grows, for any clock says and anything that became of its folder (R3)."""
+"""A holder's incarnation only grows, also if its clock goes back or its folder is lost (R3)."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_oversized_records_are_refused(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_manifest_names_are_safe_and_distinct() -> None:
-    """R14: for any job is called the name is hex; another shard or digest is another name."""
+    """R14: for any job name the file name is hex; another shard or digest is another name."""
     shards = [
         ShardId("../../x\0\ud800", 1, 2, 3),
         ShardId("a", 1, 2, 3),

@@ -64,7 +64,7 @@ def test_no_two_puts_look_at_the_same_places(arena: Arena) -> None:
 
 
 def test_only_what_was_filled_is_looked_at(arena: Arena) -> None:
-    """A short last chunk is looked at within its last line's bounds: what lies behind it may be any process's."""
+    """A short last chunk is looked at within its last line's bounds: what lies behind it may belong to others."""
     for seed in range(200):
         seen = sample(arena.mapping, SLOTS, 3 * CHUNK + 100, seed)
         arena.view(SLOTS[3])[2 * LINE_BYTES :] = np.random.default_rng(seed).bytes(CHUNK - 2 * LINE_BYTES)

@@ -70,7 +70,7 @@ def share(slots: int) -> PeerShare:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_slot_without_pages_is_given_to_no_process(seed: int) -> None:
-    """Anything that is leased, freed, emptied and filled: the lists agree, and a kept slot stays as it is."""
+    """After any leases, frees, give-backs and fills: the lists agree, and a kept slot stays as it is."""
     chosen = random.Random(seed)
     table = SlotTable(12)
     owner, kept = Owner(1, 1), {chosen.randrange(12) for _ in range(2)}

@@ -43,7 +43,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def _no_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take Ray and torch.distributed out of sight, anything that an earlier test imported."""
+    """Take Ray and torch.distributed out of sight, also if an earlier test imported them."""
     for name in ("ray", "ray.train", "torch.distributed"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

@@ -25,7 +25,7 @@ PARENT = (
 
 @pytest.mark.timeout(600)
 def test_a_process_whose_parent_is_killed_ends() -> None:
-    """The child of a killed process is gone soon after, although no process informed it.
+    """The child of a killed process is gone soon after, although it got no message.
 
     While the parent lived it stayed.
     """

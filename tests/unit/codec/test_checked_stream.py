@@ -89,7 +89,7 @@ def test_any_reads_of_any_slots_return_what_was_put(
     case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
     devices: list[bool],
 ) -> None:
-    """Anything that is bad or lost on this host, in any batches chunks come, the bytes are those of the stream."""
+    """Anything that is bad or lost on this host, and in any batches, the bytes are those of the stream."""
     data, ranges, bad, lost, batch = case
     slots = Slots(data, bad=bad, lost=lost, batch=batch)
     slots.can_repair = 1
@@ -99,7 +99,7 @@ def test_any_reads_of_any_slots_return_what_was_put(
 
 
 def test_a_chunk_without_a_good_copy_is_an_error() -> None:
-    """Bad here, and no process brings a good one.
+    """Bad here, and no good copy comes.
 
     DigestMismatch with the last cause, after a bounded number of tries.
     """
@@ -110,7 +110,7 @@ def test_a_chunk_without_a_good_copy_is_an_error() -> None:
 
 
 def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that others overwrite after the copy began is found by the digest after it, anything that was copied."""
+    """A slot that others overwrite after the copy began is found by the digest after it, in every part of it."""
     data = bytes(range(200))
     slots = Slots(data)
     slots.can_repair = 0

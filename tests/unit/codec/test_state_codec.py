@@ -141,7 +141,7 @@ def test_float_is_bit_exact(data: bytes) -> None:
 @pytest.mark.parametrize("name", sorted(DTYPES))
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_is_bit_exact(name: str) -> None:
-    """Dense, strided and 0-d tensors of every dtype keep every bit, for any slot borders cut."""
+    """Dense, strided and 0-d tensors of every dtype keep every bit, also across slot borders."""
     base = raw(DTYPES[name], 90)
     sent = {
         "dense": base,

@@ -80,7 +80,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 @given(metadatas())
 @settings(max_examples=60)
 def test_metadata_comes_back_equal(metadata: Metadata) -> None:
-    """Anything that a planner says of a state is read as it was written, field by field, every number and type."""
+    """All that a planner says of a state is read as it was written, field by field, every number and type."""
     assert decode_metadata(encode_metadata(metadata)) == metadata
 
 

@@ -127,7 +127,7 @@ def test_containers_keep_their_shape_and_objects_are_copied() -> None:
 
 
 def test_large_tensors_come_first_and_gaps_are_zero() -> None:
-    """Equal states give equal streams for any slots held, and small tensors do not move large ones."""
+    """Equal states give equal streams, also in dirty slots, and small tensors do not move large ones."""
     large = {f"large{i}": torch.full((LARGE_BYTES // 4 + i,), float(i)) for i in range(3)}
     small = {f"small{i}": torch.full((i + 1,), i, dtype=torch.uint8) for i in range(5)}
     one, stream = staged({**small, **large})

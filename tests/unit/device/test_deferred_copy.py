@@ -68,7 +68,7 @@ def late(
 
 
 def test_any_number_of_threads_makes_each_move_and_ends_the_copy_once() -> None:
-    """A process that makes the last move ends it; who comes later finds nothing to do."""
+    """The thread that makes the last move ends it; a later one finds nothing to do."""
     pairs = [(torch.rand(64 * KIB), torch.zeros(64 * KIB)) for _ in range(4)]
     ends: list[str] = []
     copy = late(pairs, ends, [True])
@@ -249,7 +249,7 @@ def test_a_tensor_is_named_by_its_path() -> None:
 def test_an_exception_in_mid_move_ends_the_copy_with_a_problem(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Else the fence would wait for a move that no process makes, and the slots would be lost."""
+    """Else the fence would wait for a move that no thread makes, and the slots would be lost."""
 
     def interrupted(*_: int) -> bool:
         raise error

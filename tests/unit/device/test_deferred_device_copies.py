@@ -57,7 +57,7 @@ def test_the_copy_thread_keeps_two_flights_under_way(device: LazyDevice) -> None
 
 
 def test_the_fence_orders_the_rest_and_the_stream_waits_not_the_host(device: LazyDevice) -> None:
-    """After it nothing is left to order; a process that looks for the end waits for all of it."""
+    """After it nothing is left to order; a thread that looks for the end waits for all of it."""
     source, target = pair(7 * FLIGHT_BYTES)
     made = DeferredDeviceCopies([write(source, target)])
     assert made.order_rest(time.monotonic() + WAIT_S)

@@ -108,7 +108,7 @@ def test_bytes_from_elsewhere_are_caught(moved: tuple[int, ...], nbytes: dict[st
 
 
 def test_a_host_without_ranks_proves_nothing() -> None:
-    """If no process lived on the killed host, the run shows nothing."""
+    """If no rank lived on the killed host, the run shows nothing."""
     run = replace(good_run(), joined=[*joined(1, ["h1", "h3", "h1", "h4"], 90.0), *good_run().joined[4:]])
     assert failed(run) == {FROM_PEER}
 
@@ -128,7 +128,7 @@ def test_fresh_weights_at_the_right_step_are_caught() -> None:
 
 
 def test_nothing_after_the_kill_is_caught() -> None:
-    """A run that never came back fails, anything that it wrote before."""
+    """A run that never came back fails, also if it wrote a result before."""
     run = replace(good_run(), restored=[], steps=ran(1, range(5), 91.0))
     assert failed(run) == {RESUMED, FROM_PEER, SAME_LOSSES}
 

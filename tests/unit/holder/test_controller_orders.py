@@ -1,4 +1,4 @@
-"""A holder obeys one controller, the newest of the highest term, anything that comes at once or too late (R16, R17)."""
+"""A holder obeys one controller, the newest of the highest term, in any order of messages (R16, R17)."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_of_two_controllers_at_once_the_higher_term_stays(
 def test_an_order_that_fails_is_answered(
     holder: Holder, dial: Dial, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Ranks wait for the room and a person for the answer, anything that broke; the next order is carried out (R9)."""
+    """Ranks wait for the room and a person for the answer, also after a failure; the next order is carried out (R9)."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise error

@@ -110,7 +110,7 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
 
 
 def test_facts_that_waited_are_not_acknowledged_to_a_newer_controller(holder: Holder, full: FullFileSystem) -> None:
-    """A newer session sends the whole journal; what an older one had sent counts for no process any more (R16, R17)."""
+    """A newer session sends the whole journal; what an older one had sent counts for nothing any more (R16, R17)."""
     older = dial(holder, 5)
     received(older, Inventory)
     send(older, JournalAppend(records=(LARGE,), seq=9))

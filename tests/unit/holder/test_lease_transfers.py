@@ -69,7 +69,7 @@ def test_a_stranger_is_refused(site: Site) -> None:
 
 
 def test_a_child_that_comes_too_late_gets_nothing(site: Site) -> None:
-    """The parent took the slots back: the child is informed, and writes nowhere."""
+    """The parent took the slots back: the child gets an error, and writes nowhere."""
     room = site.offer_slots()
     child = site.child()
     child.do("connect")

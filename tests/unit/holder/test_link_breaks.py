@@ -101,7 +101,7 @@ def test_a_ticket_is_not_reported_of_another_attempts_commit(make_site: Callable
     together(*[lambda s=s: s.rewind(3) for s in stores])
     ticket, _ = together(lambda: stores[0].put(5, state(50)), lambda: stores[1].put(4, state(4)))
     break_link(stores[0])
-    stores[0].steps()  # answered on the new link, after anything that it was sent first
+    stores[0].steps()  # answered on the new link, after all that it was sent first
     assert ticket.level != "committed"
 
 

@@ -28,7 +28,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Moments:
-    """A lock that, once armed, does something as soon as no process holds it: what another thread could do."""
+    """A lock that, once armed, does something as soon as no thread holds it: what another thread could do."""
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.RLock(), 0

@@ -294,7 +294,7 @@ def stored(site: Site) -> tuple[StoredReplica, ShardStaged]:
 def test_nothing_stays_pinned_for_a_reader_whose_link_ended_meanwhile(
     site: Site, hello: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pin that no process lets go of keeps the slots of its step for minutes (R7)."""
+    """A pin that is not released keeps the slots of its step for minutes (R7)."""
     replica, answer = stored(site)
     channel, replicas = hello(1), site.holder.replicas
     number, manifest = ask(site, channel, READ), replicas.manifest
@@ -325,7 +325,7 @@ def test_a_read_whose_manifest_was_damaged_is_answered(site: Site, hello: Callab
 
 
 def test_a_rank_whose_process_cannot_be_seen_is_refused() -> None:
-    """Without its pid no process could tell its death: a rank is refused with the remedy, a tool is not (R8)."""
+    """Without its pid its death could not be seen: a rank is refused with the remedy, a tool is not (R8)."""
     with pytest.raises(ConfigError, match=r"pid 77.*--pid=host"):
         rank_server.owner_of(hello_of(pid=77), 0)
     assert rank_server.owner_of(ToolHello(nonce="n", life=1, pid=77), 0).pid == 0
@@ -430,7 +430,7 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
         with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
-        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: no process is fenced
+        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: no rank is fenced
         assert link.acquire(Tenant(), 1, 0.0) is None
         assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
         site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))

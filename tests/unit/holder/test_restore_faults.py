@@ -227,7 +227,7 @@ def test_a_holder_says_when_it_has_freed_a_copy(
 def test_a_copy_that_was_dropped_meanwhile_is_not_reported(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that sealed or looked at a copy before it was dropped would have it counted after it is gone (R7,
+    """A copy that was sealed or looked at before it was dropped would be counted after it is gone (R7,
     R19).
     """
     a, _ = pair

@@ -95,7 +95,7 @@ def test_a_procedure_that_waits_sees_what_another_changes() -> None:
 
 
 def test_a_wait_ends_at_its_limit() -> None:
-    """What never comes is waited for no longer, and the procedure is informed."""
+    """What never comes is waited for no longer, and the procedure learns that."""
 
     def wait() -> Procedure[bool]:
         return (yield WaitFor(lambda: False, 0.01))

@@ -438,7 +438,7 @@ def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> N
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:
-    """Anything that went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
+    """If something went wrong on the way, bytes of another rank or step are no answer, and are let go of."""
     for step, rank, attempt in ((2, 2, None), (1, 3, None), (2, 3, 7)):
         with (
             reader.ranges.ask(step, rank, [(0, 1)], CHUNK_BYTES, attempt=attempt) as asked,

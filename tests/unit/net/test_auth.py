@@ -1,4 +1,4 @@
-"""The handshake: a process that does not know the secret gets nothing, anything that he copies or sends back (I19,
+"""The handshake: a process that does not know the secret gets nothing, also by copying or sending back (I19,
 fault F33).
 """
 

@@ -103,7 +103,7 @@ def test_views_of_other_formats_are_sent_as_their_bytes(pair: tuple[Channel, Cha
 
 
 def test_bulk_must_be_taken_before_the_next_frame_and_never_more_than_there_is(pair: tuple[Channel, Channel]) -> None:
-    """A receiver that forgets the bulk is reported; skip_bulk drops the rest."""
+    """A receiver that forgets the bulk gets an error; skip_bulk drops the rest."""
     left, right = pair
     left.send(Kind.CHUNK, 1, b"", views(1000), deadline_s=5)
     left.send(Kind.EVENT, 2, deadline_s=5)

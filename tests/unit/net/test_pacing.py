@@ -80,7 +80,7 @@ def test_a_connection_over_ipv6_has_its_class() -> None:
 
 
 def test_a_class_that_the_kernel_refuses_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As in a sandbox without the option; nothing else changes. A closed connection is not reported."""
+    """As in a sandbox without the option; nothing else changes. A closed connection is no refusal."""
     refused: Any = SimpleNamespace(family=socket.AF_INET, fileno=lambda: 3)
     refused.setsockopt = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOPROTOOPT, "unknown here"))
     for _ in range(3):

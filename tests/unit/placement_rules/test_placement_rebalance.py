@@ -48,7 +48,7 @@ def _fewest_moves(old: Placement, topology: Topology, copies: int, level: str) -
 @given(seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=150)
 def test_moves_are_the_fewest_by_brute_force(seed: int) -> None:
-    """At most 6 hosts, unit room, the same replicas: no process could do it with fewer new pairs."""
+    """At most 6 hosts, unit room, the same replicas: it cannot be done with fewer new pairs."""
     rng = random.Random(seed)
     copies = rng.choice((2, 2, 3))
     racks_count = rng.randint(copies, 4)

@@ -74,7 +74,7 @@ def test_pouring_alone_would_not_be_optimal() -> None:
 
 
 def test_chunks_without_a_holder_are_refused() -> None:
-    """A demand that no process can meet is a mistake of the caller; an empty one is not."""
+    """A demand that no host can meet is a mistake of the caller; an empty one is not."""
     with pytest.raises(ValueError, match="no host"):
         share([((), 1)])
     assert share([((), 0)]) == [{}]

@@ -19,7 +19,7 @@ def spec(rank: int, chunks: int, world_size: int) -> ShardSpec:
 
 
 def committed(chunks: list[int], copies: list[Copy], step: int = 7) -> Inventory:
-    """One committed step; a durable marker makes it whole for any copies lack."""
+    """One committed step; a durable marker makes it whole in spite of lacking copies."""
     size = len(chunks)
     specs = {rank: spec(rank, count, size) for rank, count in enumerate(chunks)}
     digests = {rank: found.digest for rank, found in specs.items()}
@@ -93,7 +93,7 @@ def ring(hosts: list[str], ranks_per_host: int) -> list[Copy]:
 
 
 def test_the_identity_wins_a_tie() -> None:
-    """Two hosts that hold everything: whichever process sits where, nothing moves, so no process is renumbered."""
+    """Two hosts that hold everything: whichever process sits where, nothing moves, so no rank is renumbered."""
     copies = [Copy(ShardId(JOB, 1, 7, rank), spec(rank, 1, 4), host) for rank in range(4) for host in "ab"]
     found = mesh_order(committed([1] * 4, copies), SPANS, process_hosts=dict(enumerate("abba")))
     assert (found.order, found.moved_bytes) == ((0, 1, 2, 3), 0)

@@ -73,7 +73,7 @@ def test_an_unknown_job_has_no_history() -> None:
     ],
 )
 def test_any_trace_of_the_job_is_history(known) -> None:
-    """A job with history and nothing whole is reported from a new job (R23)."""
+    """A job with history and nothing whole differs from a new job (R23)."""
     found = restore(**known)
     assert (found.verdict, found.has_history, found.step) == ("none", True, None)
     assert "there is history" in found.why

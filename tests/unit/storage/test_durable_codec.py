@@ -278,7 +278,7 @@ def test_the_cap_holds_on_average_and_wastes_nothing(writes: list[tuple[float, i
 
 
 def test_damage_in_storage_is_an_error_of_ours_for_every_codec(tmp_path: Path) -> None:
-    """Random bytes in a file's place: a MemstoreError, for any codec."""
+    """Random bytes in a file's place: a MemstoreError, with every codec."""
     rng = np.random.default_rng(3)
     for step, codec in enumerate(CODECS):
         tier = PartsTier(DirectoryFiles(tmp_path), codec)

@@ -116,7 +116,7 @@ def test_markers_come_oldest_first_with_lineage(tier: PartsTier) -> None:
 
 
 def test_part_without_marker_is_invisible(tier: PartsTier) -> None:
-    """A crash before the marker leaves a step that no process is offered."""
+    """A crash before the marker leaves a step that no get returns."""
     write_part(tier, shard_of(5))
     assert tier.markers(JOB) == ([], [])
 

@@ -22,7 +22,7 @@ SENDERS = ["h1", "h2"]
 
 
 class Replicas(RuleBasedStateMachine):
-    """Anything that happens, every reference of a slot is one chunk of a shard or an incoming replica."""
+    """After any sequence, every reference of a slot is one chunk of a shard or an incoming replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def stored(replica_index: ReplicaIndex, shard: ShardId, count: int) -> StoredRep
 
 
 def test_ranks_and_peers_cannot_starve_each_other() -> None:
-    """Leases come from the rank's share and copies from the peers' share, for any other one uses (R10)."""
+    """Leases come from the rank's share and copies from the peers' share, independently of each other (R10)."""
     replica_index = ReplicaIndex(SlotTable(20))
     replica_index.set_share("job", PeerShare(1, {0: 4}, peer_slots=4))
     assert replica_index.leasable("job", 0, leased_count=0) == 4
@@ -214,7 +214,7 @@ def test_what_another_job_holds_beyond_its_share_is_nobodys_room() -> None:
 
 
 def test_a_removed_job_gives_its_room_back() -> None:
-    """Its share counts for no process any more; one that a newer attempt of the name has claimed since stays (R10)."""
+    """Its share counts for no rank any more; one that a newer attempt of the name has claimed since stays (R10)."""
     replica_index = ReplicaIndex(SlotTable(8))
     replica_index.set_share("old", PeerShare(3, {0: 4}, peer_slots=4))
     assert replica_index.slots_needed("new", PeerShare(1, {0: 4}, peer_slots=4)) == 16

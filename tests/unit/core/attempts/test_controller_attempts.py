@@ -192,7 +192,7 @@ def test_two_launches_at_once_get_two_numbers() -> None:
     machine = world.served
     machine.lease.until_s = -1.0
     for state in machine.hosts.states.values():
-        state.was_with_us_s = -100.0  # no lease and no process received: facts wait
+        state.was_with_us_s = -100.0  # no lease and no host answered: facts wait
     for number, key in enumerate(("a", "b")):
         body = {
             "job": JOB, "rank": 0, "world_size": 1, "nonce": f"x{key}", "key": key, "pid": 1, "launcher": "l",
@@ -267,7 +267,7 @@ def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
     world.get(ranks)
     learns_of_living_ranks(world, ranks)
     for rank in ranks[:2]:
-        rank.is_dead = True  # no process says so
+        rank.is_dead = True  # no process reports it
     if new == "controller":
         world.crash_controller()
     else:

@@ -90,7 +90,7 @@ def test_a_new_job_keeps_its_ranks_and_the_order_stands() -> None:
 
 
 def test_after_a_get_the_launchers_ranks_stand() -> None:
-    """Who asks too late is reported the numbers that hold, on all ranks alike."""
+    """A rank that asks too late gets the numbers that hold, on all ranks alike."""
     world = trained()
     ranks = relaunch(world, ELSEWHERE)
     world.get(ranks)
@@ -145,7 +145,7 @@ def test_a_process_that_takes_a_renumbered_place(moment_s: float) -> None:
 
 
 def test_a_rewind_keeps_the_order() -> None:
-    """Going back to an older step in the same processes renumbers no process (R22)."""
+    """Going back to an older step in the same processes renumbers no rank (R22)."""
     world = trained()
     ranks = relaunch(world, ELSEWHERE)
     order(world, ranks)

@@ -104,7 +104,7 @@ def test_a_retired_step_and_a_lost_one_are_refused() -> None:
 
 
 def test_a_fenced_launch_cannot_rewind() -> None:
-    """While another attempt runs the older one's ranks are informed."""
+    """While another attempt runs the older one's ranks get an error that says so."""
     world, old = trained(2, last=2, keep_steps=2)
     newer = [world.join(rank, 2, "newer", takeover=True) for rank in range(2)]
     assert world.run_until(lambda: all(rank.attempt == 2 for rank in newer), 15.0)

@@ -114,7 +114,7 @@ def test_a_larger_first_put_that_does_not_fit_is_refused_on_every_rank() -> None
 
 
 def test_hosts_that_had_room_for_what_was_refused_elsewhere_give_it_back() -> None:
-    """Else the room of a job that could not begin is no process's until a process removes it (R10)."""
+    """Else the room of a job that could not begin stays reserved until the job is removed (R10)."""
     world = ControllerWorld(3)
     ranks = world.launch(3)
     world.holders["h1"].refuses_room = "no memory left"
@@ -190,7 +190,7 @@ def test_a_smaller_preparation_while_training_leaves_the_share_as_it_is() -> Non
 
 
 def test_a_preparation_of_some_ranks_and_the_first_put_of_the_others_are_one_round() -> None:
-    """No process is answered before all ranks have asked (R10)."""
+    """No rank is answered before all ranks have asked (R10)."""
     world = ControllerWorld(2)
     ranks = world.launch(2)
     world.get(ranks)

@@ -24,7 +24,7 @@ def found(world: ControllerWorld, rank: FakeRank, verb: str) -> dict[str, Any] |
     [("get", {"step": None}), ("reserve", {"slots": 4}), ("assign_ranks", {"together": 1, "nonce": "n"})],
 )
 def test_ranks_that_have_not_called_are_named_with_their_hosts(verb: str, body: dict[str, Any]) -> None:
-    """One of three ranks calls: the other two are awaited; once all have called, no process is."""
+    """One of three ranks calls: the other two are awaited; once all have called, none is awaited."""
     world = ControllerWorld(3)
     ranks = world.launch(3)
     if verb == "reserve":

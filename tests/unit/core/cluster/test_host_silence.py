@@ -1,4 +1,4 @@
-"""A host is silent if no process received it while a process listened (R28)."""
+"""A host is silent if nothing came from it while the controller listened (R28)."""
 
 from __future__ import annotations
 

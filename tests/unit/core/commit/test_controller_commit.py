@@ -139,7 +139,7 @@ def test_a_target_that_refuses_degrades_the_commit_with_its_reason() -> None:
 
 
 def test_min_copies_holds_a_commit_back() -> None:
-    """With min_copies=2 and no process to take the second copy, nothing is called committed."""
+    """With min_copies=2 and no host to take the second copy, nothing is called committed."""
     world = ControllerWorld(3, min_copies=2)
     ranks = world.launch(3)
     world.get(ranks)

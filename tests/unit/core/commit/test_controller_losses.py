@@ -1,4 +1,4 @@
-"""Hosts that come and go in a row: placed together, reported piecewise, and all is as if placed again (R13, R18)."""
+"""Hosts that come and go in a row: placed together, orders sent piecewise, as if placed at once (R13, R18)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def come_back(fleet: ControllerFleet, host: str) -> None:
 
 
 def tick(fleet: ControllerFleet) -> None:
-    """Time passes, and who lives is learned of."""
+    """Time passes, and the controller learns which hosts live."""
     fleet.now += 0.1
     fleet.handle(Tick(tuple(HostBeat(host) for host in fleet.machine.hosts.live_ids())))
 
 
 def sent_whole(fleet: ControllerFleet) -> list[tuple[str, Order]]:
-    """What every host would be reported if all were sent now: targets and room."""
+    """What every host would be sent now: targets and room."""
     machine, found = fleet.machine, list[tuple[str, Order]]()
     job = machine.jobs[JOB]
     assert job.newest is not None
@@ -144,7 +144,7 @@ def test_nothing_commits_before_it_is_known_who_is_to_have_copies() -> None:
     lose(fleet, other)
     lose(fleet, target)
     assert fleet.machine.state.is_placement_stale
-    for rank, host in enumerate(fleet.hosts):  # anything that comes meanwhile
+    for rank, host in enumerate(fleet.hosts):  # for any order of the seals
         if fleet.machine.hosts.is_live(host):
             fleet.seal(host, rank, 1, is_own=True)
     assert not fleet.machine.jobs[JOB].commits

@@ -130,7 +130,7 @@ def widest_gap(step_s: float, first: int = 1) -> int:
 
 
 def test_the_pause_is_bounded_by_time_as_well() -> None:
-    """Ranks wait a minute at the most until they put again, anything that a step takes, and learn of it before
+    """Ranks wait a minute at the most until they put again, for any length of a step, and learn of it before
     (R12).
     """
     assert widest_gap(0.2) == 64
@@ -156,7 +156,7 @@ def test_the_pace_of_seals_bounds_the_pause() -> None:
 
 
 def test_the_pause_is_short_while_the_pace_is_unknown() -> None:
-    """Until two steps were learned of, ranks are not kept from putting for many (R12)."""
+    """Until two steps are known, ranks are not kept from putting for many (R12)."""
     world, ranks = trained()
     for step in (50, 40, 30, 20, 10):  # words of older steps that come late tell no pace
         world.skip(ranks[1], step)
@@ -165,7 +165,7 @@ def test_the_pause_is_short_while_the_pace_is_unknown() -> None:
 
 
 def test_a_seal_after_the_skip_is_not_counted() -> None:
-    """A rank that learns of the skip too late puts in vain: its copy is freed and its ticket reported."""
+    """A rank that learns of the skip too late puts in vain: its copy is freed and its ticket ends."""
     world, ranks = trained()
     world.skip(ranks[1], 1)
     world.run(1.0)
@@ -242,7 +242,7 @@ def test_a_step_that_one_rank_never_put_does_not_hold_the_room_for_ever() -> Non
     """A rank that goes on past a step without having sealed it gives it up for all; later steps commit (R12)."""
     world, ranks = trained(keep_steps=1)
     assert world.put_all(ranks, 1)
-    world.put(ranks[0], 2)  # rank 1's copy of step 2 failed: no process skipped it, no process will ever seal it
+    world.put(ranks[0], 2)  # rank 1's copy of step 2 failed: no rank skipped it, no rank will ever seal it
     world.run(1.0)
     world.put(ranks[1], 3)
     world.run(1.0)

@@ -1,4 +1,4 @@
-"""Steps that can never be whole, and copies that no process can restore, give their room back (R10, R12, R19, R22)."""
+"""Steps that can never be whole, and copies that no rank can restore, give their room back (R10, R12, R19, R22)."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_job_known_to_durable_storage_alone_is_history() -> None:
 
 
 def test_storage_that_cannot_be_read_is_no_reason_to_start_over() -> None:
-    """If no host knows the job and its markers cannot be listed, connect says so; no process begins at step 0 (R23)."""
+    """If no host knows the job and its markers cannot be listed, connect says so; no rank begins at step 0 (R23)."""
     world, _ = written()
     forget_ram(world)
     world.durable.problem = "permission denied"
@@ -289,7 +289,7 @@ def test_a_closed_job_that_is_durable_leaves_ram_in_the_end() -> None:
 
 @pytest.mark.parametrize("loss", ["emptied", "a part is gone", "unreadable"])
 def test_the_last_copies_stay_when_durable_storage_lost_the_step(loss: str) -> None:
-    """The storage is looked at when job_ttl_s is over, anything that was written once; the word is an event (R19)."""
+    """The storage is looked at when job_ttl_s is over, also if all was written once; the word is an event (R19)."""
     world, ranks = written(last=2, job_ttl_s=100.0)
     close_all(world, ranks)
     if loss == "emptied":

@@ -69,7 +69,7 @@ def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
 
 
 def test_connect_tells_of_other_keys_before_any_step_is_written() -> None:
-    """All hosts are asked when the attempt begins: no process has to wait for the first durable step."""
+    """All hosts are asked when the attempt begins: no rank has to wait for the first durable step."""
     world, ranks = encrypted({"h0": A, "h1": B})
     world.run(1.0)
     assert "h1 has key" in job_row(world, ranks[0])["durable_keys"]

@@ -107,7 +107,7 @@ def test_status_says_when_the_durable_step_was_last_seen() -> None:
 
 @pytest.mark.parametrize("loss", ["emptied", "a part is gone", "unreadable"])
 def test_what_durable_storage_lost_is_a_problem_until_it_is_there_again(loss: str) -> None:
-    """No process asked: it is found by itself, written again from RAM where it is gone, and looked for until it is
+    """Without any request it is found by itself, written again from RAM where it is gone, and looked for until it is
     seen.
     """
     world, _ = written()

@@ -22,7 +22,7 @@ def hourly(last: int, **config: Any) -> tuple[ControllerWorld, list[FakeRank]]:
 
 
 def answers(rank: FakeRank) -> list[Any]:
-    """What the rank was informed of its requests, and the refusals as text."""
+    """What the rank got for its requests, and the refusals as text."""
     return [*rank.answers.get("persist", ()), *rank.errors.get("persist", ())]
 
 
@@ -209,7 +209,7 @@ def test_a_marker_that_cannot_be_looked_at_makes_no_step_durable() -> None:
 
 
 def test_a_step_that_lost_its_last_copy_is_refused_at_once() -> None:
-    """No process can write it any more, however long one waits."""
+    """No host can write it any more, however long one waits."""
     world, ranks = hourly(last=3, replicas=1)
     world.kill_host("h1")
     world.run(0.5)
@@ -264,7 +264,7 @@ def test_hosts_without_one_key_are_refused_by_name() -> None:
 
 
 def test_a_removed_job_leaves_no_process_waiting() -> None:
-    """Who waits is informed that the job is gone."""
+    """A rank that waits learns that the job is gone."""
     world, ranks = hourly(last=2)
     world.durable.problem = "no space left"
     world.call(ranks[0], "persist", step=None, within_s=600.0)

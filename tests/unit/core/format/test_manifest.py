@@ -83,7 +83,7 @@ def test_spec_follows_the_manifest() -> None:
     ],
 )
 def test_contradicting_manifest_is_not_encoded(changes: dict[str, object]) -> None:
-    """No process can be handed a manifest that no process could decode."""
+    """No rank gets a manifest that could not be decoded."""
     with pytest.raises(ManifestMismatch):
         encode_manifest(manifest(**changes))
 
@@ -132,7 +132,7 @@ def test_good_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "-a", "a/b", "a\n", "a b", "é", "0" * 65, None])
 def test_bad_names(name: str) -> None:
-    """Anything that could leave its folder or a message's line is refused."""
+    """A name that could leave its folder or a message's line is refused."""
     with pytest.raises(ConfigError, match=r"store name .* not allowed"):
         check_name("store", name)
 
@@ -199,7 +199,7 @@ def test_tensor_outside_its_bytes_is_refused(tensor: list[object]) -> None:
     ],
 )
 def test_extents_stay_inside_the_stream(extents: object, nbytes: int) -> None:
-    """Extents neither overlap nor pass the end, so that no process allocates more than the stream holds."""
+    """Extents neither overlap nor pass the end, so that no reader allocates more than the stream holds."""
     with pytest.raises(ProtocolError):
         decode_layout(packed(extents, [], None, nbytes))
 

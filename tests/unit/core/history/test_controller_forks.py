@@ -148,7 +148,7 @@ def test_a_name_that_durable_storage_knows_is_refused() -> None:
 
 
 def test_a_fork_claims_room_for_the_one_step_it_begins_with() -> None:
-    """Anything that its origin keeps.
+    """Its origin may keep any number of steps.
 
     No process writes to it before a process connects, and then a first put claims (R10).
     """
@@ -191,7 +191,7 @@ def test_attempt_numbers_of_a_removed_name_go_on() -> None:
 @pytest.mark.parametrize("crash_after_s", [0.01, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.45])
 @pytest.mark.parametrize("victim", ["controller", "holder", "everything", "controller, and the caller is gone"])
 def test_a_crash_leaves_a_whole_fork_or_none(crash_after_s: float, victim: str) -> None:
-    """Wherever it strikes: get() of the new name gives the step, or no process has ever learned of it."""
+    """Wherever it strikes: get() of the new name gives the step, or no host knows of it."""
     world, ranks = trained(3, last=2, seed=int(1000 * crash_after_s))
     know_the_fork(world, 2, 3)
     world.run(0.5)  # orders to drop step 1 are carried out

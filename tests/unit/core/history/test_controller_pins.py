@@ -30,7 +30,7 @@ def put_from(world: ControllerWorld, ranks: list[FakeRank], first: int, last: in
 
 
 def peer_slots(world: ControllerWorld, host: str) -> int:
-    """The slots that the last order reported a host to reserve, in all."""
+    """The slots that the last order had a host reserve, in all."""
     order = world.holders[host].received(Reserve)[-1]
     return order.peer_slots + sum(row.slots for row in order.ranks)
 

@@ -124,7 +124,7 @@ class Host:
 
     @property
     def reported(self) -> list[tuple[Any, ...]]:
-        """What the controller was informed of slices: rank, slice, and why not."""
+        """What was reported to the controller of slices: rank, slice, and why not."""
         return [
             (report.rank, report.number, report.problem) for report in self.reports if not isinstance(report, Sealed)
         ]

@@ -156,7 +156,7 @@ class Host:
 
     @property
     def why_given_up(self) -> tuple[str, bool]:
-        """What the controller is informed of the put that failed."""
+        """What is reported to the controller of the put that failed."""
         [reported] = self.levels
         [skip] = self.asked
         assert isinstance(skip, SkipStep)
@@ -185,7 +185,7 @@ def test_a_submitted_put_that_came_before_a_fence_is_finished_under_it() -> None
 
 
 def test_a_submitted_put_that_comes_after_a_fence_is_refused_and_its_slots_are_free() -> None:
-    """The rank of a fenced attempt is informed why (R21)."""
+    """The rank of a fenced attempt gets the reason (R21)."""
     host = Host()
     seal.open_fence(host.state, "job", 2)
     host.seal()

@@ -155,7 +155,7 @@ def test_a_fetch_fails_no_sooner_than_a_dead_source_is_known_dead() -> None:
 
 
 def test_a_newer_round_of_the_same_rank_makes_an_older_one_give_up() -> None:
-    """No process waits for its result any more, and its threads and slots are needed."""
+    """Its result is not awaited any more, and its threads and slots are needed."""
     host = Host(lambda source, chunks: PeerUnreachable("reset"))
     host.meanwhile = lambda: begin(host.state, structs.replace(ORDER, round=8))
     _, problems = host.fetch()

@@ -100,7 +100,7 @@ def test_storage_that_cannot_be_read_keeps_no_process_from_what_ram_knows() -> N
 
 @pytest.mark.parametrize("damaged", [{1, 2}, {2}])
 def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> None:
-    """All empty after a power cut: no process starts from nothing. One: an older step, and status says why (R23)."""
+    """All empty after a power cut: no job starts from nothing. One: an older step, and status says why (R23)."""
     world = ControllerWorld(2, durable="/durable", durable_every=1)
     train(world, 1, 2)
     forget_ram(world, "h0", "h1")

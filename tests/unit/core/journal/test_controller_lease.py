@@ -76,7 +76,7 @@ def test_what_was_said_before_a_freeze_is_not_received_when_it_ends() -> None:
 
 
 def test_a_connection_that_ended_during_a_freeze_says_nothing_of_its_host() -> None:
-    """The holder may have given it up for a newer controller, or because no process read (R17)."""
+    """The holder may have given it up for a newer controller, or because it was not read (R17)."""
     world = without_membership()
     world.is_frozen = True
     world.run(LONG_S)
@@ -114,7 +114,7 @@ def test_an_echo_of_what_was_never_sent_proves_nothing(clock_s: float) -> None:
 
 
 def test_a_successor_waits_from_when_the_first_host_came_to_it() -> None:
-    """Up to then that host may have informed the predecessor that it was with it."""
+    """Up to then that host may have answered the predecessor that it was with it."""
     world = SleepyWorld(2)
     held: list[Callable[[], None]] = []
     dial, world._dial = world._dial, lambda holder: held.append(lambda: dial(holder))  # type: ignore[method-assign]

@@ -210,7 +210,7 @@ def test_numbers_are_left_free_once_and_only_for_hosts_that_had_the_newest_steps
 
 
 def test_a_removal_that_only_a_late_host_knew_of_stays_undone() -> None:
-    """No process learned of it and training went on: the next controller does not carry it out either (R16)."""
+    """No rank learned of it and training went on: the next controller does not carry it out either (R16)."""
     world = ControllerWorld(3)
     ranks = world.launch(3)
     world.get(ranks)

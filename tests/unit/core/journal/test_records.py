@@ -31,7 +31,7 @@ def commit(digests: list[str], hosts: list[tuple[str, ...]]) -> f.StepCommitted:
 
 @given(ranks=RANKS, term=st.integers(1, 1 << 62), seq=st.integers(1, 1 << 62))
 def test_a_record_gives_its_entry_back(ranks: list[tuple[str, tuple[str, ...]]], term: int, seq: int) -> None:
-    """For any digests are, hexadecimal or not, and anything that hosts are called."""
+    """Digests may be hexadecimal or not, and hosts may have any name."""
     entry = r.Entry(term, seq, commit([digest for digest, _ in ranks], [hosts for _, hosts in ranks]))
     again = r.entry_from_record(entry.record)
     assert again == entry

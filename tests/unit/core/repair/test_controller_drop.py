@@ -124,7 +124,7 @@ def rooms_freed(world: ControllerWorld, host: str) -> list[tuple[str, int]]:
 
 
 def test_a_removed_job_frees_its_room_on_every_host() -> None:
-    """All hosts are sent with the order to drop; one that was out of reach, when it shows a copy again (R10)."""
+    """All hosts learn it with the order to drop; one that was out of reach, when it shows a copy again (R10)."""
     world, ranks = trained(2)
     world.silence("h1")
     world.run(10.0)
@@ -152,7 +152,7 @@ def test_a_host_out_of_reach_at_a_removal_frees_the_room_when_it_is_back() -> No
 
 
 def test_a_removal_is_answered_once_the_job_is_gone() -> None:
-    """Until the fact has spread nothing is dropped and no process is reported; then the job is in no status (R16)."""
+    """Until the fact has spread nothing is dropped and no rank is notified; then the job is in no status (R16)."""
     world, ranks = trained(2)
     world.silence("h1")
     world.call(ranks[0], "rm", force=True)

@@ -29,7 +29,7 @@ def events_of_kind(world: ControllerWorld, *kinds: str) -> list[dict[str, Any]]:
 
 
 def test_a_mistake_in_telling_undoes_nothing() -> None:
-    """Anything that is reported is reported aside.
+    """Recording never breaks a decision.
 
     All that the controller calls but `add`, of what its own parts tell.
     """
@@ -68,7 +68,7 @@ def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None
 
 
 def test_an_older_step_that_a_newer_commit_overtook_is_reported() -> None:
-    """Superseded is an end of its own: no process skipped it, it was only late."""
+    """Superseded is an end of its own: no rank skipped it, it was only late."""
     world, ranks = trained(2)
     world.work_s = (3.0, 3.0)
     for rank in ranks:
@@ -245,7 +245,7 @@ def test_nonsense_from_a_rank_is_counted_as_nothing(stall_s: float, age_s: float
 
 
 def test_the_memory_is_bounded_and_a_flood_of_commits_pushes_no_death_out() -> None:
-    """Routine and rare events have rooms of their own; who asks for what is gone is informed."""
+    """Routine and rare events have rooms of their own; a page of what is gone says so."""
     recent_events = RecentEvents(3)
     recent_events.add("host_dead", 0.0, host="h1")
     for step in range(3 * KEPT):

@@ -55,7 +55,7 @@ def test_a_step_that_is_not_whole_is_passed_over_for_all_alike() -> None:
 
 
 def test_get_and_agree_do_not_mix() -> None:
-    """A rank that gets while the others agree is informed; nothing is decided (R23)."""
+    """A rank that gets while the others agree gets an error; nothing is decided (R23)."""
     world, _ = trained(2, last=1)
     ranks = world.launch(2)
     world.call(ranks[0], "get", step=None, timeout_s=30.0, is_agreement=True)

@@ -42,11 +42,11 @@ def test_none_waits_for_hosts_that_may_know_the_job() -> None:
     world.run(2.0)
     assert not ranks[0].answers.get("get")
     world.run(8.0)
-    assert ranks[0].answers["get"] == [{"step": None}]  # the grace is over and no process came
+    assert ranks[0].answers["get"] == [{"step": None}]  # the grace is over and no host came
 
 
 def test_a_get_waits_for_a_late_host_that_holds_the_newest_commit() -> None:
-    """A host that comes up late after a full restart saves the newest step; no process falls back meanwhile."""
+    """A host that comes up late after a full restart saves the newest step; no rank falls back meanwhile."""
     world, _ = trained(hosts=2, last=2, replicas=1)
     world.kill_host("h1", keep_memory=True)
     world.crash_controller()
@@ -157,7 +157,7 @@ def test_get_after_a_put_points_to_rewind() -> None:
 
 
 def test_the_first_put_without_a_get_is_refused_on_a_job_with_history() -> None:
-    """No process evicts weeks of work by a put: both ways are named (R19); connect(fresh=True) may."""
+    """No job evicts weeks of work by a put: both ways are named (R19); connect(fresh=True) may."""
     world, _ = trained(3, last=1)
     ranks = world.launch(3)
     world.reserve(ranks)
@@ -271,7 +271,7 @@ def test_a_mismatch_of_into_fails_the_round_for_all() -> None:
 
 
 def test_a_rank_that_dies_in_a_get_ends_it_for_the_others() -> None:
-    """No process waits for a dead rank's check: the others get an error at once (R20, R23)."""
+    """No rank waits for a dead rank's check: the others get an error at once (R20, R23)."""
     world, _ = trained(3, last=1)
     ranks = world.launch(3)
     world.work_s = (1.0, 1.5)
@@ -320,7 +320,7 @@ def test_rewind_opens_an_attempt_from_an_older_step() -> None:
 
 
 def test_get_of_a_step_prefers_the_lineage() -> None:
-    """get(step=S) after a rewind reads the S of this lineage, anything that hidden attempts have (R22)."""
+    """get(step=S) after a rewind reads the S of this lineage, also if hidden attempts have one (R22)."""
     world, ranks = trained(3, last=2, keep_steps=2)
     for rank in ranks:
         world.call(rank, "rewind", step=1, nonce=rank.nonce, key=rank.key)

@@ -1,4 +1,4 @@
-"""Reads of single shards: what is answered is what was asked for, anything that happened meanwhile (R17, R27)."""
+"""Reads of single shards: what is answered is what was asked for, also if much happened meanwhile (R17, R27)."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_no_death_leaves_the_marker_of_a_torn_step(death: str) -> None:
 
 
 def test_a_torn_marker_that_comes_late_goes_when_it_is_listed() -> None:
-    """A write on the far side of a partition: no process restores it, and the next get has it removed."""
+    """A write on the far side of a partition: no rank restores it, and the next get has it removed."""
     world, ranks = trained(2, durable="/durable", durable_every=1, durable_keep=10)
     world.run(3.0)
     last = marked(world)[-1]
@@ -295,7 +295,7 @@ def test_a_step_that_is_seen_torn_while_it_is_forked_makes_no_fork() -> None:
 
 @pytest.mark.parametrize("end", ["", "crash", "removed"])
 def test_a_fork_of_a_step_that_is_seen_torn_afterwards_is_torn(end: str) -> None:
-    """It has the same bytes, anything that becomes of the controller and of the job that it was made from (R32)."""
+    """It has the same bytes, independently of the controller and of the job that it was made from (R32)."""
     world, ranks = trained(3, last=3, keep_steps=3)
     assert forked(world, ranks[1], 3) == ""
     retire(world, ranks[0], 3)
@@ -312,7 +312,7 @@ def test_a_fork_of_a_step_that_is_seen_torn_afterwards_is_torn(end: str) -> None
 
 @pytest.mark.parametrize("cause", ["host", "storage"])
 def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) -> None:
-    """The host that was reported dies with the order, or storage fails just then.
+    """The host that got the order dies with the order, or storage fails just then.
 
     RAM may forget the job later (R31).
     """

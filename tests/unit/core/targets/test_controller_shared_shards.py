@@ -25,7 +25,7 @@ def launch(world: ControllerWorld, shards_of: list[int], key: str = "k", **more:
 
 
 def writers(rank: FakeRank) -> list[int]:
-    """The ranks that copy this rank's shard, as it was reported last."""
+    """The ranks that copy this rank's shard, as it was sent last."""
     found: list[int] = rank.answers["join"][-1]["shared_shard"][2]
     return found
 
@@ -134,7 +134,7 @@ def test_a_shard_without_a_count_is_no_shard() -> None:
 
 
 def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
-    """A rank's number says which shard it holds, anything that process has it; writers are chosen again (R22, R27)."""
+    """A rank's number says which shard it holds, independently of its process; writers are chosen again (R22, R27)."""
     world = ControllerWorld(4, placement="ring")
     ranks = launch(world, [0, 1, 0, 1])
     world.get(ranks)

@@ -46,7 +46,7 @@ def known(world: ControllerWorld, host: str) -> set[str]:
 
 
 def test_a_host_that_is_suspected_for_a_moment_is_no_news() -> None:
-    """No process's address has changed: no process is reported one, nor of other targets (R28)."""
+    """No host's address has changed: none is sent, nor of other targets (R28)."""
     world = ControllerWorld(4)
     world.launch(4)
     world.run(2.0)
@@ -63,13 +63,13 @@ def test_a_host_that_is_suspected_for_a_moment_is_no_news() -> None:
 
 @pytest.mark.parametrize("has_job", [False, True])
 def test_views_say_who_came_and_who_went_and_a_newcomer_learns_of_all(has_job: bool) -> None:
-    """Anything that was said one by one, all ends with the addresses of all live hosts but the dead (R3)."""
+    """After any series of changes, every host ends with the addresses of all live hosts but the dead (R3)."""
     world = ControllerWorld(4)
     if has_job:
         world.launch(4)
     world.run(2.0)
     world.kill_host("h1")
-    world.run(0.1)  # within a message's way: no process waits for a tick to learn of a death
+    world.run(0.1)  # within a message's way: no host waits for a tick to learn of a death
     assert known(world, "h0") == {"h0", "h2", "h3"}
     world.add_host("h4", {})
     world.return_host("h1")
@@ -133,7 +133,7 @@ def test_a_journal_with_other_facts_between_is_written_again() -> None:
 
 
 def test_journals_shrink_without_being_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holders are informed what to keep; what is left is the controller's log, in its order, on every host (R16)."""
+    """Holders are ordered what to keep; what is left is the controller's log, in its order, on every host (R16)."""
     monkeypatch.setattr(compaction, "JOURNAL_NBYTES_MIN", 4 << 10)
     world = ControllerWorld(3)
     ranks = world.launch(3)
@@ -188,7 +188,7 @@ def test_journals_are_written_again_as_a_whole_or_not_at_all(monkeypatch: pytest
 
 
 def test_pages_of_an_order_that_had_no_end_are_nothing_to_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journals that come in pages are whole in the end, anything that a controller began before (R16)."""
+    """Journals that come in pages are whole in the end, also if a controller began others before (R16)."""
     monkeypatch.setattr(records, "PAGE_BYTES", 1)
     world = world_with_a_commit()
     world.holders["h1"].pages.append(b"of a controller that is gone")

@@ -120,7 +120,7 @@ def test_what_is_no_digest_is_no_spec(digest: Any) -> None:
 
 
 def pairs(*entries: tuple[bytes, bytes]) -> bytes:
-    """A map of these packed entries, anything that their keys are."""
+    """A map of these packed entries, with any keys."""
     return bytes([0x80 | len(entries)]) + b"".join(key + value for key, value in entries)
 
 

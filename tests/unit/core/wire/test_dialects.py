@@ -48,7 +48,7 @@ def test_every_message_says_what_it_is(kind: type[msgspec.Struct]) -> None:
 
 
 def depth(node: Any) -> int:
-    """Return how many containers a value of a type may have inside each other; TypeError if no process knows."""
+    """Return how many containers a value of a type may have inside each other; TypeError if that is unknown."""
     match node:
         case inspect.StructType():
             return 1 + max((depth(field.type) for field in node.fields), default=0)
