@@ -164,7 +164,7 @@ class HolderLink(LeasedSlots):
         self.channel.close()
         while not self.closed.wait(RECONNECT_S):
             try:
-                self.channel, self.welcome = self._connect(self.welcome)
+                channel, welcome = self._connect(self.welcome)
             except TransportError:
                 continue
             except MemstoreError as exc:
@@ -172,12 +172,17 @@ class HolderLink(LeasedSlots):
                 self.closed.wait(REFUSED_S)
                 continue
             with self.room:
+                is_closed = self.closed.is_set()  # meanwhile: its `bye` went to the link that was lost
+                self.channel, self.welcome = channel, welcome
                 again = [h for _, h in sorted(self.unsealed_puts.items())]
                 for unsealed in again:
                     unsealed.is_sent = False
                 calls = [question for _, (_, question) in sorted(self.calls.items())]
                 self.room.notify_all()
                 offers = [offer for offer in self.offers.values() if self.offered.issuperset(offer.slots)]
+            if is_closed:
+                self._leave(channel)
+                return
             for offer in offers:
                 self.ask_soon(offer)
             for unsealed in again:
@@ -438,15 +443,22 @@ class HolderLink(LeasedSlots):
             if self.parent:
                 # Wait for a reconnect so that `bye` arrives: the save process lives on, and its lease would too.
                 self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
-        self.notify(Bye())
         self.outbox.put(None)
         if threading.current_thread() is not self._threads[1]:
             self._threads[1].join(CONNECT_S)
-        self.closed.set()
-        self.channel.close()
+        with self.room:
+            self.closed.set()
+            channel = self.channel
+        self._leave(channel)
         self._fail_calls(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
         self.close_mappings()
+
+    def _leave(self, channel: Channel) -> None:
+        """Say bye on a channel, if it still works, and close it: a lease would last as long as this process."""
+        with contextlib.suppress(MemstoreError):
+            channel.send(Kind.EVENT, 0, Bye(), deadline_s=SEND_S)
+        channel.close()
 
     def forget(self) -> None:
         """In a forked child: drop the descriptor, leave the parent's connection alone (R8)."""
