@@ -227,11 +227,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> int | float:
-    """Return a field's value as a plain number, numpy's too; one that is counted must be whole."""
+    """Return a field's value as a plain number, numpy's too; what is counted must be whole, a rate is rounded up."""
     is_whole = type(getattr(Config, name)) is int
     plain = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         plain = value if isinstance(value, int) else float(value)
+    if name.endswith("_bytes_per_s") and math.isfinite(plain):
+        plain = math.ceil(plain)
     if low <= plain <= high and not (is_whole and plain % 1):
         return int(plain) if is_whole else plain
     raise ConfigError(

@@ -155,7 +155,7 @@ def connect(
     check_name("job", job)
     parse_put_every(config.put_every)  # before any rank has joined
     parse_every(config.durable_every)
-    check_shard(shard_rank, shard_count)
+    shard_rank, shard_count = check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     nonce = f"{os.getpid()}-{process_start_time(os.getpid()) or 0}-{job}-{launch.rank}"
@@ -197,16 +197,16 @@ def end_former(store: Store) -> None:
     _STORES[number] = weakref.ref(store, lambda _: _STORES.pop(number, None))
 
 
-def check_shard(shard_rank: int | None, shard_count: int | None) -> None:
-    """Raise ConfigError unless `shard_rank` is from 0 to `shard_count` - 1, or neither is given."""
-    if shard_rank is None and shard_count is None:
-        return
-    if type(shard_rank) is not int or type(shard_count) is not int or not 0 <= shard_rank < shard_count:
+def check_shard(shard_rank: int | None, shard_count: int | None) -> tuple[int | None, int | None]:
+    """Return both as plain ints; ConfigError unless `shard_rank` is from 0 to `shard_count` - 1, or none is given."""
+    rank, count = check_given_whole("shard_rank", shard_rank), check_given_whole("shard_count", shard_count)
+    if (rank is None) != (count is None) or (rank is not None and count is not None and rank >= count):
         raise ConfigError(
             f"shard_rank={shard_rank!r} of shard_count={shard_count!r}: name both, shard_rank from 0 to "
             "shard_count - 1, such as 0 of 1 where every rank holds the same", field="shard_rank",
             value=repr(shard_rank),
         )  # fmt: skip
+    return rank, count
 
 
 def fitted_to_store(config: Config, welcome: Welcome) -> Config:

@@ -6,6 +6,7 @@ from typing import Any
 
 from memstore.client.checkpoint import StepInfo, step_infos
 from memstore.config import check_given_whole, check_name, check_seconds, check_whole
+from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import AskSteps, PersistStep, PinStep, UnpinStep
 from memstore.core.wire.replies import Persisted
 from memstore.errors import PeerTimeout
@@ -80,7 +81,8 @@ def pin_request(job: str, step: int, name: str, attempt: int | None) -> PinStep:
 
 def persist_request(job: str, step: int | None, timeout_s: float) -> PersistStep:
     """Return the question for `persist`; ConfigError if its values are none."""
-    return PersistStep(job=job, step=check_given_whole("step", step), within_s=check_seconds("timeout_s", timeout_s))
+    within_s = min(check_seconds("timeout_s", timeout_s), WITHIN_MAX_S)
+    return PersistStep(job=job, step=check_given_whole("step", step), within_s=within_s)
 
 
 def persisted(answer: Persisted, timeout_s: float) -> int:

@@ -43,4 +43,5 @@ def test_a_node_drained_by_ray_is_evacuated() -> None:
         wait_for(lambda: host("h3")["drain_left"] == 0, "the store to do without h3")
         cluster.lose_host("h3")
         wait_for(lambda: host("h3")["status"] == "dead", "its death to be noticed")
-        assert (job.status()["committed_step"], job.status()["copies"]) == (2, 2)
+        newest = job.newest()
+        assert (newest.committed_step, newest.copies) == (2, 2)

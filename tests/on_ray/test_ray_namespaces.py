@@ -55,7 +55,7 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: Embedded
     job.restart()
     assert [(found.step, found.problem) for found in job.restore()] == [(3, "")] * 2
     job.leave()
-    assert job.status()["copies"] == 1
+    assert job.newest().copies == 1
 
     address = rig.address("h1")
     # A raylet that Ray has not given up by then would go on, and no other could take its place.
@@ -66,4 +66,4 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(cluster: Embedded
     rig.heal("h1")
     wait_for(lambda: not zombies & set(rig.processes("h1")), "the raylet that Ray gave up to end", timeout_s=60)
     cluster.add_node("h1")
-    wait_for(lambda: job.status()["copies"] == 2, "the second copies")
+    wait_for(lambda: job.newest().copies == 2, "the second copies")

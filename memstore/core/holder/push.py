@@ -41,7 +41,7 @@ from memstore.core.wire.peer_messages import (
     Seal,
 )
 from memstore.core.wire.reports import PushFailed
-from memstore.errors import ConfigError, DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
+from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.05
@@ -204,8 +204,7 @@ def _manifest(state: HolderState, source: PushSource) -> Procedure[bytes]:
     try:
         manifest: bytes = yield ReadManifest(source)
         return manifest
-    except (ConfigError, DigestMismatch):
-        if source.stored is not None:
-            source.stored.is_nameless = True
+    except DigestMismatch:
+        if source.stored is not None and state.store.lose_manifest(source.stored):
             report_copy(state, source.stored)
         raise

@@ -25,21 +25,17 @@ BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
-    Of two that come at once the one that was accepted later is taken: the process has given the other one up.
+    Of a process's links the one that was accepted last is taken, whichever thread runs first: the process has given up
+    the others, also those of an earlier try to connect. So an older one is ended, even if the newer one is over.
     """
     table = state.ranks
-    if link.order < max(table.current(link).order, table.arriving.get(link.owner, link).order):
+    if link.order < table.newest.get(table.process_of(link), link.order):
         yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
     if isinstance(hello, RankHello):
         state.idle_s = 0.0
-    table.arriving[link.owner] = link
-    try:
-        is_newest = yield from _greet(state, link, hello)
-    finally:
-        if table.arriving.get(link.owner) is link:
-            del table.arriving[link.owner]
-    if not is_newest:
+    table.newest[table.process_of(link)] = link.order
+    if not (yield from _greet(state, link, hello)):
         yield from _retire(link)
         return
     table.links[link.nonce] = link
@@ -65,14 +61,14 @@ def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Proc
     if older is not None and older.owner == link.owner:
         del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
         yield from _retire(older)
-        if table.arriving.get(link.owner) is not link:
+        if table.newest.get(table.process_of(link)) != link.order:
             return False  # the newer link has its leases confirmed: doing it again would free what it was granted
     held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
     # A rank filled the slots that it holds of another arena there, so none of them is its own here.
     is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
     stale = state.store.confirm(link.owner, held if is_ours else ())
     yield SendWelcome(link, stale if is_ours else held)
-    return table.arriving.get(link.owner) is link
+    return table.newest.get(table.process_of(link)) == link.order
 
 
 def _retire(link: Link) -> Procedure[None]:
@@ -189,10 +185,9 @@ def leave(state: HolderState, link: Link) -> Procedure[None]:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
+        state.report(RankGone(nonce=link.nonce))  # in this step: the process may connect again during the next effect
     state.store.reclaim(link.owner)
     yield ForgetProcess(link.owner)
-    if is_gone:
-        state.report(RankGone(nonce=link.nonce))
     if link.parent:
         yield from grant_job(state, link.job)
 
@@ -204,11 +199,12 @@ def reap(state: HolderState) -> Procedure[None]:
         if not state.is_alive(owner) and table.owners.get(nonce) == owner:
             del table.owners[nonce]
             table.parents.pop(nonce, None)
+            state.report(RankGone(nonce=nonce))
             state.store.reclaim(owner)
             yield ForgetProcess(owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
-            state.report(RankGone(nonce=nonce))
+    table.newest = {process: order for process, order in table.newest.items() if state.is_alive(Owner(*process[1:], 0))}
     state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
     for job in sorted({link.job for link in table.links.values() if link.job}):
         yield from grant_job(state, job)

@@ -203,6 +203,7 @@ def _has_manifest(state: HolderState, order: Bring, stored: StoredReplica) -> Pr
         until_s = fetch.deadline_s(state)
         data, _ = yield from fetch.brought_manifest(state, order, stored.shard, stored.spec.digest, until_s)
         if data is None:
+            state.store.lose_manifest(stored)  # the caller reports the copy as it is now
             return False
         state.store.repair_manifest(stored, data)
     return True

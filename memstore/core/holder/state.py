@@ -89,6 +89,9 @@ class Store(Protocol):
     def abort_older(self, job: str, attempt: int) -> None:
         """Give up the incoming replicas of a job's older attempts."""
 
+    def lose_manifest(self, stored: StoredReplica) -> bool:
+        """Note that a replica's manifest is damaged, so that it counts as missing; False if that is no news."""
+
     def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again."""
 
@@ -211,7 +214,7 @@ class Ranks:
     """The links of this host's ranks, and their processes."""
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
-    arriving: dict[Owner, Link] = field(default_factory=dict)  # process -> its newest link, until that is welcomed
+    newest: dict[tuple[str, int, int], int] = field(default_factory=dict)  # process -> the order of its newest link
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
@@ -223,6 +226,10 @@ class Ranks:
     def is_current(self, link: Link) -> bool:
         """Say whether a link is the one on which its process is connected."""
         return self.links.get(link.nonce) is link
+
+    def process_of(self, link: Link) -> tuple[str, int, int]:
+        """Return a link's nonce and process, whichever try to connect, or store of it, the link is of."""
+        return link.nonce, link.owner.pid, link.owner.start
 
     def current(self, link: Link) -> Link:
         """Return the link on which the same store is connected now."""

@@ -287,7 +287,8 @@ class EventRow(Part, frozen=True):
     wall_s: float
     job: str
     attempt: Unsigned | None
-    step: Unsigned | None
+    step: int | None
+    """-1 of a rank that had put nothing."""
     rank: Unsigned | None
     host: str
     fields: dict[str, EventValue]

@@ -28,7 +28,7 @@ from memstore.core.format.manifest import (
     shard_digest,
     spec_of,
 )
-from memstore.errors import CapacityError, DigestMismatch, IntegrityError
+from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError
 from memstore.shell.arena.adoption import adopt
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
@@ -313,7 +313,10 @@ class ReplicaStore:
 
     def manifest(self, stored: StoredReplica) -> bytes:
         """Return the manifest bytes of a stored replica; DigestMismatch if they are not those that were stored."""
-        data = self.manifests.load(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+        try:
+            data = self.manifests.load(ManifestFolder.name_of(stored.shard, stored.spec.digest))
+        except ConfigError as exc:  # it is no regular file any more, or longer than a manifest can be
+            raise DigestMismatch(f"the manifest of {stored.shard}: {exc}", shard=str(stored.shard)) from exc
         found = shard_digest(data)
         if found != stored.spec.digest:
             raise DigestMismatch(
@@ -322,6 +325,14 @@ class ReplicaStore:
                 shard=str(stored.shard),
             )
         return data
+
+    def lose_manifest(self, stored: StoredReplica) -> bool:
+        """Note that a replica's manifest is damaged, so nothing says what its chunks are; False if that is no news."""
+        with self.lock:
+            is_here = self.index.find(stored.shard, stored.spec.digest) is stored
+            is_news = is_here and not stored.is_nameless
+            stored.is_nameless = stored.is_nameless or is_news
+            return is_news
 
     def repair_manifest(self, stored: StoredReplica, data: bytes) -> None:
         """Write the manifest of a stored replica again, from another copy, unless the replica was dropped meanwhile."""

@@ -90,7 +90,8 @@ class RankServer:
         finally:
             with self.runner.state():
                 link.submitted_puts.put(None)
-                if ranks.end(self.state, link):  # with it under the lock: a new link's marks are not forgotten
+                ranks.end(self.state, link)
+                if link.nonce not in self.state.ranks.links:  # under the lock: a new link's marks are not forgotten
                     self.send_gate.forget(link.nonce, link.job, link.rank)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
@@ -176,21 +177,26 @@ class RankServer:
             link = self.state.ranks.links.get(call.nonce) if call is not None else None
         if call is None or link is None or link.owner != call.owner:
             return
+        try:
+            answer = self._answer(link, call, data, error)
+        except IntegrityError as exc:
+            answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
+        except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
+            log.exception("host %s: an answer of the controller cannot be passed on", self.context.host_id)
+            answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
+        cast(RankConnection, link).send(answer)
+
+    def _answer(self, link: Link, call: Call, data: bytes | None, error: list[str] | None) -> AskAnswered | AskRefused:
+        """Return what a rank is sent of the controller's answer to its call."""
         reply = decode_passed(call.request, data) if data is not None else None
         if isinstance(reply, Joined):
             link.attempt, link.rank = reply.attempt, reply.rank
-        answer: AskAnswered | AskRefused
         if error is not None or reply is None:
             name, message = error or ("InternalError", "the controller answered nothing")
-            answer = AskRefused(id=call.rank_id, error=name, message=message)
-        else:
-            try:
-                if isinstance(reply, ShardStaged | ChunksStaged):
-                    reply = self._placed(link, reply)
-                answer = AskAnswered(id=call.rank_id, reply=encode(reply))
-            except IntegrityError as exc:
-                answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
-        cast(RankConnection, link).send(answer)
+            return AskRefused(id=call.rank_id, error=name, message=message)
+        if isinstance(reply, ShardStaged | ChunksStaged):
+            reply = self._placed(link, reply)
+        return AskAnswered(id=call.rank_id, reply=encode(reply))
 
     def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
         """Pin what was brought here for a rank, and say where it lies."""

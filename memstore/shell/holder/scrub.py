@@ -10,7 +10,7 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.holder.inventory import report_copy
 from memstore.core.wire.replies import HostVerified
-from memstore.errors import ConfigError, DigestMismatch
+from memstore.errors import DigestMismatch
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.pacing import lower_thread_priority
 
@@ -56,12 +56,9 @@ class Scrubber:
             replicas.manifest(stored)
         except FileNotFoundError:  # dropped meanwhile
             return False
-        except (ConfigError, DigestMismatch) as exc:
-            with replicas.lock:
-                is_here = replicas.index.find(stored.shard, stored.spec.digest) is stored
-                if not is_here or stored.is_nameless:
-                    return False
-                stored.is_nameless = True
+        except DigestMismatch as exc:
+            if not replicas.lose_manifest(stored):
+                return False
             self.found_count += 1
             log.warning("host %s: %s", self.context.host_id, exc)
             report_copy(self.context.state, stored)

@@ -35,6 +35,7 @@ from memstore.shell.codec import verified_stream
 from memstore.shell.codec.interpreter import copying
 from memstore.shell.peer.client import Peer
 from memstore.shell.rank.admin_link import Tool
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.testing.clusters.processes import wait_for
 
@@ -67,6 +68,26 @@ def test_a_link_that_breaks_as_its_attempt_is_answered_comes_back_in_that_attemp
     monkeypatch.setattr(memstore.client.connect, "ask_with_all", broken_after)
     (store,) = site.connect()
     store.put(1, state(1), timeout_s=WAIT_S).wait("committed", WAIT_S)
+
+
+def test_a_link_that_is_closed_while_it_comes_back_says_bye_on_the_new_one(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process lives on, as a notebook does: the slots that it leased would be free only at its end (R8)."""
+    site = make_site("a")
+    (store,) = site.connect()
+    store.put(1, state(1), timeout_s=WAIT_S).wait("committed", WAIT_S)
+    link, leases = store._link, site.replicas.table.leases
+    assert any(leases.values())
+    stop = Stop(HolderLink._connect)
+    monkeypatch.setattr(HolderLink, "_connect", lambda self, *args: stop(self, *args))
+    link.channel.abort()
+    assert stop.at.wait(WAIT_S)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(link.close)
+        wait_for(link.closed.is_set, "the close")
+        stop.go.set()
+    wait_for(lambda: not any(leases.values()), "the `bye`")
 
 
 def test_a_grant_that_was_in_flight_when_the_link_broke_is_no_second_lease(

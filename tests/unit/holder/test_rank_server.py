@@ -406,32 +406,6 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
     wait_for(lambda: site.leased() == 0, "the `bye`")
 
 
-def test_a_link_that_is_closed_while_it_comes_back_says_bye_on_the_new_one(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its process lives on, as a notebook does: the slots that it leased would be no one's until it ends (R8)."""
-    site.holder.replicas.claim("job", PeerShare(1, {0: 3}, 0))
-    link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
-    assert link.acquire(Tenant(), 3, WAIT_S) is not None
-    connected, may_go_on, real = threading.Event(), threading.Event(), HolderLink._connect
-
-    def held_up(self: HolderLink, before: Welcome | None) -> tuple[Channel, Welcome]:
-        made = real(self, before)
-        connected.set()
-        assert may_go_on.wait(WAIT_S)
-        return made
-
-    monkeypatch.setattr(HolderLink, "_connect", held_up)
-    site.holder.state.ranks.links["n"].channel.abort()  # type: ignore[attr-defined]
-    assert connected.wait(WAIT_S)
-    with ThreadPoolExecutor(1) as threads:
-        closing = threads.submit(link.close)
-        wait_for(link.closed.is_set, "the close")
-        may_go_on.set()
-        closing.result(WAIT_S)
-    wait_for(lambda: site.leased() == 0, "the `bye`")
-
-
 # -- a removed job ------------------------------------------------------------------------------------
 
 

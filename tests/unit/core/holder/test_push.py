@@ -53,6 +53,10 @@ class Store:
         self.stored = StoredReplica(SHARD, ShardSpec("0" * 32, 16, 8, 2, 1), (b"0", b"1"), [4, 5])
         self.index = SimpleNamespace(find=lambda shard, digest: self.stored)
 
+    def lose_manifest(self, stored: StoredReplica) -> bool:
+        stored.is_nameless = True
+        return True
+
 
 def take(request: Request[Any]) -> Message:
     """Answer as a peer that takes everything."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import effects, ranks
@@ -33,7 +35,7 @@ class Link:
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
     is_open: bool = True
-    order: int = 0
+    order: int = field(default_factory=itertools.count(1).__next__)
 
 
 def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
@@ -61,7 +63,6 @@ def test_of_two_links_that_arrive_at_once_the_later_one_is_taken() -> None:
     assert state.ranks.links == {"n": second}
     assert [type(effect) for effect in late] == [effects.CloseLink]
     assert (state.ranks.links, first.is_retired, second.is_retired) == ({"n": second}, True, False)
-    assert not state.ranks.arriving
 
 
 def test_a_link_that_is_closed_late_frees_nothing_that_a_newer_one_was_leased() -> None:
@@ -111,7 +112,10 @@ def test_a_welcome_that_cannot_be_sent_leaves_nothing() -> None:
         steps.throw(ConnectionError("reset"))
     except ConnectionError:
         pass
-    assert (state.ranks.links, state.ranks.arriving) == ({}, {})
+    assert state.ranks.links == {}
+    again = Link()
+    list(ranks.join(state, again, HELLO))
+    assert state.ranks.links == {"n": again}
 
 
 def test_a_process_that_says_bye_is_reported_as_gone() -> None:
@@ -124,3 +128,32 @@ def test_a_process_that_says_bye_is_reported_as_gone() -> None:
     list(ranks.leave(state, link))
     assert reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
     assert (state.ranks.links, state.ranks.owners, table.leases.get(OWNER, set())) == ({}, {}, set())
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_thread_of_an_earlier_try_to_connect_that_runs_late_changes_nothing(is_over: bool) -> None:
+    """A frozen holder accepted both: the process gave the first up, and may be gone again by then (R4, R8)."""
+    reports: list[Report] = []
+    state = host(SlotTable(8), reports)
+    first, second = Link(), Link(owner=replace(OWNER, link=2))
+    list(ranks.join(state, second, HELLO))
+    if is_over:
+        list(ranks.leave(state, second))
+    before = list(reports)
+    assert [type(effect) for effect in ranks.join(state, first, HELLO)] == [effects.CloseLink]
+    assert state.ranks.links == ({} if is_over else {"n": second})
+    assert reports == before
+
+
+def test_a_process_that_connects_again_while_its_bye_is_carried_out_is_no_dead_one() -> None:
+    """The report that it is gone comes before the one that it has arrived (R20)."""
+    reports: list[Report] = []
+    state, link, again = host(SlotTable(8), reports), Link(), Link(owner=replace(OWNER, link=2))
+    list(ranks.join(state, link, HELLO))
+    leaving = ranks.leave(state, link)
+    while not isinstance(next(leaving), effects.ForgetProcess):
+        pass
+    list(ranks.join(state, again, HELLO))
+    list(leaving)
+    assert [type(report) for report in reports] == [RankArrived, RankGone, RankArrived]
+    assert state.ranks.links == {"n": again}

@@ -12,8 +12,11 @@ import pytest
 from memstore.core.report.event_ring import KEPT, PAGE, RecentEvents
 from memstore.core.report.json_rows import event_fields
 from memstore.core.report.recorder import EventRecorder
+from memstore.core.wire.calls import AskEvents
+from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostBeat, Report
+from memstore.core.wire.replies import Events, decode_passed
 from memstore.core.wire.reports import PutTimes, Sealed
 from memstore.testing.controller.holder import host_stats
 from memstore.testing.controller.trained import trained
@@ -22,9 +25,10 @@ from recovery.inventory import StepId
 
 
 def events_of_kind(world: ControllerWorld, *kinds: str) -> list[dict[str, Any]]:
-    """Events of these kinds as `memstore events --json` gives them, oldest first."""
-    found = world.served.parts.recorder.recent_events.since(0)
-    rows = [event_fields(event.row()) for event in found]
+    """Events of these kinds as `memstore events --json` gives them, oldest first; all of them travel."""
+    found = [event.row() for event in world.served.parts.recorder.recent_events.since(0)]
+    page = Events(events=found, next=0, has_more=False, is_gap=False, unwritten=0, wall_s=0.0)
+    rows = [event_fields(row) for row in decode_passed(AskEvents(), encode(page)).events]
     return [row for row in rows if row["event"] in kinds]
 
 
@@ -53,6 +57,15 @@ def test_a_step_leaves_one_put_and_one_commit_with_the_slowest_rank_and_the_seco
     # The put began its stall before the seal was reported, which no put of the world takes time for.
     assert commit["seconds"]["committed"] == commit["seconds"]["redundant"]
     assert 0.3 <= commit["seconds"]["committed"] <= world.now - began_s + 0.3
+
+
+def test_a_rank_that_dies_before_its_first_put_is_reported() -> None:
+    """It has no newest step: the event says -1, and `memstore events` that it had put nothing."""
+    world, ranks = trained(2, last=0)
+    world.kill_rank(ranks[1])
+    world.run(1.0)
+    [dead] = events_of_kind(world, "rank_dead")
+    assert (dead["step"], dead["rank"]) == (-1, 1)
 
 
 def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None:
