@@ -61,8 +61,9 @@ class Commits:
     def _look_at_journals(self, rank: Rank, step: StepId) -> None:
         """Demand that the fact of a commit is in enough journals (R16)."""
         controller = rank.holder.session.controller if rank.holder and rank.holder.session else None
-        opened = controller.sessions.values() if controller is not None else ()
-        live = sum(self.world.now - session.opened_s > NEWCOMER_S for session in opened)
+        sessions = controller.sessions if controller is not None else {}
+        joined = controller.machine.hosts.live_ids() if controller is not None else ()  # a hello may be under way
+        live = sum(self.world.now - sessions[host].opened_s > NEWCOMER_S for host in joined if host in sessions)
         # A successor acts on what its predecessor wrote, and sends it first in every session, in order.
         is_inherited = controller is not None and self._terms[step] < controller.term
         if not is_inherited and len(self._journals[step]) < min(self.world.scenario.replicas, live):

@@ -253,6 +253,8 @@ class Cluster:
             return False
         if any(not h.is_serving or not h.memory.is_sound or h.session is None for h in self.holders.values()):
             return False
+        if any(stored.missing for h in self.holders.values() for stored in h.replicas.index.shards.values()):
+            return False  # found, and the report of it under way
         return self.checker.redundancy.is_claimed(controller)
 
     def heal(self) -> None:
