@@ -409,7 +409,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
 def test_a_link_that_is_closed_while_it_comes_back_says_bye_on_the_new_one(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process lives on, as a notebook does: the slots that it leased would be no one's until it ends (R8)."""
+    """Its process lives on, as a notebook does: the slots that it leased would stay leased until it ends (R8)."""
     site.holder.replicas.claim("job", PeerShare(1, {0: 3}, 0))
     link = HolderLink(site.holder.folder, nonce="n", job="job", rank=0)
     assert link.acquire(Tenant(), 3, WAIT_S) is not None
