@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import WHOLE, Where, config_or_usage, step_or_latest, store_options
+from memstore.cli.options import Where, Whole, config_or_usage, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config, bytes_from_text
 from memstore.errors import ConfigError
@@ -33,8 +33,8 @@ def _named_folder(_ctx: click.Context, _param: click.Parameter, text: str) -> Pa
 @click.argument("step", callback=step_or_latest)
 @click.argument("directory", callback=_named_folder)
 @click.option("--format", "as_format", type=FORMAT, required=True, help="What the files are.")
-@click.option("--rank", type=WHOLE, metavar="R", help="Only what this rank put.")
-@click.option("--attempt", type=WHOLE, metavar="N", help="Whose step, where several have one of that number.")
+@click.option("--rank", type=Whole(), metavar="R", help="Only what this rank put.")
+@click.option("--attempt", type=Whole(), metavar="N", help="Whose step, where several have one of that number.")
 @click.option("--prefix", default="", metavar="TEXT", help="safetensors: names that begin with TEXT, without it.")
 @click.option("--file-bytes", default="5GB", show_default=True, metavar="SIZE", help="safetensors: size of a file.")
 @click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
@@ -102,7 +102,7 @@ def _export_lines(note: dict[str, Any]) -> list[str]:
 @click.argument("job")
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--format", "as_format", type=FORMAT, help="What the files are.  [default: as they look]")
-@click.option("--step", type=WHOLE, metavar="N", help="Its number.  [default: as exported, else 0]")
+@click.option("--step", type=Whole(), metavar="N", help="Its number.  [default: as exported, else 0]")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="World size of the step; not for rank files.")
 @click.option("--replicas", type=int, metavar="N", help="Copies of each shard.  [default: the store's]")
 @click.option("--durable", metavar="DIR", help="Durable storage of the job; waits until the step is there.")

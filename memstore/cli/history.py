@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import WHOLE, Where, address_option, step_or_latest, store_options
+from memstore.cli.options import Where, Whole, address_option, step_or_latest, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
@@ -13,7 +13,7 @@ from memstore.core.wire.codec import fields_of
 
 CLAIM_S = 60.0  # every host claims room, and may have to grow its arena
 ATTEMPT = click.option(
-    "--attempt", type=WHOLE, metavar="N", help="The attempt that put it, where several have a step of that number."
+    "--attempt", type=Whole(), metavar="N", help="The attempt that put it, where several have a step of that number."
 )
 
 

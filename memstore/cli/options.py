@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from memstore.cli.output import STORE_CONFIG, say
-from memstore.config import SECONDS_MAX, WHOLE_LIMIT, Config
+from memstore.config import WHOLE_LIMIT, Config, check_seconds, check_whole
 from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskStatus
 from memstore.core.wire.codec import Request, tag_of
@@ -23,7 +23,6 @@ from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreach
 
 R = TypeVar("R")
 ASK_S = 10.0
-WHOLE = click.IntRange(0, WHOLE_LIMIT - 1)  # of steps, ranks and attempts
 _DEBUG, _JSON = "memstore.debug", "memstore.json"
 
 
@@ -94,18 +93,39 @@ class Where:
         return shown_in(self.config, job, names, "of the Ray cluster", f" --address {self.address}")
 
 
-class Seconds(click.FloatRange):
-    """The type of an option that is a time: NaN is none, which every comparison with a limit lets pass."""
+class Whole(click.ParamType):  # type: ignore[type-arg]  # older click has no argument there
+    """The type of an option that is a step, a rank or an attempt, checked as the library does."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read a whole number."""
+        with contextlib.suppress(ValueError):
+            value = int(value)
+        try:
+            return check_whole((param and param.name) or "value", value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType):  # type: ignore[type-arg]
+    """The type of an option that is a time; infinite is as long as the library waits for anything."""
+
+    name = "float"
 
     def __init__(self, least_s: float = 0.0) -> None:
-        super().__init__(min=least_s, max=SECONDS_MAX)
+        self.least_s = least_s
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read a time in seconds."""
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is no number of seconds.", param, ctx)
-        return seconds
+        with contextlib.suppress(ValueError):
+            value = float(value)
+        if isinstance(value, float) and value < self.least_s:
+            self.fail(f"{value:g} s is too short: use {self.least_s:g} s or more", param, ctx)
+        try:
+            return check_seconds((param and param.name) or "value", value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:

@@ -96,12 +96,11 @@ def _watch(where: Where, as_json: bool) -> None:
             live.start()
         while True:
             try:
-                found = where.status()
-                fields, shown = json_of(found, where), screen(found, where)
+                shown: Any = (json_of if as_json else screen)(where.status(), where)
             except MemstoreError as error:
-                fields, shown = {"error": str(error)}, Text(str(error))
+                shown = {"error": str(error)} if as_json else Text(str(error))
             if as_json:
-                print_json(fields)
+                print_json(shown)
             elif live is not None:
                 live.update(shown, refresh=True)
             else:

@@ -193,7 +193,7 @@ class Overlap:
         self._queue.put(copy)
 
     def _end(self, room: PendingPut, plan: StatePlan, problem: str) -> None:
-        """Hand the put over, or give its step up on all ranks (R12)."""
+        """Submit the put, or give its step up on all ranks (R12)."""
         try:
             if not problem:
                 self._puts.submit(room, plan)

@@ -200,7 +200,7 @@ class Store(PinVerbs):
         ahead: should_put() waits only if the answer is late, at most `stall_budget_s`, and then goes by the last one.
 
         Raises:
-            StepConflict: `step` is no int from 0 to 2**61.
+            StepConflict: `step` is no int from 0 to 2**61 - 1.
         """
         self._check_open()
         step = check_step(step)
@@ -214,7 +214,7 @@ class Store(PinVerbs):
         waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
 
         Args:
-            state: The state to be put: it is planned, not copied. An int is the number of its bytes.
+            state: The state to be put, or (an int) its bytes. A state is planned, not copied.
             rank_state: As in put.
 
         Returns:
@@ -222,11 +222,11 @@ class Store(PinVerbs):
 
         Raises:
             UnsupportedState: put would refuse this state.
-            ConfigError: a negative number of bytes.
+            ConfigError: the bytes are no int from 0 to 2**61 - 1.
             FencedError, ClosedError: as put.
         """
         self._check_open()
-        nbytes = check_whole("nbytes", state) if isinstance(state, numbers.Integral) else None
+        nbytes = check_whole("state", state) if isinstance(state, numbers.Integral) else None
         with self._under_way.only("prepare()"):
             return self.puts.prepare(self.puts.planned(state, rank_state).nbytes if nbytes is None else nbytes)
 

@@ -65,7 +65,7 @@ def shares_of(metadata: Metadata, ranks_count: int) -> list[Share]:
 
 
 def put_share(store: Store, step: int, source: StepSource, shares: Sequence[Share]) -> Ticket:
-    """Hand this rank's share over; rank 0 adds objects and metadata. Collective over the ranks of the job.
+    """Submit this rank's share; rank 0 adds objects and metadata. Collective over the ranks of the job.
 
     Raises:
         CapacityError: there is no room. IntegrityError: the source is not what its metadata says.

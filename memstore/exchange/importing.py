@@ -73,7 +73,7 @@ def import_job(
         with connect(job, rank=rank, world_size=count, config=config) as store:
             # Durable storage may know it, or another import was quicker. A removed job goes on counting its attempts.
             if store.attempt != 1 and store.agree_on_step() is not None:
-                raise _exists(job, config)
+                raise _exists(job, config, store.config.durable)
             opened.append(rank)
             ticket = work(store, rank)
             return ticket.wait("committed" if store.config.durable is None else "durable", COMMIT_S)
@@ -133,9 +133,11 @@ def _settled(job: str, step: int, config: Config) -> str:
             time.sleep(POLL_S)
 
 
-def _exists(job: str, config: Config) -> ConfigError:
-    command = config.commands(f"`memstore rm {job}`")
-    return ConfigError(f"job {job!r} exists: import under another name, or {command} first", field="JOB")
+def _exists(job: str, config: Config, durable: str | None = None) -> ConfigError:
+    """Return the error for a job that exists; `durable`: the storage of its steps, which its removal keeps."""
+    remedy = config.commands(f"`memstore rm {job}` first") if durable is None else "with another --durable"
+    where = "" if durable is None else f", its steps are in {durable}"
+    return ConfigError(f"job {job!r} exists{where}: import under another name, or {remedy}", field="JOB")
 
 
 def _source(format: str, folder: Path, prefix: str) -> StepSource:

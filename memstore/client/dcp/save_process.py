@@ -1,4 +1,4 @@
-"""The save process's place in its rank's attempt: it takes over the staged state, and hands it over.
+"""The save process's place in its rank's attempt: it takes over the staged state, and submits it.
 
 DCP's process mode pickles the writer; what crosses is the address of the holder and the step. The child has a link
 of its own, so it needs nothing of its parent from then on (R20).

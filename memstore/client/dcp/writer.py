@@ -4,7 +4,7 @@
     dcp.async_save    stage: all tensors -> slots, on the training thread; write_data keeps the slots of planned items
       process mode    the writer crosses to the save process, which takes over the lease of the staged state (R20)
 
-The coordinator hands its shard over in `finish`, after every rank has written, so a step without metadata is never
+The coordinator submits its shard in `finish`, after every rank has written, so a step without metadata is never
 committed. The state is copied once. DCP's planner decides which rank writes what.
 """
 
@@ -172,7 +172,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Bring the planned items into the stream; hand it over, unless the metadata is still to come."""
+        """Bring the planned items into the stream; submit it, unless the metadata is still to come."""
         future: Future[list[WriteResult]] = Future()
         try:
             future.set_result(self._write(plan, planner))

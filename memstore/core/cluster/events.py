@@ -52,7 +52,7 @@ class AttemptUnfenced:
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """The process of a rank of the newest attempt has ended."""
+    """The process of a rank of the newest attempt has said bye, or is dead."""
 
     job: Job
     member: AttemptMember

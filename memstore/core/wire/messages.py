@@ -44,7 +44,9 @@ class HostUp:
     ranks: tuple[str, ...] | None = None  # nonces of the processes that live there; None: not reported
     asked_s: float = -math.inf  # by the controller's clock, when it asked for this session (R17)
     up_s: float = 0.0  # how long its holder had been up then, by its own clock
-    idle_s: float = 0.0  # for how long no holder had run there before it, if no rank has used it since
+    # For how long no holder had run there before it; 0 once a rank has joined or a copy was reported: put, from a peer,
+    # or damaged.
+    idle_s: float = 0.0
     dropped: Mapping[str, str] = field(default_factory=dict)  # job -> what this host remembers of its end (R5)
 
     @classmethod

@@ -90,7 +90,7 @@ class WithdrawSlots(Message, frozen=True, tag="withdraw"):
 
 
 class PutReady(Message, frozen=True, tag="put_ready"):
-    """Hand a filled put over to the holder, which digests, stores and copies it (R11)."""
+    """Submit a filled put to the holder, which digests, stores and copies it (R11)."""
 
     attempt: Unsigned
     step: Unsigned

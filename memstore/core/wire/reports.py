@@ -76,7 +76,7 @@ class RankArrived(Message, frozen=True, tag="rank_arrived"):
 
 
 class RankGone(Message, frozen=True, tag="rank_gone"):
-    """The process of a rank is proved dead by its pid (R20)."""
+    """The process of a rank has said bye, or is proved dead by its pid (R20)."""
 
     nonce: str
 

@@ -35,7 +35,8 @@ class HolderContext:
     stopping: threading.Event
     # The lock of `state`: the runner holds it from one yield of a procedure to the next, and wakes waiters after each.
     # Locks are taken in this order: a claim of memory, a link's `grants`, this one, `replicas.lock`, single objects (a
-    # channel, an outbox, Traffic). What may take long is done without it: by effects, and on the store by OnStore.
+    # channel, an outbox, SendGate). So the lock of SendGate may be taken under this one, and never this one under it.
+    # What may take long is done without this lock: by effects, and on the store by OnStore.
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
 
     @property

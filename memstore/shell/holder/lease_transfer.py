@@ -26,10 +26,10 @@ class LeaseTransfers:
 
     def __init__(self, replicas: ReplicaStore) -> None:
         self.replicas = replicas
-        self.offered: dict[tuple[Owner, int], Sequence[int]] = {}  # (lender, step) -> slots
+        self.offered: dict[tuple[Owner, int], Sequence[int]] = {}  # (owner, step) -> slots
 
     def check(self, owner: Owner, offer: OfferSlots) -> None:
-        """Look whether this host sees in the slots of an offer what the lender has seen there.
+        """Look whether this host sees in the slots of an offer what the owner has seen there.
 
         Raises:
             LookupError: It filled them in another arena than this host's, or has seen (`sample`) other bytes there.
@@ -44,7 +44,7 @@ class LeaseTransfers:
             raise LookupError(f"what was staged for step {step} is not what its host sees in those slots")
 
     def offer_slots(self, owner: Owner, step: int, slots: Sequence[int]) -> None:
-        """Offer filled slots to a child of the lender, in place of older offers of any of them."""
+        """Offer filled slots to a child of the owner, in place of older offers of any of them."""
         for key, old in list(self.offered.items()):
             if key[0] == owner and not set(old).isdisjoint(slots):
                 del self.offered[key]
@@ -56,7 +56,7 @@ class LeaseTransfers:
             return self.replicas.table.leases.get(owner, set()).issuperset(slots)
 
     def withdraw(self, owner: Owner, step: int, slots: Sequence[int]) -> list[int]:
-        """Take the offer back; return which of the slots are leased to the lender."""
+        """Take the offer back; return which of the slots are leased to the owner."""
         self.offered.pop((owner, step), None)
         with self.replicas.lock:
             mine = self.replicas.table.leases.get(owner, set())

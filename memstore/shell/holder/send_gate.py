@@ -108,11 +108,11 @@ class PushGate:
     """The gate of one push: its bytes leave when no collective is under way."""
 
     def __init__(self, send_gate: SendGate, sending: Sending, pace: Pace = contextlib.nullcontext) -> None:
-        self._traffic, self._sending, self._pace = send_gate, sending, pace
+        self._gate, self._sending, self._pace = send_gate, sending, pace
 
     def paced(self, pace: Pace) -> PushGate:
         """Return a gate that is inside `pace` while its bytes are sent."""
-        return PushGate(self._traffic, self._sending, pace)
+        return PushGate(self._gate, self._sending, pace)
 
     def parts(
         self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
@@ -130,7 +130,7 @@ class PushGate:
         try:
             while asked and not closed.is_set():
                 held_s = time.monotonic() - began_s
-                nbytes, wait_s = self._traffic.allow(self._sending, asked, stream, flight, held_s)
+                nbytes, wait_s = self._gate.allow(self._sending, asked, stream, flight, held_s)
                 if nbytes:
                     part, left = _cut(left, nbytes)
                     asked -= nbytes
@@ -139,7 +139,7 @@ class PushGate:
                 else:
                     closed.wait(wait_s)
         finally:
-            self._traffic.leave(stream)
+            self._gate.leave(stream)
 
 
 def _cut(views: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:

@@ -174,7 +174,7 @@ class HolderLink(LeasedSlots):
             with self.room:
                 is_closed = self.closed.is_set()  # meanwhile: its `bye` went to the link that was lost
                 self.channel, self.welcome = channel, welcome
-                again = [h for _, h in sorted(self.unsealed_puts.items())]
+                again = [put for _, put in sorted(self.unsealed_puts.items())]
                 for unsealed in again:
                     unsealed.is_sent = False
                 calls = [question for _, (_, question) in sorted(self.calls.items())]
@@ -186,7 +186,7 @@ class HolderLink(LeasedSlots):
             for offer in offers:
                 self.ask_soon(offer)
             for unsealed in again:
-                self.outbox.put(lambda h=unsealed: self._send_put(h))  # type: ignore[misc]
+                self.outbox.put(lambda put=unsealed: self._send_put(put))  # type: ignore[misc]
             for question in calls:
                 self.notify(question)
             return

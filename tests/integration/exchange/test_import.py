@@ -100,6 +100,18 @@ def test_a_removed_job_is_imported_again(cluster: ProcessCluster, tmp_path: Path
     ).stderr  # fmt: skip
 
 
+def test_a_removed_job_of_durable_steps_exists_where_they_are(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """`memstore rm` keeps its steps there: to run it first would not help."""
+    put(cluster, "origin-durable", [{"x": torch.ones(10)}])
+    run(cluster, "export", "origin-durable", "7", str(tmp_path / "out"), "--format", "torch")
+    words = ["import", "kept", str(tmp_path / "out"), "--durable", str(tmp_path / "durable")]
+    (tmp_path / "durable").mkdir()
+    run(cluster, *words)
+    run(cluster, "rm", "kept", "--yes")
+    said = CliRunner().invoke(main, [*words, "--store", cluster.config.store]).stderr
+    assert f"its steps are in {tmp_path / 'durable'}: import under another name, or with another --durable" in said
+
+
 @pytest.mark.parametrize(
     ("shape", "placements", "ranks"),
     [((1,), [Shard(0)], 1), ((2,), [Shard(0)], 4), ((2, 2), [Replicate(), Shard(1)], 2)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,8 +15,9 @@ from msgspec.structs import replace
 
 from memstore.cli import main
 from memstore.cli.lifecycle import sharing_words
-from memstore.cli.options import check_host
+from memstore.cli.options import Seconds, check_host
 from memstore.cli.status import by_cause, problem_line, writers_line
+from memstore.config import SECONDS_MAX
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, ProblemRow
 from memstore.errors import ConfigError
@@ -45,12 +47,15 @@ def test_a_hostname_names_its_only_host() -> None:
         ("down --leftovers --yes", "not for it"),
         ("down --leftovers --address 10.0.0.1:6379", "not for it"),
         (f"pin job {1 << 61} best", "STEP 2305843009213693952 is out of range"),
-        ("fork job latest new --attempt -1", "-1 is not in the range"),
-        (f"export job latest there --format dcp --rank {1 << 61}", "is not in the range"),
+        ("fork job latest new --attempt -1", "attempt=-1 is out of range: it must be an int from 0 to 2**61 - 1"),
+        (f"export job latest there --format dcp --rank {1 << 61}", f"rank={1 << 61} is out of range"),
         (f"events --since {1 << 61}", "is neither an event's number nor an age"),
-        ("up --timeout-s nan", "'nan' is no number of seconds"),
-        ("up --timeout-s -1", "-1.0 is not in the range"),
-        ("drill run --timeout-s nan", "'nan' is no number of seconds"),
+        ("export job latest there --format dcp --rank first", "rank='first' is out of range"),
+        ("up --timeout-s nan", "timeout_s=nan is no time"),
+        ("up --timeout-s soon", "timeout_s='soon' is no time"),
+        ("drill run --timeout-s nan", "timeout_s=nan is no time"),
+        ("drill run --timeout-s -1", "-1 s is too short: use 1 s or more"),
+        ("up --timeout-s -1", "-1 s is too short: use 0 s or more"),
         (f"drill kill-holder --embedded --durable {__file__}", "is no directory"),
     ],
 )
@@ -58,6 +63,19 @@ def test_options_that_would_be_passed_over_are_refused(typed: str, said: str) ->
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("typed", "seconds"), [("inf", SECONDS_MAX), ("2.5", 2.5)])
+def test_an_infinite_time_is_as_long_as_the_library_waits(typed: str, seconds: float) -> None:
+    """As in the library, where math.inf is a time."""
+    assert Seconds(1.0).convert(typed, None, None) == seconds
+
+
+@pytest.mark.parametrize("verb", ["up", "fork", "export", "import", "drill run"])
+def test_the_help_names_no_range_that_is_there_for_the_wire(verb: str) -> None:
+    shown = CliRunner().invoke(main, [*verb.split(), "--help"]).stdout
+    assert "Usage: " in shown
+    assert not re.search(r"x<=(2305843009213693951|100000000)", shown)
 
 
 def test_an_export_needs_a_folder_of_a_name() -> None:
