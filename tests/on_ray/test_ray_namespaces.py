@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(available() is not None, reason=str(available())),
     pytest.mark.long,
+    pytest.mark.alone,  # a raylet joins within Ray's own limits, which other clusters on two cores use up
 ]
 HOSTS = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}}
 
