@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from memstore.config import MIB
+from memstore.core.wire.status_rows import StepRow
 from memstore.drills.cli.group import drill as drill_command
 from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
@@ -57,9 +58,9 @@ def live_job(site: EmbeddedSite, name: str, replicas: int, last: int = 3) -> Ite
         job.remove()
 
 
-def copies(job: ScratchJob) -> list[dict[str, Any]]:
+def copies(job: ScratchJob) -> list[StepRow]:
     """Everything the store says of the job's steps, but their age."""
-    return [{key: value for key, value in row.items() if key != "age_s"} for row in job.status()["steps"]]
+    return [replace(row, age_s=None) for row in job.site.job(job.name).steps]
 
 
 def wait_reserved(site: EmbeddedSite, jobs_count: int) -> None:
@@ -67,7 +68,7 @@ def wait_reserved(site: EmbeddedSite, jobs_count: int) -> None:
     wanted = {"h1": 0, "h2": jobs_count * BILL, "h3": jobs_count * BILL}
 
     def look() -> bool:
-        return {row["host"]: row["stats"].get("reserved_bytes") for row in site.status()["hosts"]} == wanted
+        return {row.host: row.stats and row.stats.reserved_bytes for row in site.status().hosts} == wanted
 
     site.wait_for(f"reservations of {wanted}", look, timeout_s=20.0)
 
@@ -97,10 +98,10 @@ def test_a_canary_leaves_live_jobs_alone(site: EmbeddedSite) -> None:
         assert max(row.stall_s for row in rows) < site.config.stall_budget_s
         train.wait("committed", "the last step")
         status = train.wait_redundant()
-        assert (status["committed_step"], status["skipped"], status["degraded"]) == (23, 0, "")
+        assert (status.committed_step, status.skipped, status.degraded) == (23, 0, "")
         read = [*train.read(23, 1), *rest.read(3, 1)]
         assert not [r for r in read if r.error or r.differences or r.bytes_equal != r.nbytes]
-        assert found["job"] not in {row["job"] for row in site.status()["jobs"]}
+        assert found["job"] not in {row.job for row in site.status().jobs}
         wait_reserved(site, 2)
 
 
@@ -119,7 +120,7 @@ def test_a_canary_that_does_not_fit_or_is_not_allowed_touches_nothing(site: Embe
         assert "Pass --yes" in unasked.stderr
         assert copies(rest) == before
         wait_reserved(site, 1)
-        assert [row["job"] for row in site.status()["jobs"]] == [rest.name]
+        assert [row.job for row in site.status().jobs] == [rest.name]
 
 
 def test_the_last_copy_of_a_live_job_is_not_destroyed(site: EmbeddedSite) -> None:

@@ -162,7 +162,7 @@ def failing(kind: type[Any], phase: str, bad_rank: int) -> type[Any]:
 def saves_that_fail_in_any_phase(case: Case) -> None:
     phases = [
         ("set_up_storage_writer", 0), ("prepare_local_plan", 1), ("prepare_global_plan", 0), ("_write", 2),
-        ("_hand_over", 0),
+        ("_submit", 0),
     ]  # fmt: skip
     for phase, bad_rank in phases:  # the last two are in the midst of write_data and finish
         writer = case.writer(failing(DcpWriter, phase, bad_rank))
@@ -171,7 +171,7 @@ def saves_that_fail_in_any_phase(case: Case) -> None:
         raises(CheckpointException, words, lambda s=state, w=writer: dcp.save(s, storage_writer=w))  # type: ignore[misc]
         case.step += 1  # a rank that is late with the news skips the next step (R12)
         dist.barrier()
-    for phase in ("set_up_storage_writer", "_write", "_hand_over"):  # every rank alone, without a group
+    for phase in ("set_up_storage_writer", "_write", "_submit"):  # every rank alone, without a group
         writer = case.writer(failing(DcpWriter, phase, dist.get_rank()))
         work = lambda w=writer: dcp.save({"w": torch.ones(3)}, storage_writer=w, no_dist=True)  # type: ignore[misc]  # noqa: E731
         raises(CheckpointException, f"fails in {phase}", work)

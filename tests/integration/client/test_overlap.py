@@ -164,7 +164,7 @@ def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
 
 def test_tensors_given_by_hand_wait_for_a_fence_called_by_hand(store: Store) -> None:
     """For what steps without torch's hook."""
-    with pytest.raises(ConfigError, match=r"int is no torch\.optim\.Optimizer"):
+    with pytest.raises(ConfigError, match=r"\(int\) needs a torch\.optim\.Optimizer"):
         store.wait_before_step(3)  # type: ignore[arg-type]
     weight = torch.ones(WIDTH, WIDTH)
     hold(store)

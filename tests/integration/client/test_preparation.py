@@ -58,7 +58,7 @@ def together(calls: list[Any]) -> list[Any]:
 def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(cluster: ProcessCluster) -> None:
     """When wait() returns both versions are leased and entered, on the peer too; a put asks for nothing any more."""
     with ranks(cluster, 2) as stores:
-        with pytest.raises(ConfigError, match="nbytes=-5 is out of range: it must be an int from 0"):
+        with pytest.raises(ConfigError, match="state=-5 is out of range: it must be an int from 0"):
             stores[0].prepare(-5)
         state = state_of(20 * CHUNK)
         preparations = [store.prepare(state) for store in stores]

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_again_is_reported(tmp_path: Path, nurse
         def reported() -> list[str]:
             with Tool(cluster.arena("h1")) as tool:
                 rows = tool.ask(AskStatus(), START_S).problems
-            return [row["severity"] for row in rows if "cannot be written again: refusing" in row["cause"]]
+            return [row.severity for row in rows if "cannot be written again: refusing" in row.cause]
 
         wait_for(lambda: reported() == ["degraded"], "the word in status")
         assert cluster.holders["h0"].poll() is None
