@@ -49,9 +49,8 @@ def train(job: str, store_name: str, steps: int) -> None:
     batches = Batches(dist.get_rank())
     state, own = {"app": AppState(model, optimizer)}, {"batches": batches}
     with memstore.connect(job, shard_rank=0, shard_count=1, config=memstore.Config(store=store_name)) as store:
-        got = store.get(
-            into=state, rank_state_into=own
-        )  # with another number of ranks the state alone: got.rank_state is None
+        # With another number of ranks than before the state alone comes back: got.rank_state is None.
+        got = store.get(into=state, rank_state_into=own)
         first = got.step + 1 if got else 0
         print(f"rank {store.rank}: first step {first}, {got.source_reason if got else 'a new job'}", flush=True)
         for step in range(first, steps):

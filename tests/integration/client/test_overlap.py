@@ -297,7 +297,7 @@ def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Stor
     assert is_same(stored(store, 0), expected)
 
 
-def test_a_forked_child_leaves_the_store_at_once_for_any_the_copy_thread_had(store: Store) -> None:
+def test_a_forked_child_leaves_the_store_at_once_with_anything_left_to_copy(store: Store) -> None:
     """At the fork another thread is submitting a put: in the child no thread will release its lock (R8)."""
     training = Training()
     store.wait_before_step(training.optimizer)

@@ -211,7 +211,7 @@ def test_an_optimizer_that_torch_counts_shows_in_parameters_and_moments(is_forea
     assert [one.is_counted_change() for one in watched] == [True] * 3
 
 
-def test_steady_memory_is_that_of_large_dense_tensors_for_any_looks_at_it() -> None:
+def test_steady_memory_is_that_of_large_dense_tensors_for_each_reader() -> None:
     """A parameter's detached view and a part of it are; what is small, another's or beyond its end is not."""
     weight, small = torch.nn.Parameter(torch.ones(200, 200)), torch.nn.Parameter(torch.ones(10))
     optimizer = torch.optim.SGD([weight, small], lr=0.1, momentum=0.9)

@@ -92,9 +92,7 @@ def test_four_racks_on_two_machines_are_paired_across_machines(strategy: str) ->
     strategy=st.sampled_from(("mixed", "ring")),
 )
 @settings(deadline=None, max_examples=60)
-def test_copies_share_no_machine_for_any_the_labels(
-    places: list[tuple[str, str]], replicas: int, strategy: str
-) -> None:
+def test_copies_share_no_machine_with_any_labels(places: list[tuple[str, str]], replicas: int, strategy: str) -> None:
     """Where the machines alone would let all copies be apart, labels do not bring two of them together (R1)."""
     topology = _on_machines(*places)
     machines = [machine for machine, _ in places]

@@ -294,7 +294,7 @@ def test_a_controller_whose_clock_is_wrong_ends_no_notice_early(skew_s: float) -
 
 
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
-def test_rays_word_counts_while_it_is_said_for_any_the_clocks_are(skew_s: float) -> None:
+def test_rays_word_counts_while_it_is_said_with_any_clocks(skew_s: float) -> None:
     """The head's clock and the controller's are an hour apart: noticed at once, over when Ray says no more of it."""
     world, _ = trained(4, 3)
     moment_s = world.served.state.wall_s + 120.0 - skew_s
