@@ -68,6 +68,7 @@ class Restart(Flow):
     """A launcher that ends the attempt's processes and starts the next attempt, which gets, compares and trains on."""
 
     results: tuple[Restored, ...] = ()
+    moved_to: frozenset[str] = frozenset()  # hosts on which the lost host's ranks start again
 
     def setup(self) -> None:
         context, job, scene = self.context, self.context.job, self.scene
@@ -80,7 +81,9 @@ class Restart(Flow):
             context.promise = replace(promise, verdicts=promise.verdicts | {"local"}, needs=None)
         others = others or left
         hosts = [r.host for r in job.ranks]
-        job.stand_by([host if host not in gone else others[i % len(others)] for i, host in enumerate(hosts)])
+        places = [host if host not in gone else others[i % len(others)] for i, host in enumerate(hosts)]
+        self.moved_to = frozenset(place for host, place in zip(hosts, places, strict=True) if host in gone)
+        job.stand_by(places)
 
     def recover(self) -> None:
         report, job = self.context.report, self.context.job
@@ -112,8 +115,13 @@ class Restart(Flow):
     def check(self) -> None:
         if any(r.error for r in self.results):
             judge_refusal(self.context, self.results, rank=self.scene.rank, holders=self.scene.holders)
-        else:
-            judge_restore(self.context, self.results)
+            return
+        if self.results[0].verdict == "local" and self.moved_to and self.moved_to.isdisjoint(self.scene.holders):
+            # These hosts had no copy of the shard: repair brought it from a peer before the slow restart asked for it.
+            promise = self.context.promise
+            self.context.promise = replace(promise, verdicts=promise.verdicts | {"local"}, needs=None)
+            self.context.timeline.line("repaired", f"before the restart, on {', '.join(sorted(self.moved_to))}")
+        judge_restore(self.context, self.results)
 
     def pass_words(self) -> str:
         report = self.context.report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from memstore.drills.model.options import Options
 from memstore.drills.model.promises import GOES_ON, Promise
 from memstore.drills.model.report import Report, Timeline
 from memstore.drills.ranks.ranks import PutRow, Restored
-from memstore.drills.run.flows import GoesOn
+from memstore.drills.run.flows import GoesOn, Restart
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.errors import DrillError
@@ -124,3 +125,21 @@ def test_after_the_fault_a_new_step_and_all_copies_must_come(committed: int, wor
     assert len(flow.context.broken_promises) == 1
     assert words in flow.context.broken_promises[0]
     assert (flow.context.report.seconds["resume"] is not None) == (committed > 17)
+
+
+@pytest.mark.parametrize(
+    ("moved_to", "is_kept"),
+    [({"h3"}, True), ({"h1", "h3"}, False), ((), False)],
+    ids=["elsewhere", "to one", "none"],
+)
+def test_bytes_that_are_local_on_a_host_without_a_copy_came_from_a_peer_by_repair(
+    moved_to: Collection[str], is_kept: bool
+) -> None:
+    """A slow restart finds repair done; on a host that had a copy, local bytes show that the fault took nothing."""
+    context = goes_on(promise=Promise("", verdicts=frozenset({"peer", "mixed"}), needs="peer")).context
+    context.report.step_before, context.report.is_verified = 9, True
+    flow = Restart(context, Scene(context))
+    flow.scene.holders, flow.moved_to, flow.results = ["h1", "h2"], frozenset(moved_to), (GOOD,)
+    context.report.bytes_by_tier = {"local": 64, "peer": 0, "durable": 0}
+    flow.check()
+    assert (context.broken_promises == []) == is_kept, context.broken_promises
