@@ -196,7 +196,8 @@ class Attempts:
         the launch began without them, it would take the number of one of theirs, and start from nothing.
         """
         late = self._late_hosts(now, name, gathering)
-        if late and not gathering.late_hosts:
+        if late and gathering.level_asked is None:
+            gathering.level_asked = self._level_asked(gathering, None)
             self.out.log(f"job {name!r}: its launch waits for {named_hosts(late)}, which may know the job")
         gathering.late_hosts = late
         if late:
@@ -206,6 +207,10 @@ class Attempts:
             self.open(name, gathering)
             return
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
+
+    def _level_asked(self, gathering: Gathering, before: str | None) -> str:
+        hosts = [entrant.call.host_id for entrant in gathering.joins.values()]
+        return self.view.asked_level(hosts, int(gathering.joins[0].config["replicas"]), before)
 
     def _late_hosts(self, now: float, name: str, gathering: Gathering) -> frozenset[str]:
         """Return the hosts that a complete launch waits for."""
@@ -247,8 +252,8 @@ class Attempts:
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0], self.state.jobs.get(name)
         hosts = tuple(entrant.call.host_id for entrant in joins)
-        before = job.newest.level_asked if job is not None and job.newest is not None else None
-        level = self.view.asked_level(hosts, int(first.config["replicas"]), before)
+        before = job.newest.level_asked if job is not None and job.newest is not None else gathering.level_asked
+        level = self._level_asked(gathering, before)
         parent = job.parent_for_next() if job is not None and not first.is_fresh else None
         attempt_number = self.unsigned.next(name)
         self.opening.setdefault(name, []).extend(joins)
