@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import seal
+from memstore.core.holder import lost_files, seal
 from memstore.core.holder.effects import Procedure
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.run import taken_files
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.scenario import Fault
 
@@ -44,10 +43,10 @@ def old_arena_kept() -> Any:
 @planted("removed-files-unseen", "R35", "I16", REMOVED)
 def removed_files_unseen() -> Any:
     """A holder does not notice that its files were removed; it stays, and can store nothing."""
-    return patch.object(taken_files, "look", lambda cluster, name: None)
+    return patch.object(lost_files, "look", lambda files, loss: None)
 
 
 @planted("removed-files-not-written", "R35", "R19 I1", REMOVED)
 def removed_files_not_written() -> Any:
     """A holder whose files were removed ends without writing them again."""
-    return patch.object(Memory, "write_again", Memory.wipe)
+    return patch.object(lost_files, "_written_again", lambda files: "")
