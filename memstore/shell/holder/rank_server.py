@@ -131,7 +131,7 @@ class RankServer:
                 self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):
                 with self.runner.state():
-                    if self.state.ranks.is_current(link):  # else the newer link has brought its own file
+                    if self.state.ranks.is_current(link):  # else the rank removes it when it makes the newer link's
                         self.send_gate.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.send_gate.release(link.job, link.rank, (link.attempt, step))

@@ -70,7 +70,7 @@ def as_controller(holder: Holder, address: str, port: int) -> Channel:
 
 
 def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two addresses of the machine the one that `interface` names, announced as such.
+    """The machine has two addresses; the holder announces the one that `interface` names.
 
     The other answers no process.
     """
