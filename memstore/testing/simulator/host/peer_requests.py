@@ -10,8 +10,9 @@ from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
-from memstore.errors import PeerRefused, PeerUnreachable
+from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Frame
+from memstore.shell.peer.client import CALL_TIMEOUT_S
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.world.memory import Crashed
@@ -136,11 +137,21 @@ class PeerLink:
         return asked.chunks()
 
     def _travel(self) -> Generator[Wait, None, None]:
-        world, host = self.holder.world, self.peer.host_id
-        yield world.network.delay(self.holder.host_id, host)
-        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
-        if not is_there or host not in self.holder.view or not world.network.talks(self.holder.host_id, host):
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        yield world.network.delay(me, host)
+        if world.network.is_silent(me, host):
+            until_s = world.now + CALL_TIMEOUT_S
+            yield lambda: not (world.network.is_silent(me, host) and self._is_open()) or world.now >= until_s
+            if world.now >= until_s:
+                raise PeerTimeout(f"host {host} has not answered for {CALL_TIMEOUT_S:g} s", host=host)
+        if not self._is_open():
             raise PeerUnreachable(f"host {host} does not answer", host=host)
+
+    def _is_open(self) -> bool:
+        """Say whether the peer is there, and the controller takes it for alive."""
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
+        return is_there and host in self.holder.view and world.network.talks(me, host)
 
 
 def connect(holder: HostContext, host: str) -> PeerLink:
