@@ -109,17 +109,17 @@ def _break_link(cluster: Cluster, each: Fault) -> None:
 @fault("late-hello")
 def _late_hello(cluster: Cluster, each: Fault) -> None:
     """Let a holder serve a link only after its process has given it up and has connected again (R8)."""
-
-    def connect(late_s: float) -> None:
-        if not rank.is_dead:
-            rank.link = rank.holder = None
-            cluster.holders[rank.host_id].late_s = late_s
-            cluster.connect_rank(rank)
-
     rank = _rank(cluster, each)
     if rank is not None:
-        connect(LINK_AWAY_S + each.for_s)
-        cluster.at(LINK_AWAY_S, lambda: connect(0.0))
+        _connect_again(cluster, rank, late_s=LINK_AWAY_S + each.for_s)
+        cluster.at(LINK_AWAY_S, lambda: _connect_again(cluster, rank))
+
+
+def _connect_again(cluster: Cluster, rank: SimRank, late_s: float = 0.0) -> None:
+    if not rank.is_dead:
+        rank.link = rank.holder = None
+        cluster.holders[rank.host_id].late_s = late_s
+        cluster.connect_rank(rank)
 
 
 @fault("put-raises")

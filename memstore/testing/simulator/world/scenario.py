@@ -231,7 +231,7 @@ def _silence(seed: int) -> list[Fault]:
     """Draw hosts whose peers wait for answers, longer than a read waits for another one."""
     rng = random.Random(f"silence {seed}")
     count = rng.randrange(1, 3) if seed % 40 in SILENT_SEEDS else 0
-    return [replace(_fault(rng), kind="silent-peers", for_s=rng.choice([12.0, 16.0, 20.0])) for _ in range(count)]
+    return [replace(_fault(rng), kind="silent-peers", for_s=rng.choice([12.0, 16.0, 36.0])) for _ in range(count)]
 
 
 def _fault(rng: random.Random) -> Fault:
