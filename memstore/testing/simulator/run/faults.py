@@ -273,7 +273,7 @@ def _slow_link(cluster: Cluster, each: Fault) -> None:
 
 @fault("silent-peers")
 def _silent_peers(cluster: Cluster, each: Fault) -> None:
-    """Let requests between hosts and their peers wait for an answer, while the controller hears of all of them."""
+    """Let requests between hosts and their peers wait for an answer, while the controller receives all reports."""
     names = _names(cluster, each)
     cluster.network.silent.update(names)
     cluster.at(each.for_s, lambda: cluster.network.silent.difference_update(names))
