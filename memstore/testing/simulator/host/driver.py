@@ -122,7 +122,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.CallPeer) -> Waits[Any]:
-        return (yield from effect.peer.ask(effect.request))
+        return (yield from effect.peer.ask(effect.request, limit_s=effect.limit_s))
 
     @_perform.register
     def _(self, effect: effects.SendChunks) -> Waits[None]:

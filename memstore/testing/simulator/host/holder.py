@@ -107,6 +107,7 @@ class SimHolder:
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.link_orders = itertools.count()
+        self.late_s = 0.0  # by which the thread that serves the next link is late
         self.calls = Calls(
             lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
         )
@@ -206,8 +207,11 @@ class SimHolder:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
+        late_s, self.late_s = self.late_s, 0.0
 
         def serve() -> Thread:
+            if late_s:
+                yield late_s
             yield from self.driver.run(ranks.join(self.state, link, hello))
             if link.is_open:
                 rank.connected(self)
