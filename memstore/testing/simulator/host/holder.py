@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from memstore.core.holder import drop, fork, ranks, reads, room, stage
+from memstore.core.holder import drop, equal_ranks, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
@@ -75,7 +76,7 @@ from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.seal import Sealer
-from memstore.testing.simulator.host.shared_shards import SimSharedShards
+from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.world.memory import (
     MachineClock,
@@ -85,8 +86,8 @@ from memstore.testing.simulator.world.memory import (
     MemoryManifests,
 )
 from memstore.testing.simulator.world.processes import Rank, Session
-from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import Copy
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
+from recovery.inventory import Copy, ShardId
 
 Body = dict[str, Any]
 REAP_S = 0.5
@@ -125,7 +126,7 @@ class SimHolder:
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             ask=self.calls.ask_own, is_stopping=lambda: not self.is_up,
             is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
-            pin_numbers=itertools.count(first_pin), fences=self.fences,
+            pin_numbers=itertools.count(first_pin), fences=self.fences, shared_shards=self.shared_shards,
         )  # fmt: skip
         self.replicas.on_damaged = partial(report_copy, self.state)
         self.driver = Driver(self)
@@ -192,7 +193,11 @@ class SimHolder:
 
     def _copy_sealed(self, copy: Copy) -> None:
         report_copy(self.state, copy)
-        self.shared_shards.sealed(copy.shard)
+        self.driver.start(equal_ranks.compare(self.state, copy.shard))
+
+    def before_offer(self, shard: ShardId, sender: SharedShardHolder) -> Generator[Wait, None, bool]:
+        """Wait until an offer of a new put may be answered; return whether time passed."""
+        return self.shared_shards.watched(shard, sender, self.driver.run(equal_ranks.await_own(self.state, shard)))
 
     # -- ranks --------------------------------------------------------------------------------
 
