@@ -27,7 +27,7 @@ def await_own(state: HolderState, shard: ShardId) -> Procedure[None]:
 
 
 def compare(state: HolderState, shard: ShardId) -> Procedure[None]:
-    """Compare a shard that was sealed here with the others of its step, and tell ranks that differ, or no longer do."""
+    """Compare a shard that was sealed here with the others of its step; notify ranks that differ, or no longer do."""
     known = state.shared_shards
     with state.store.lock:
         copies = [each for each in state.store.index.shards.values() if _step(each.shard) == _step(shard)]

@@ -94,7 +94,7 @@ class HolderSharedShards:
         return before.shard.step if before is not None and is_same and not before.is_flagged else None
 
     def compare(self, own: Newest, other: StoredReplica) -> ReplicasDiffer | None:
-        """Return what a rank is to be told if its shared chunks and those of another writer differ, or are equal again.
+        """Return the notice to a rank if its shared chunks and those of another writer differ, or are equal again.
 
         None if that is no news. The rank finds the tensors in the chunks that are named.
         """

@@ -113,7 +113,7 @@ class SimSharedShards(HolderSharedShards):
         return None
 
     def compare(self, own: Newest, other: StoredReplica) -> ReplicasDiffer | None:
-        """Look at what a rank is to be told."""
+        """Look at a notice to a rank."""
         event = super().compare(own, other)
         if event is not None:
             self.shared_shards.reported(own.shard, event.other_rank, list(event.chunks))

@@ -155,20 +155,20 @@ def test_no_rank_is_late_because_the_holder_stops() -> None:
     assert not host.known.late
 
 
-def test_the_rank_that_put_a_differing_shard_is_told_once_and_again_when_it_is_equal() -> None:
-    """On its link of that attempt, as one process: neither a child of it nor another rank is told."""
+def test_the_rank_that_put_a_differing_shard_is_notified_once_and_again_when_it_is_equal() -> None:
+    """On its link of that attempt, as one process: neither a child of it nor another rank gets it."""
     host = Host()
     host.known.declare(copying(1))
     mine = Link(0)
     links: list[Any] = [mine, Link(0, attempt=2), Link(0, parent="n"), Link(1), Link(0, job="other")]
     host.state.ranks.links.update({str(number): link for number, link in enumerate(links)})
     other = (DIGESTS[0], b"c" * 16)
-    told = []
+    notices = []
     for step, theirs in ((1, DIGESTS), (2, other), (3, other), (4, DIGESTS)):
         host.known.put_sealed(stored(0, step), 2)
-        told += host.compare(stored(1, step, digests=theirs))
-    assert [link for link, _ in told] == [mine, mine]
-    assert [(event.step, event.count, event.chunks) for _, event in told] == [(2, 1, (1,)), (4, 0, ())]
+        notices += host.compare(stored(1, step, digests=theirs))
+    assert [link for link, _ in notices] == [mine, mine]
+    assert [(event.step, event.count, event.chunks) for _, event in notices] == [(2, 1, (1,)), (4, 0, ())]
 
 
 def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays() -> None:
