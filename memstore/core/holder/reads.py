@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 from memstore.core.holder import partial_read
 from memstore.core.holder.effects import OnStore, Procedure
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.replies import ChunksStaged, ShardStaged
+from memstore.core.wire.replies import ChunksStaged, ShardPlaced, ShardStaged
 from memstore.errors import IntegrityError
 
 
-class PinnedBytes(NamedTuple):
-    """The place of the bytes: slots by chunk, None for a chunk that was not asked for; `pin` ends the loan."""
-
-    manifest: bytes
-    slots: Sequence[int | None]
-    pin: int
-
-
-def pin_staged(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[PinnedBytes]:
-    """Pin what the controller's answer to a read names. IntegrityError if it is gone, or its manifest damaged."""
+def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[ShardPlaced]:
+    """Pin what was brought here for a reader, and return its place. IntegrityError if it is gone or damaged."""
     if isinstance(staged, ChunksStaged):
         ready = partial_read.take(state, staged.read)
         release = partial(partial_read.release, state, staged.read)
-        return PinnedBytes(ready.manifest, ready.replica.slots, _hold(state, link, release))
+        return _placed(staged, ready.manifest, ready.replica.slots, _hold(state, link, release))
     pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
     if pinned is None:
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
@@ -37,7 +28,17 @@ def pin_staged(state: HolderState, link: Link, staged: ShardStaged | ChunksStage
     except BaseException:
         release()
         raise
-    return PinnedBytes(manifest, pinned[0].slots, _hold(state, link, release))
+    return _placed(staged, manifest, pinned[0].slots, _hold(state, link, release))
+
+
+def _placed(
+    staged: ShardStaged | ChunksStaged, manifest: bytes, slots: Iterable[int | None], pin: int
+) -> ShardPlaced:  # fmt: skip
+    return ShardPlaced(
+        step=staged.step, attempt=staged.attempt, verdict=staged.verdict, why=staged.why,
+        report=staged.report if isinstance(staged, ShardStaged) else None,
+        manifest=manifest, slots=tuple(slots), pin=pin,
+    )  # fmt: skip
 
 
 def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:

@@ -119,7 +119,7 @@ class OrderRouter:
             case CallAnswered():
                 self.rank_server.answer(order.id, order.reply, None)
             case CallRefused():
-                self.rank_server.answer(order.id, None, [order.error, order.message])
+                self.rank_server.answer(order.id, None, (order.error, order.message))
             case VerifyCopies():
                 self._later(self._verify, order)
             case KeepStory():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from memstore.core.holder import drop, equal_ranks, fork, ranks, reads, room, stage
+from memstore.core.holder import answers, drop, equal_ranks, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
@@ -60,15 +60,14 @@ from memstore.core.wire.orders import (
     VerifyCopies,
 )
 from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.replies import ChunksStaged, HostVerified, Joined, ShardStaged, decode_passed
+from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.requests import reply_fields
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
@@ -225,22 +224,13 @@ class SimHolder:
 
     def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
-        self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
+        self.calls.ask(answers.Call(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
-        """Pass on what the controller answered; with the place of the bytes if it is a read."""
+        """Pass on what the controller answered."""
         call = self.calls.take(number)
-        link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
-        if call is None or link is None or not link.is_open:
-            return
-        reply = decode_passed(call.request, data) if data is not None else None
-        body = reply_fields(call.request, data) if data is not None else {}
-        if isinstance(reply, Joined):
-            link.attempt, link.rank = reply.attempt, reply.rank
-        if isinstance(reply, ShardStaged | ChunksStaged):
-            self.world.spawn(self.stager.read(link, call.rank_id, reply, body), link.process)
-        else:
-            link.process.answered(call.rank_id, body, error)
+        if call is not None:
+            self.stager.pass_on(call, data, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

@@ -64,7 +64,7 @@ class Host:
 
     def offer_slots(self, link: Any) -> int:
         """Pin the replica for a reader."""
-        steps = reads.pin_staged(self.state, link, STAGED)
+        steps = reads.place(self.state, link, STAGED)
         read: Any = next(steps)
         try:
             steps.send(read.call())
