@@ -55,7 +55,7 @@ def test_an_answer_goes_to_the_link_on_which_its_process_is_connected() -> None:
 
 @pytest.mark.parametrize("link", [Link(owner=Owner(8, 1, 1)), Link(nonce="m")])
 def test_no_other_process_or_store_gets_the_answer(link: Link) -> None:
-    """A process that is started anew has calls of its own, with the same numbers."""
+    """A process that is started again has calls of its own, with the same numbers."""
     assert answered(link, REPLY) == []
 
 
