@@ -13,8 +13,9 @@ import pytest
 from repository import ROOT
 from variants import later
 
+from memstore.core.holder.answers import Call
 from memstore.core.wire.calls import SkipStep
-from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.pending_calls import Calls
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
 from memstore.testing.simulator.run import campaign, corpus, record

@@ -281,8 +281,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.ForgetJob) -> Waits[None]:
-        yield from ()
-        self.holder.shared_shards.forget(effect.job, effect.attempt)
+        yield from ()  # nothing here keeps trained steps
 
     @_perform.register
     def _(self, effect: effects.Unexpected) -> Waits[None]:

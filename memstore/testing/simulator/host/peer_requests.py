@@ -127,7 +127,7 @@ class PeerLink:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
         yield from self._travel(limit_s)
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
-        if fresh is not None and (yield from self.peer.shared_shards.await_own_of(fresh, self.holder)):
+        if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
             yield from self._travel()
         return Request(self.holder, self.peer, source).ask(request)
 
