@@ -67,10 +67,10 @@ def _offer(state: HolderState, owner: Owner, step: int, slots: Sequence[int]) ->
 
 def _adopt(state: HolderState, link: Link, step: int) -> Sequence[int]:
     """Move the leases that the parent of a process offers to that process."""
-    lender, store = state.ranks.owners.get(link.parent), state.store
-    slots = state.ranks.offered.pop((lender, step), None) if lender is not None else None
+    parent, store = state.ranks.owners.get(link.parent), state.store
+    slots = state.ranks.offered.pop((parent, step), None) if parent is not None else None
     with store.lock:
-        if lender is None or slots is None or not store.table.transfer(lender, link.owner, slots):
+        if parent is None or slots is None or not store.table.transfer(parent, link.owner, slots):
             raise LookupError(f"nothing staged for step {step} is on offer any more: its process took it back")
         store.flush()
     return slots

@@ -10,16 +10,15 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.holder import seal
+from memstore.core.holder import equal_ranks, seal
 from memstore.core.holder.effects import DigestAndStore, WaitFor
+from memstore.core.holder.shared_shards import HolderSharedShards
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
-from memstore.shell.holder.shared_shards import HolderSharedShards
-from memstore.testing.simulator.host import shared_shards
 from memstore.testing.simulator.planted.bug import planted
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
@@ -145,7 +144,7 @@ def late_writer_awaited_again() -> Any:
 @planted("wait-without-end", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP)
 def wait_without_end() -> Any:
     """An offer waits for the local writer's put without a limit."""
-    return patch.object(shared_shards, "WRITER_WAIT_S", 60.0)
+    return patch.object(equal_ranks, "WRITER_WAIT_S", 60.0)
 
 
 @planted("own-state-compared", "R34", "R34", **DDP)
@@ -157,4 +156,4 @@ def own_state_compared() -> Any:
 @planted("differing-writers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
 def differing_writers_unreported() -> Any:
     """Copies are not compared with the local writer's put."""
-    return patch.object(HolderSharedShards, "_compare", lambda self, own, other: None)
+    return patch.object(HolderSharedShards, "compare", lambda self, own, other: None)
