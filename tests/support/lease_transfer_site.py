@@ -121,7 +121,7 @@ class Site:
     def offer_slots(self, count: int = 3) -> PendingPut:
         room = self.stage(count)
         room.offer_slots()
-        wait_for(lambda: self.holder.ranks.lease_transfers.offered, "the offer")
+        wait_for(lambda: self.holder.state.ranks.offered, "the offer")
         return room
 
     def is_whole(self, stored: int = 0) -> bool:

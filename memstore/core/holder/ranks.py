@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.holder import offered_leases
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
@@ -186,10 +187,16 @@ def leave(state: HolderState, link: Link) -> Procedure[None]:
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
         state.report(RankGone(nonce=link.nonce))  # in this step: the process may connect again during the next effect
-    state.store.reclaim(link.owner)
-    yield ForgetProcess(link.owner)
+    yield from _forget(state, link.owner)
     if link.parent:
         yield from grant_job(state, link.job)
+
+
+def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
+    """Free what a process that is gone has leased, and end its offers."""
+    state.store.reclaim(owner)
+    offered_leases.forget(state, owner)
+    yield ForgetProcess(owner)
 
 
 def reap(state: HolderState) -> Procedure[None]:
@@ -200,8 +207,7 @@ def reap(state: HolderState) -> Procedure[None]:
             del table.owners[nonce]
             table.parents.pop(nonce, None)
             state.report(RankGone(nonce=nonce))
-            state.store.reclaim(owner)
-            yield ForgetProcess(owner)
+            yield from _forget(state, owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
     table.newest = {process: order for process, order in table.newest.items() if state.is_alive(Owner(*process[1:], 0))}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
-from memstore.core.arena.slot_table import Owner
+from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
@@ -53,6 +53,13 @@ class Store(Protocol):
     @property
     def index(self) -> ReplicaIndex:
         """Return what is stored, to be read under the lock."""
+
+    @property
+    def table(self) -> SlotTable:
+        """Return the owners of its slots, to be read and changed under the lock; a change is followed by `flush`."""
+
+    def flush(self) -> None:
+        """Write what changed in the table."""
 
     @property
     def room(self) -> Room:
@@ -218,6 +225,7 @@ class Ranks:
     newest: dict[tuple[str, int, int], int] = field(default_factory=dict)  # process -> the order of its newest link
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
+    offered: dict[tuple[Owner, int], Sequence[int]] = field(default_factory=dict)  # (process, step) -> leases on offer
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
 
     def of_job(self, job: str) -> list[Link]:

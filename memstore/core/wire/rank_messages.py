@@ -166,7 +166,7 @@ class AskAnswered(Message, frozen=True, tag="ask_answered"):
 
 
 class SlotsMoved(Message, frozen=True, tag="slots_moved"):
-    """The answer to LendSlots, AdoptSlots and UnlendSlots: these are the asking process's now."""
+    """The answer to OfferSlots, AdoptSlots and WithdrawSlots: these are the asking process's now."""
 
     id: Unsigned
     slots: tuple[Unsigned, ...]

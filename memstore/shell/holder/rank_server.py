@@ -7,13 +7,13 @@ said: core/wire/rank_messages.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, effects, ranks, reads
+from memstore.core.holder import answers, effects, offered_leases, ranks, reads
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -39,8 +39,9 @@ from memstore.core.wire.rank_messages import (
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
+from memstore.shell.arena.slot_sample import differing
+from memstore.shell.holder.child_process import check_child
 from memstore.shell.holder.context import HolderContext
-from memstore.shell.holder.lease_transfer import LeaseTransfers, check_child
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.rank_connections import SEND_S, RankConnection
 from memstore.shell.holder.runner import Runner
@@ -65,7 +66,6 @@ class RankServer:
         self.calls, self.sealer = calls, sealer
         self.send_gate, self.trained, self.release_room = send_gate, trained, release_room
         self.runner = runner.extended({effects.SendWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
-        self.lease_transfers = LeaseTransfers(self.replicas)
 
     # -- one link -----------------------------------------------------------------------------
 
@@ -146,25 +146,21 @@ class RankServer:
         with link.grants:
             try:
                 if isinstance(question, OfferSlots):
-                    self.lease_transfers.check(link.owner, question)
+                    self._check_offer(link, question)
                 with self.runner.state():
-                    answer = SlotsMoved(id=question.id, slots=tuple(self._moved(link, question)))
+                    answer = SlotsMoved(id=question.id, slots=tuple(offered_leases.move(self.state, link, question)))
             except (LookupError, IntegrityError) as exc:
                 answer = AskRefused(id=question.id, error="CommitError", message=str(exc))
                 if isinstance(question, OfferSlots):  # a child that asks for it learns only that there is none
                     log.warning("job %s rank %d: %s", link.job, link.rank, exc)
             link.send(answer)
 
-    def _moved(self, link: RankConnection, question: OfferSlots | AdoptSlots | WithdrawSlots) -> Sequence[int]:
-        """Return the slots that are the asking process's by the answer."""
-        match question:
-            case OfferSlots(step=step, slots=slots):
-                self.lease_transfers.offer_slots(link.owner, step, slots)
-                return ()
-            case WithdrawSlots(step=step, slots=slots):
-                return self.lease_transfers.withdraw(link.owner, step, slots)
-            case AdoptSlots(step=step):
-                return self.lease_transfers.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
+    def _check_offer(self, link: RankConnection, offer: OfferSlots) -> None:
+        arena = self.replicas.arena.mapping
+        nbytes = len(offer.slots) * arena.chunk_bytes
+        offered_leases.check(
+            self.state, link.owner, offer, lambda: bool(differing(arena, offer.slots, nbytes, offer.sample))
+        )
 
     def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the controller's answer to a call on to the rank."""
@@ -183,8 +179,6 @@ class RankServer:
         self.runner.run(reads.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
-        with self.runner.state():
-            self.lease_transfers.forget(effect.owner)
         self.calls.forget(effect.owner)
         self.release_room()
 

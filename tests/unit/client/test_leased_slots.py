@@ -125,7 +125,7 @@ def test_what_a_rank_filled_elsewhere_is_offered_to_no_process(site: Site) -> No
     with another_file(site):
         room = site.stage()
         room.offer_slots()
-    assert not site.holder.ranks.lease_transfers.offered
+    assert not site.holder.state.ranks.offered
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["error"] == "CommitError"

@@ -15,7 +15,7 @@ from memstore.core.wire.calls import AskSteps
 from memstore.core.wire.rank_messages import SlotsLeased, WithdrawSlots
 from memstore.errors import ClosedError, CommitError, ConfigError
 from memstore.shell.arena import replica_store
-from memstore.shell.holder import lease_transfer, rank_server
+from memstore.shell.holder import child_process, rank_server
 from memstore.shell.holder.rank_connections import RankConnection as ServedLink
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import wait_for
@@ -119,7 +119,7 @@ def test_an_offer_of_what_a_child_has_looks_at_no_byte_of_it(site: Site) -> None
     for view in room.views():
         view[:] = b"z" * CHUNK_BYTES
     site.link.ask_soon(offer).result(WAIT_S)
-    assert not site.holder.ranks.lease_transfers.offered
+    assert not site.holder.state.ranks.offered
     child.do("bye")
     room.abandon()
     wait_for(site.is_whole, "the whole share")
@@ -151,12 +151,12 @@ def test_a_holder_that_restarts_learns_of_the_offer_again(site: Site) -> None:
     """The lease is in the slots' headers, the offer comes again with the parent's link: the child adopts (R8)."""
     room = site.offer_slots()
     restart(site)
-    wait_for(lambda: site.holder.ranks.lease_transfers.offered, "the offer")
+    wait_for(lambda: site.holder.state.ranks.offered, "the offer")
     child = site.child()
     child.do("connect")
     assert child.do("adopt")["slots"] == room.slots
     restart(site)
-    assert not site.holder.ranks.lease_transfers.offered, "what a child has is not offered again"
+    assert not site.holder.state.ranks.offered, "what a child has is not offered again"
     child.do("bye")
     room.abandon()
     wait_for(site.is_whole, "the whole share")
@@ -243,7 +243,7 @@ def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest
         wait_for(lambda: site.holder.replicas.table.submitted, "the submission")
     else:
         room.offer_slots()
-        wait_for(lambda: site.holder.ranks.lease_transfers.offered, "the offer")
+        wait_for(lambda: site.holder.state.ranks.offered, "the offer")
         child = site.child()
         child.do("connect")
         child.do("adopt")
@@ -275,9 +275,9 @@ def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site
 def test_descent_is_by_the_kernels_word(monkeypatch: pytest.MonkeyPatch, tree: dict[int, int], is_child: bool) -> None:
     """A grandchild is a child; an orphan, a process without a parent and one too far down are not."""
     parent_of: Callable[[int], int] = lambda pid: tree.get(pid, 1)  # noqa: E731
-    monkeypatch.setattr(lease_transfer, "_parent_pid", parent_of)
+    monkeypatch.setattr(child_process, "_parent_pid", parent_of)
     if is_child:
-        lease_transfer.check_child(7, 5, "n")
+        child_process.check_child(7, 5, "n")
     else:
         with pytest.raises(ConfigError, match="process 7 is no child of process 5"):
-            lease_transfer.check_child(7, 5, "n")
+            child_process.check_child(7, 5, "n")
