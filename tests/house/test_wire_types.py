@@ -25,6 +25,8 @@ UNTYPED = {
     "core/journal/records.py": "the values of a fact in a journal, which become that fact's fields at once",
 }
 """Files that decode msgpack without a type, and why."""
+MAKES_DECODERS = "core/wire/codec.py"
+"""Its Decoder makes msgspec's, and a class of requests that of its reply as the class is made."""
 
 
 @cache
@@ -65,6 +67,16 @@ def untyped_decodes(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+def late_decoders(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of functions in which a decoder is made, or bytes are decoded as a type for which none is."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("Decoder", "msgspec.")):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name == "Decoder" or (name == "decode" and any(word.arg == "type" for word in node.keywords)):
+                yield node.lineno
+
+
 def test_no_message_is_read_by_a_key() -> None:
     """A field of a type is named by its reader, so that mypy sees who reads it."""
     found = [
@@ -85,6 +97,24 @@ def test_nothing_is_decoded_to_maps() -> None:
         for line in untyped_decodes(tree)
     ]
     assert not found, "\n".join(found)
+
+
+def test_decoders_are_made_at_import() -> None:
+    """Two threads of which one makes the decoder of a type that the other decodes end their process with SIGSEGV."""
+    found = [
+        f"memstore/{name}:{line}: make the decoder once, in the module"
+        for name, tree in sources().items()
+        if name != MAKES_DECODERS
+        for line in late_decoders(tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["Decoder(T)", "msgspec.json.Decoder(T)", "msgspec.json.decode(data, type=T)"])
+def test_each_late_decoder_is_found(text: str) -> None:
+    """And none that a module makes."""
+    assert list(late_decoders(ast.parse(f"def f():\n    return {text}"))) == [2]
+    assert not list(late_decoders(ast.parse(f"d = {text}\ndef f():\n    return d.decode(data)")))
 
 
 def test_each_exception_is_needed() -> None:

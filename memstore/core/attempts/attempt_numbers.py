@@ -6,6 +6,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import named_hosts
 from memstore.core.journal.replication import Journal
 
 LEFT_FREE = 1000  # numbers that launches may have which only absent hosts know of
@@ -22,20 +23,25 @@ class AttemptNumbers:
         """Return the number of the attempt that is opened now.
 
         Hosts that had the newest steps and that this controller has never seen may have gone on without those that are
-        here. Two launches of one number would be taken for one, and their shards for one step: theirs are left free.
+        here. So may any host that is expected and has not come, of a job that no host here knows. Two launches of one
+        number would be taken for one, and their shards for one step: their numbers are left free.
         """
         job = self.state.jobs.get(name)
         unapplied = [x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         known = job.newest_number if job is not None else 0
         attempt_number = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
-        absent = self._absent(job) if job is not None and name not in self._opened else set()
+        is_known = job is not None and bool(job.attempts)
+        absent = set() if name in self._opened else self._absent(job) if job is not None and is_known else self._late()
         self._opened.add(name)
         if not absent:
             return attempt_number
-        hosts = ", ".join(sorted(absent)[:10])
-        why = f"hosts {hosts} had its newest steps and have not come: they may know of launches"
+        why = "had its newest steps and may know of launches" if is_known else "may know the job"
+        why = f"{named_hosts(absent)}, not here yet, {why}"
         self.out.log(f"job {name!r}: attempt {attempt_number + LEFT_FREE} follows {known}: {why}", "warning")
         return attempt_number + LEFT_FREE
+
+    def _late(self) -> set[str]:
+        return self.state.expected_hosts - self.state.hosts.states.keys()
 
     def _absent(self, job: Job) -> set[str]:
         named = {host for fact in job.commits.values() for hosts in fact.hosts for host in hosts}

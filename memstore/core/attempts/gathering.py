@@ -78,3 +78,10 @@ class Gathering:
     markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read
+    late_hosts: frozenset[str] = frozenset()  # all ranks have come; announced hosts may know the job (R20)
+    level_asked: str | None = None  # the spread of a job that had begun without them: their racks count (R18)
+
+    @property
+    def opens_by_s(self) -> float:
+        """Return when it opens without hosts that are late: half of the shortest connect() is left then."""
+        return min(entrant.call.since_s + entrant.limit_s / 2 for entrant in self.joins.values())

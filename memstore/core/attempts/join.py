@@ -1,6 +1,6 @@
 """Connect is collective: joins gather, an attempt opens as one fact, opening fences the older ones. Pure (R20, R21).
 
-join --all ranks there--> [markers listed] --> AttemptOpened recorded --spread--> fencing
+join --all ranks there--> [late hosts here] --> [markers listed] --> AttemptOpened recorded --spread--> fencing
 fencing --every live host answered--> open --all ranks closed--> closed
 """
 
@@ -18,6 +18,7 @@ from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
+from memstore.core.cluster.text import named_hosts
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
@@ -189,12 +190,35 @@ class Attempts:
             gathering.joins.refuse_all(self.out, error, message)
 
     def _complete(self, now: float, name: str, gathering: Gathering) -> None:
-        """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31)."""
+        """Open the attempt for a complete launch, after listing the markers of what RAM may have forgotten (R31).
+
+        Of a job that no host here knows, hosts that are announced and have not come may know attempts and steps. If
+        the launch began without them, it would take the number of one of theirs, and start from nothing.
+        """
+        late = self._late_hosts(now, name, gathering)
+        if late and gathering.level_asked is None:
+            gathering.level_asked = self._level_asked(gathering, None)
+            self.out.log(f"job {name!r}: its launch waits for {named_hosts(late)}, which may know the job")
+        gathering.late_hosts = late
+        if late:
+            return
         durable = place_of(gathering.joins[0].config)
         if not durable:
             self.open(name, gathering)
             return
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
+
+    def _level_asked(self, gathering: Gathering, before: str | None) -> str:
+        hosts = [entrant.call.host_id for entrant in gathering.joins.values()]
+        return self.view.asked_level(hosts, int(gathering.joins[0].config["replicas"]), before)
+
+    def _late_hosts(self, now: float, name: str, gathering: Gathering) -> frozenset[str]:
+        """Return the hosts that a complete launch waits for."""
+        job = self.state.jobs.get(name)
+        is_known = job is not None and bool(job.attempts)
+        if is_known or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
+            return frozenset()
+        return frozenset(self.view.late_hosts())
 
     def list_markers(
         self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]
@@ -228,8 +252,8 @@ class Attempts:
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0], self.state.jobs.get(name)
         hosts = tuple(entrant.call.host_id for entrant in joins)
-        before = job.newest.level_asked if job is not None and job.newest is not None else None
-        level = self.view.asked_level(hosts, int(first.config["replicas"]), before)
+        before = job.newest.level_asked if job is not None and job.newest is not None else gathering.level_asked
+        level = self._level_asked(gathering, before)
         parent = job.parent_for_next() if job is not None and not first.is_fresh else None
         attempt_number = self.unsigned.next(name)
         self.opening.setdefault(name, []).extend(joins)
@@ -396,6 +420,9 @@ class Attempts:
                 if now - gathering.listing_since_s > MARKERS_DEADLINE_S:
                     why = f"it did not list its markers within {MARKERS_DEADLINE_S:g} s"
                     self._go_on(name, gathering, why)
+                continue
+            if gathering.late_hosts and len(gathering.joins) == gathering.world_size:
+                self._complete(now, name, gathering)
                 continue
             late = next((e for e in gathering.joins.values() if now - e.call.since_s > e.limit_s), None)
             if late is not None:  # one deadline for all, so that each of them is sent the same ranks

@@ -8,7 +8,7 @@ from memstore.core.attempts.gathering import Entrant, Gathering
 from memstore.core.attempts.join import FENCE_DEADLINE_S, Attempts
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed, plural
+from memstore.core.cluster.text import listed, named_hosts, plural
 from memstore.core.wire.calls import Rewind
 from memstore.core.wire.status_rows import LaunchRow
 
@@ -35,12 +35,15 @@ def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRo
     awaited = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
     if gathering.markers_call:
         awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
+    elif gathering.late_hosts and not missing:
+        awaited = f"{named_hosts(gathering.late_hosts)}, which may know the job"
     waiting = list(gathering.joins.values())
-    left_s = min(each.call.since_s + each.limit_s for each in waiting) - state.now
+    until_s = min(each.call.since_s + each.limit_s for each in waiting) if missing else gathering.opens_by_s
+    left_s = None if gathering.markers_call else max(0.0, until_s - state.now)
     return LaunchRow(
         job=name, phase="listing" if gathering.markers_call else "gathering", since_s=_since_s(state, waiting),
         awaited=awaited, ranks=len(waiting), world_size=gathering.world_size, missing=missing[:LISTED_MAX],
-        is_rewind=gathering.rewind is not None, left_s=None if gathering.markers_call else max(0.0, left_s),
+        is_rewind=gathering.rewind is not None, left_s=left_s,
     )  # fmt: skip
 
 

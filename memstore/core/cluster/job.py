@@ -272,11 +272,14 @@ class Job:
         """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22).
 
         One that only durable storage remembers is newer where the hosts that knew it are gone and an older one is back.
+        An attempt that began when no host there knew the job, and committed nothing, gives way to one that did.
         """
+        committed = {step.attempt for step in (*self.commits, *self.markers)}
         for attempt_number in sorted({*self.attempts, *self.past}, reverse=True):
             attempt = self.attempts.get(attempt_number)
-            has_commit = any(step.attempt == attempt_number for step in (*self.commits, *self.markers))
-            if has_commit or (attempt is not None and not attempt.is_fresh):
+            if attempt_number in committed or (attempt is not None and attempt.parent is not None):
+                return attempt_number
+            if attempt is not None and not attempt.is_fresh and not any(n < attempt_number for n in committed):
                 return attempt_number
         return self.newest_number if self.newest is None and self.newest_number else None
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from memstore.core.cluster.job import Job
+
+HOSTS_MAX = 5  # hosts that a message names
 
 
 def listed(values: list[int], limit: int = 10) -> str:
     """Return at most `limit` values as text, with the count of the rest."""
     head = ", ".join(str(v) for v in values[:limit])
     return head if len(values) <= limit else f"{head} and {len(values) - limit} more"
+
+
+def named_hosts(hosts: Collection[str]) -> str:
+    """Return "host h1", or "hosts h1, h2 and 3 more"."""
+    names = sorted(hosts)
+    more = f" and {len(names) - HOSTS_MAX} more" if len(names) > HOSTS_MAX else ""
+    return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:HOSTS_MAX])}{more}"
 
 
 def listed_pins(job: Job) -> str:

@@ -208,6 +208,8 @@ class Takeover:
             self.replay(fact)
         if late:
             parts.journal.send(*state.hosts.live_ids())
+        for opened in (fact for fact in late if isinstance(fact, f.AttemptOpened)):
+            self._warn_of_other_history(opened)
         for name, job in state.jobs.items():
             if job.newest is not None and job.newest is not before.get(name):
                 self.out.log(f"job {name!r}: a late host knows of attempt {job.newest.attempt_number}", "warning")
@@ -216,6 +218,19 @@ class Takeover:
                 else:
                     parts.attempts.fence_all(state.now, name)
         return bool(late)
+
+    def _warn_of_other_history(self, late: f.AttemptOpened) -> None:
+        """Say that the present launch began without an attempt of its job that a late host brings."""
+        job = self.state.jobs[late.job]
+        newest = job.newest
+        if newest is None or any(span.attempt == late.attempt for span in job.spans(newest.attempt_number)):
+            return
+        number = newest.attempt_number
+        self.out.log(
+            f"job {late.job!r}: a late host knows of attempt {late.attempt}, which attempt {number} does not follow. "
+            "To go on from its steps, start the job again before it commits one, or rewind()",
+            "warning",
+        )
 
     def _is_welcome(self, fact: f.Fact) -> bool:
         """Return whether a late fact only fills a gap, and contradicts nothing that was decided without it."""

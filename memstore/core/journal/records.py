@@ -42,6 +42,7 @@ _PLACE, _HEAD = struct.Struct("<QQ"), struct.Struct("<QQB")
 _ZLIB = 0x78  # the first byte of its streams, and of no msgpack map
 _ENCODER = msgspec.msgpack.Encoder()
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
+_NOTED = [msgspec.msgpack.Decoder(kind) for kind in _KINDS.values()]  # before any thread decodes: see codec.Decoder
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.restore.awaited import awaited_by_get, named_hosts, named_ranks
+from memstore.core.cluster.text import named_hosts
+from memstore.core.restore.awaited import awaited_by_get, named_ranks
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import RollCalled
 

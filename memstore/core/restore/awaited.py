@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import listed, plural, who_is_missing
-
-HOSTS_MAX = 5  # named
+from memstore.core.cluster.text import HOSTS_MAX, listed, named_hosts, plural, who_is_missing
 
 
 def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
@@ -59,10 +55,3 @@ def named_ranks(attempt: Attempt, ranks: list[int]) -> str:
 
 def _some(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
-
-
-def named_hosts(hosts: Collection[str]) -> str:
-    """Return "host h1", or "hosts h1, h2 and 3 more"."""
-    names = sorted(hosts)
-    more = f" and {len(names) - HOSTS_MAX} more" if len(names) > HOSTS_MAX else ""
-    return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:HOSTS_MAX])}{more}"

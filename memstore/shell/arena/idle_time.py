@@ -1,8 +1,4 @@
-"""For how long no holder has run on an arena, by a clock that only counts up: it shows an orphan (R5).
-
-The file says at which moment of which boot a holder was there last. Nothing that is done to the wall clock makes an
-arena old; time before this boot, and time in which the machine slept, does not count.
-"""
+"""The file that says when a holder was last here; what it says is decided in `core/holder/idle_time.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
+from memstore.core.holder import idle_time
 from memstore.shell.arena.folder import open_file
 from memstore.shell.host.identity import read_boot_id
 
 SEEN_NAME = "seen"
-EVERY_S = 10.0
 _WIDTH = 80
 
 
@@ -24,28 +20,19 @@ class IdleTime:
     def __init__(self, folder: Path) -> None:
         self._fd = open_file(folder, SEEN_NAME, os.O_RDWR | os.O_CREAT)
         self._boot, self._written_s = read_boot_id(), 0.0
-        self.idle_s = self._age_s(os.pread(self._fd, _WIDTH, 0).decode(errors="replace").split())
+        record = os.pread(self._fd, _WIDTH, 0).decode(errors="replace")
+        self.idle_s = idle_time.idle_s(record, self._boot, time.monotonic())
         self.mark()
-
-    def _age_s(self, words: list[str]) -> float:
-        """Return the time since a holder was there; the time since the boot if it was before that, 0 if unknown."""
-        if len(words) != 2:
-            return 0.0
-        try:
-            seen_s = float(words[1]) if words[0] == self._boot else 0.0
-        except ValueError:
-            return 0.0
-        return max(0.0, time.monotonic() - seen_s)
 
     def keep(self) -> None:
         """Write again that a holder is here, now and then."""
-        if time.monotonic() - self._written_s >= EVERY_S:
+        if idle_time.is_due(self._written_s, time.monotonic()):
             self.mark()
 
     def mark(self) -> None:
         """Write that a holder is here now; in place, which needs no room."""
         self._written_s = time.monotonic()
-        os.pwrite(self._fd, f"{self._boot} {self._written_s:.1f}".ljust(_WIDTH).encode(), 0)
+        os.pwrite(self._fd, idle_time.record_of(self._boot, self._written_s).ljust(_WIDTH).encode(), 0)
 
     def close(self) -> None:
         """Write it for the last time."""

@@ -44,6 +44,9 @@ class LockOwner:
         return self.pid_namespace != pid_namespace() or is_alive(self.pid, self.start_time)
 
 
+_OWNER = msgspec.json.Decoder(LockOwner)  # made once, by the thread that imports: see core/wire/codec.py
+
+
 class ArenaLock:
     """The exclusive lock on one arena folder; held until `release` or the end of the process."""
 
@@ -141,7 +144,7 @@ def owner(folder: str | os.PathLike[str]) -> LockOwner | None:
     finally:
         os.close(fd)
     try:
-        return msgspec.json.decode(text, type=LockOwner)
+        return _OWNER.decode(text)
     except msgspec.MsgspecError:
         return None
 

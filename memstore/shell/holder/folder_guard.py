@@ -1,10 +1,6 @@
-"""Sees that files of a living holder's folder were removed, writes them again, and ends the holder (R2, R5, R35).
+"""The files of a living holder's folder: which of them were removed, and how they are written again (R2, R5, R35).
 
-    whole --a file is not where the holder made it--> lost --written again--> the holder ends: its successor adopts it
-                                                        '--not possible: said, tried again, served on from memory
-
-A file whose name was removed is still there while the holder has it open: bytes, slot table, manifests, journal. So
-nothing that is stored is lost with the names. But no rank can connect, and a successor would find nothing.
+What follows from a removed file is decided in `core/holder/lost_files.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import CapacityError, MemstoreError
+from memstore.core.holder.lost_files import FileLoss, look
+from memstore.errors import CapacityError
 from memstore.shell.arena.folder import is_at, make_folder, open_file, write_secret
 from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import JOURNAL_NAME, Journal
@@ -52,40 +49,16 @@ class FolderGuard:
         self.context, self.folder = context, context.folder
         self.lock_file, self.journal, self.secret = lock_file, journal, secret
         self._records, self._incarnation, self._on_lost = records, incarnation, on_lost
-        self.lost = _take_note(self.folder)  # what was removed in the life before, or is now
-        self.is_lost_now = False
-        self.problem = ""  # why it cannot be written again
+        self.loss = FileLoss(names=_take_note(self.folder))
         self._at_start = {name: os.lstat(self.folder / name) for name in (".", "secret", "holder.sock")}
 
     def stats(self) -> dict[str, Any]:
         """Return the heartbeat's fields: the removed names, and whether that is over."""
-        return {"files_lost": self.lost, "files_lost_now": self.is_lost_now, "files_problem": self.problem}
+        return {"files_lost": self.loss.names, "files_lost_now": self.loss.is_now, "files_problem": self.loss.problem}
 
     def look(self) -> None:
-        """End the holder if a file of its folder is not where it made it, once all of them are written again."""
-        missing = self.missing()
-        if not missing:
-            return
-        lost = ", ".join(missing)
-        if not self.is_lost_now or lost != self.lost:
-            log.error("host %s: %s removed from %s under this holder", self.context.host_id, lost, self.folder)
-        self.lost, self.is_lost_now = lost, True
-        try:
-            self._take_folder()
-            self._check_room()
-        except (MemstoreError, OSError) as exc:
-            self.problem = str(exc)
-            if isinstance(getattr(exc, "owner", None), LockOwner):
-                self.context.on_fatal(f"another holder has taken {self.folder}: {exc}")
-            return
-        self._on_lost()
-        what = "written again, for another holder to adopt"
-        try:
-            self._write_again()
-        except (MemstoreError, OSError) as exc:
-            log.exception("host %s: not all of %s could be written again", self.context.host_id, self.folder)
-            what = f"not all of it could be written again ({exc}); the rest is for peers to bring"
-        self.context.on_fatal(f"{lost} were removed from {self.folder}: {what}")
+        """Look once."""
+        look(self, self.loss)
 
     def missing(self) -> list[str]:
         """Return the names of files that are gone, or are not the holder's any more."""
@@ -95,6 +68,27 @@ class FolderGuard:
             found |= {"manifests": replicas.manifests.is_whole(), **replicas.arena.files_present()}
         found |= {"lock": self.lock_file.is_current(), JOURNAL_NAME: self.journal.is_current()}
         return [{".": "the folder"}.get(name, name) for name, is_there in found.items() if not is_there]
+
+    def prepare(self) -> None:
+        """Have the folder and its lock, and room for all that is written again."""
+        self._take_folder()
+        self._check_room()
+
+    def other_holder(self, error: Exception) -> bool:
+        """Return whether `prepare` failed because another holder has the folder."""
+        return isinstance(getattr(error, "owner", None), LockOwner)
+
+    def say_loss(self, names: str) -> None:
+        """Log the names that are gone."""
+        log.error("host %s: %s removed from %s under this holder", self.context.host_id, names, self.folder)
+
+    def last_word(self) -> None:
+        """Report the loss, then end every connection."""
+        self._on_lost()
+
+    def end(self, why: str) -> None:
+        """End the holder."""
+        self.context.on_fatal(f"{self.folder}: {why}")
 
     def _take_folder(self) -> None:
         """Have the folder, and its lock, so that no other holder begins in it."""
@@ -120,12 +114,12 @@ class FolderGuard:
                 needed_bytes=needed_bytes, free_bytes=free_bytes,
             )  # fmt: skip
 
-    def _write_again(self) -> None:
+    def write_again(self) -> None:
         """Write the files that a successor adopts: bytes, slot table, manifests, journal, and the rest."""
         replicas = self.context.replicas
         write_secret(self.folder, self.secret)
         next_incarnation(self.folder, self._incarnation())
-        _leave_note(self.folder, self.lost)
+        _leave_note(self.folder, self.loss.names)
         with replicas.lock:
             replicas.flush()
             replicas.arena.write_again()

@@ -14,13 +14,10 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import effects, ranks, reads
-from memstore.core.holder.link import Link
-from memstore.core.wire.codec import encode
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
-    AskAnswered,
     AskRefused,
     Bye,
     ForwardCall,
@@ -39,7 +36,6 @@ from memstore.core.wire.rank_messages import (
     decode_hello,
     decode_rank_message,
 )
-from memstore.core.wire.replies import ChunksStaged, Joined, ShardPlaced, ShardStaged, decode_passed
 from memstore.core.wire.reports import IntoChecked
 from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
@@ -178,34 +174,11 @@ class RankServer:
         if call is None or link is None or link.owner != call.owner:
             return
         try:
-            answer = self._answer(link, call, data, error)
-        except IntegrityError as exc:
-            answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
+            answer = self.runner.run(reads.answer(self.state, link, call.rank_id, call.request, data, error))
         except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
             log.exception("host %s: an answer of the controller cannot be passed on", self.context.host_id)
             answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
         cast(RankConnection, link).send(answer)
-
-    def _answer(self, link: Link, call: Call, data: bytes | None, error: list[str] | None) -> AskAnswered | AskRefused:
-        """Return what a rank is sent of the controller's answer to its call."""
-        reply = decode_passed(call.request, data) if data is not None else None
-        if isinstance(reply, Joined):
-            link.attempt, link.rank = reply.attempt, reply.rank
-        if error is not None or reply is None:
-            name, message = error or ("InternalError", "the controller answered nothing")
-            return AskRefused(id=call.rank_id, error=name, message=message)
-        if isinstance(reply, ShardStaged | ChunksStaged):
-            reply = self._placed(link, reply)
-        return AskAnswered(id=call.rank_id, reply=encode(reply))
-
-    def _placed(self, link: Link, staged: ShardStaged | ChunksStaged) -> ShardPlaced:
-        """Pin what was brought here for a rank, and say where it lies."""
-        pinned = self.runner.run(reads.pin_staged(self.state, link, staged))
-        return ShardPlaced(
-            step=staged.step, attempt=staged.attempt, verdict=staged.verdict, why=staged.why,
-            report=staged.report if isinstance(staged, ShardStaged) else None, manifest=pinned.manifest,
-            slots=tuple(pinned.slots), pin=pinned.pin,
-        )  # fmt: skip
 
     # -- processes that are gone ----------------------------------------------------------------
 

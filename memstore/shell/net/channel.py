@@ -79,6 +79,7 @@ class Channel:
         self.authenticated = True
         self.binding = b""  # under TLS the digest of the server's certificate, which auth.py's proofs then name
         self._closed = threading.Event()
+        self._is_write_lost = False
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
         self._bulk_left = 0
@@ -99,8 +100,8 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether by now the channel can carry nothing more."""
-        return self._closed.is_set()
+        """Return whether nothing more can be sent; what the peer sent before its end may still be received."""
+        return self._closed.is_set() or self._is_write_lost
 
     def secure(self, tls: Tls, *, is_server: bool, timeout_s: float) -> None:
         """Put TLS below the frames, before the first of them; both ends show a certificate within `timeout_s`.
@@ -275,7 +276,7 @@ class Channel:
         if not lock.acquire(timeout=-1 if left_s is None else left_s):
             clock.expired(self.peer)
         try:
-            if self.is_closed:
+            if self.is_closed if lock is self._send_lock else self._closed.is_set():
                 raise errors.PeerUnreachable(f"the channel to {self.peer} is closed", peer=self.peer, eof=False)
             yield
         finally:
@@ -295,7 +296,7 @@ class Channel:
                 self._wait(self._writable, clock, mid_frame=started)
                 continue
             except OSError as error:
-                self._lost(f"{clock.operation}: {error}", cause=error)
+                self._lost_write(f"{clock.operation}: {error}", error)
             started = True
             while sent:
                 step = min(sent, views[index].nbytes)
@@ -344,8 +345,17 @@ class Channel:
             self._end()
         clock.expired(self.peer)
 
+    def _lost_write(self, why: str, cause: OSError) -> NoReturn:
+        """Send no more. A peer that ended the channel may have said something before, such as `bye`: that is there."""
+        if isinstance(self._sock, TlsStream) or self._closed.is_set():
+            self._lost(why, cause=cause)
+        self._is_write_lost = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)  # so a peer that is still there ends the channel
+        raise errors.PeerUnreachable(f"lost {self.peer}: {why}", peer=self.peer, eof=False) from cause
+
     def _lost(self, why: str, *, eof: bool = False, cause: OSError | None = None) -> NoReturn:
-        ours = self.is_closed
+        ours = self._closed.is_set()
         self._end()
         if isinstance(cause, ssl.SSLError) and not self.authenticated and not ours:
             message = f"{self.peer} and this side do not agree on TLS, or on who signs certificates: {why}"

@@ -169,7 +169,7 @@ def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, smal
     filler = FullFileSystem(small_tmpfs)
     filler.start()
     (holder.folder / "arena").unlink()
-    wait_for(lambda: " free; " in holder.guard.problem, "the word of no room")
+    wait_for(lambda: " free; " in holder.guard.loss.problem, "the word of no room")
     assert ended == []
     assert [bytes(holder.replicas.arena.view(slot, 2)) for slot in slots] == [b"\7\7"] * 2
     filler.end()

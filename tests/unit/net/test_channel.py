@@ -233,6 +233,23 @@ def test_a_reset_is_unreachable_for_both_directions() -> None:
             channel.send(Kind.EVENT, 1, deadline_s=5)
 
 
+def test_what_a_peer_said_before_its_end_is_received_after_a_send_has_failed() -> None:
+    """A rank says `bye` and closes while its holder sends: without the `bye` its slots would stay leased (R8)."""
+    left, right = map(Channel, socket.socketpair())
+    with right:
+        left.send(Kind.EVENT, 1, b"bye", deadline_s=5)
+        left.close()
+        with pytest.raises(errors.PeerUnreachable):
+            right.send(Kind.EVENT, 2, b"slots", deadline_s=5)
+        assert right.is_closed
+        with pytest.raises(errors.PeerUnreachable):
+            right.send(Kind.EVENT, 3, b"more", deadline_s=5)
+        assert right.recv(timeout_s=5).data == b"bye"
+        with pytest.raises(errors.PeerUnreachable) as caught:
+            right.recv(timeout_s=5)
+        assert caught.value.eof is True  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_close_wakes_a_receiver(pair: tuple[Channel, Channel], timeout_s: float | None) -> None:
     """A thread that waits for a frame ends when another thread closes the channel."""

@@ -19,6 +19,7 @@ from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
+from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.messages import (
     CallReceived,
     Event,
@@ -58,8 +59,8 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
     VerifyCopies,
 )
-from memstore.core.wire.rank_messages import PutReady
-from memstore.core.wire.replies import ChunksStaged, HostVerified, Joined, ShardStaged, decode_passed
+from memstore.core.wire.rank_messages import AskRefused, PutReady
+from memstore.core.wire.replies import HostVerified, ShardPlaced
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -228,14 +229,21 @@ class SimHolder:
         link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
         if call is None or link is None or not link.is_open:
             return
-        reply = decode_passed(call.request, data) if data is not None else None
+        self.world.spawn(self._pass_on(link, call, data, error), link.process)
+
+    def _pass_on(self, link: RankLink, call: Call, data: bytes | None, error: tuple[str, str] | None) -> Thread:
+        process = link.process
+        said = yield from self.driver.run(reads.answer(self.state, link, call.rank_id, call.request, data, error))
         body = reply_fields(call.request, data) if data is not None else {}
-        if isinstance(reply, Joined):
-            link.attempt, link.rank = reply.attempt, reply.rank
-        if isinstance(reply, ShardStaged | ChunksStaged):
-            self.world.spawn(self.stager.read(link, call.rank_id, reply, body), link.process)
+        if isinstance(said, AskRefused):
+            process.answered(call.rank_id, body, (said.error, said.message))
+            return
+        placed: object = reply_decoder(type(call.request))(said.reply)
+        if isinstance(placed, ShardPlaced):
+            is_range = isinstance(call.request, calls.ReadRanges)
+            yield from self.stager.read(link, call.rank_id, placed, body, is_range=is_range)
         else:
-            link.process.answered(call.rank_id, body, error)
+            process.answered(call.rank_id, body, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

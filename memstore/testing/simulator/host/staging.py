@@ -11,8 +11,7 @@ from memstore.core.holder import reads
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.replies import ChunksStaged, ShardStaged
-from memstore.errors import IntegrityError
+from memstore.core.wire.replies import ShardPlaced
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver
 from memstore.testing.simulator.host.rank_link import RankLink
@@ -35,14 +34,9 @@ class Stager:
         procedure.begin(self.state, order)
         self.driver.start(procedure.run(self.state, order))
 
-    def read(self, link: RankLink, call_id: int, staged: ShardStaged | ChunksStaged, body: Body) -> Thread:
+    def read(self, link: RankLink, call_id: int, pinned: ShardPlaced, body: Body, *, is_range: bool) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
-        try:
-            pinned = yield from self.driver.run(reads.pin_staged(self.state, link, staged))
-        except IntegrityError as exc:
-            rank.answered(call_id, body, ("RecoveryError", str(exc)))
-            return
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
         wanted = [index for index, slot in enumerate(pinned.slots) if slot is not None]
@@ -52,13 +46,13 @@ class Stager:
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
             reads.give_back(rank.link, pinned.pin)  # as a rank does, on the link that it has now
         chunks = decode_manifest(pinned.manifest).chunks
-        is_lost = isinstance(staged, ShardStaged) and None in pinned.slots  # a chunk went bad after it was staged
+        is_lost = not is_range and None in pinned.slots  # a chunk went bad after it was staged
         if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
-            if isinstance(staged, ShardStaged) and staged.report is not None:  # a barrier said: good (R27)
-                key = StagedKey(rank.job, rank.rank, "round", staged.report.round)
+            if pinned.report is not None:  # a barrier said: good (R27)
+                key = StagedKey(rank.job, rank.rank, "round", pinned.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
                 holder.checker.restores.read_damaged(rank, [n for n in pinned.slots if n is not None], staged_s)
             rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
             return
-        found = dict(zip(wanted, read, strict=True)) if isinstance(staged, ChunksStaged) else read
+        found = dict(zip(wanted, read, strict=True)) if is_range else read
         rank.answered(call_id, {**body, "slots": list(pinned.slots), "manifest": pinned.manifest, "read": found}, None)

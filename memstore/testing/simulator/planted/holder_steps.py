@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import incarnation, ranks, seal
+from memstore.core.history import orphans
+from memstore.core.holder import idle_time, incarnation, ranks, seal
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import chunk_notifier
-from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.planted.bug import planted, row
-from memstore.testing.simulator.run.cluster import ORPHAN_TTL_S, Cluster
+from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
@@ -107,22 +107,8 @@ def incarnation_by_the_clock() -> Iterator[None]:
 @planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4, tries=3)
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
-    """Only a connect counts as use of an arena, so a holder drops its replicas after days of training without one."""
-    start, join = Cluster._start_holder, SimHolder.join
-
-    def joined(self: SimHolder, rank: Any) -> None:
-        cluster: Any = self.world
-        self.memory.seen_s = cluster.now + cluster.idle_days_s
-        join(self, rank)
-
-    def started(self: Cluster, info: Any) -> None:
-        memory = self.memories[info.host_id]
-        if self.now + self.idle_days_s - memory.seen_s > ORPHAN_TTL_S * 2:
-            memory.wipe()
-        start(self, info)
-
-    unseen = patch.object(Cluster, "see", lambda self, holder: None)
-    with unseen, patch.object(Cluster, "_start_holder", started), patch.object(SimHolder, "join", joined):
+    """Only a connect counts as use of an arena, so after days of training without one the job goes as forgotten."""
+    with patch.object(idle_time, "is_due", lambda *_: False), patch.object(orphans, "GRACE_S", 0.0):
         yield
 
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import seal
+from memstore.core.holder import lost_files, seal
 from memstore.core.holder.effects import Procedure
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.rank.rank import SimRank
-from memstore.testing.simulator.run import taken_files
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.scenario import Fault
 
@@ -38,8 +37,8 @@ def _seen(*_: Any) -> Procedure[str]:
 ROWS = (
     row("old-arena-kept", "R8", "I16", (SimRank, "map_arena"), _first_only,
         "A rank keeps its mapping of an arena that was replaced, so every put of it fails.", REPLACED),
-    row("removed-files-unseen", "R35", "I16", (taken_files, "look"), lambda cluster, name: None,
+    row("removed-files-unseen", "R35", "I16", (lost_files, "look"), lambda files, loss: None,
         "A holder does not notice that its files were removed; it stays, and can store nothing.", REMOVED),
-    row("removed-files-not-written", "R35", "R19 I1", (Memory, "write_again"), Memory.wipe,
+    row("removed-files-not-written", "R35", "R19 I1", (lost_files, "_written_again"), lambda files: "",
         "A holder whose files were removed ends without writing them again.", REMOVED),
 )  # fmt: skip

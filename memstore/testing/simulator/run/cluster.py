@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
-from memstore.core.holder import incarnation
+from memstore.core.holder import idle_time, incarnation
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.controller.controller import LEASE_S, SimController
@@ -25,7 +25,9 @@ CHUNK_BYTES = 64
 RESTART_S = 1.0
 PACE_BYTES_PER_S = 400  # of a host to durable storage: a rank's shard takes half a second
 GRACE_S = 8.0
-ORPHAN_TTL_S = 12.0  # longer than any fault keeps all holders away, or launches
+# Longer than any fault keeps all holders away, or launches; a record is up to idle_time.EVERY_S old when a holder ends.
+ORPHAN_TTL_S = 12.0 + idle_time.EVERY_S
+BOOT = "boot"  # machines restart only in other faults, and then without their memory
 
 
 class Cluster:
@@ -41,6 +43,7 @@ class Cluster:
         self.rng = random.Random(f"world {scenario.seed}")
         self.durable = DurableStorage()
         self.has_kv = True
+        self.launches_from_s = 0.0  # no launch begins before
         self.idle_days_s = 0.0  # time that passed and in which nothing was due
         self.clock_ahead_s = 0.0  # how far the wall clock of the controllers' machine was stepped
         self.drains: dict[str, float] = {}  # host -> the moment at which Ray will end it
@@ -117,16 +120,21 @@ class Cluster:
         memory = self.memories[info.host_id]
         info = HostInfo(incarnation=self.take_incarnation(info.host_id), **fields)
         holder = SimHolder(self, self.checker, info, memory)
-        holder.state.idle_s = self.now + self.idle_days_s - memory.seen_s
+        holder.state.idle_s = idle_time.idle_s(memory.seen, BOOT, self.now + self.idle_days_s)
+        self._see(memory)
         self.holders[info.host_id] = holder
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:
                 self.at(0.1, lambda r=rank: self.connect_rank(r))  # type: ignore[misc]
 
     def see(self, holder: SimHolder) -> None:
-        """Record in a host's memory that a holder runs there (R5)."""
-        if holder.is_up:
-            holder.memory.seen_s = self.now + self.idle_days_s
+        """Record in a host's memory that a holder runs there, if it is time to (R5)."""
+        if holder.is_up and idle_time.is_due(holder.memory.seen_s, self.now + self.idle_days_s):
+            self._see(holder.memory)
+
+    def _see(self, memory: Memory) -> None:
+        memory.seen_s = self.now + self.idle_days_s
+        memory.seen = idle_time.record_of(BOOT, memory.seen_s)
 
     def take_incarnation(self, name: str, above: int = 0) -> int:
         """Return the number of the next holder of a host, counted in the host's memory (R3)."""

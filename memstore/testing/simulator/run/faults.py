@@ -12,6 +12,7 @@ from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
+LAUNCH_LATER_S = 2.0
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
 Inject = Callable[[Cluster, Fault], None]
@@ -370,8 +371,9 @@ def _step_clock(cluster: Cluster, each: Fault) -> None:
 
 @fault("days-pass")
 def _days_pass(cluster: Cluster, each: Fault) -> None:
-    """Let training go on for days without a new connect; then end every process at once (R5)."""
+    """Let days pass without a connect; then end every process, and launch once all hosts are back (R5)."""
     cluster.idle_days_s += 2 * 86_400.0
+    cluster.launches_from_s = cluster.now + 1.0 + min(each.for_s, SHORT_S) + 2.0 + LAUNCH_LATER_S
     cluster.at(1.0, lambda: _reboot_all(cluster, each))
 
 

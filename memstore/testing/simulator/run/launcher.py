@@ -22,7 +22,13 @@ class Launcher:
         """Launch again and again until the end; not while the job is said to be over."""
         cluster = self.cluster
         while not cluster.is_over:
-            yield lambda: not cluster.is_job_over and any(h.is_serving for h in cluster.holders.values())
+            yield (
+                lambda: (
+                    not cluster.is_job_over
+                    and cluster.now >= cluster.launches_from_s
+                    and any(h.is_serving for h in cluster.holders.values())
+                )
+            )
             hosts = [n for n, h in sorted(cluster.holders.items()) if h.is_serving]
             key = f"key-{next(cluster.ids)}"
             cluster.ranks = self._ranks(hosts, key)

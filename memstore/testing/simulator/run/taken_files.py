@@ -6,6 +6,9 @@ another list.
 
 from __future__ import annotations
 
+from memstore.core.holder import lost_files
+from memstore.core.holder.lost_files import FileLoss
+from memstore.errors import CapacityError
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
@@ -20,17 +23,51 @@ def take(cluster: Cluster, fault: Fault, names: list[str]) -> None:
             cluster.memories[name].lose_folder()
         else:
             cluster.memories[name].is_removed = True
-            cluster.at(LOOK_S, lambda name=name: look(cluster, name))  # type: ignore[misc]
+            cluster.at(LOOK_S, lambda name=name: _look(cluster, name, FileLoss()))  # type: ignore[misc]
 
 
-def look(cluster: Cluster, name: str) -> None:
-    """Let a holder notice that its files were removed: it writes again what it has open, and ends (R35).
+def _look(cluster: Cluster, name: str, loss: FileLoss) -> None:
+    """Let a holder look at its files, until it has ended."""
+    holder = cluster.holders[name]
+    if cluster.memories[name].is_removed:
+        if holder.is_serving:
+            lost_files.look(SimFiles(cluster, name), loss)
+        cluster.at(LOOK_S, lambda: _look(cluster, name, loss))
 
-    It mirrors shell/holder/folder_guard.py.
-    """
-    holder, memory = cluster.holders[name], cluster.memories[name]
-    if memory.is_removed and holder.is_serving:
-        memory.write_again()
-        cluster.kill_holder(name)
-    elif memory.is_removed:
-        cluster.at(LOOK_S, lambda: look(cluster, name))
+
+class SimFiles:
+    """The files of a simulated holder's folder."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster, self.name, self.memory = cluster, name, cluster.memories[name]
+
+    def missing(self) -> list[str]:
+        """Return what is gone."""
+        return ["the folder"] if self.memory.is_removed else []
+
+    def prepare(self) -> None:
+        """Have room for all of it, unless a fault has filled the file system."""
+        if self.memory.is_full:
+            raise CapacityError("no room to write the folder again")
+
+    def other_holder(self, error: Exception) -> bool:
+        """Return False: a host has one folder here, and one holder."""
+        return False
+
+    def say_loss(self, names: str) -> None:
+        """Note what is gone."""
+        self.cluster.note(f"{self.name}: {names} removed")
+
+    def last_word(self) -> None:
+        """Do nothing: connections end with the holder."""
+
+    def write_again(self) -> None:
+        """Write again what the holder has open."""
+        self.memory.write_again()
+
+    def end(self, why: str) -> None:
+        """End the holder; another one begins. What is not written again goes with it, and no fault is to blame."""
+        if self.memory.is_removed:
+            self.memory.wipe()
+        self.cluster.note(f"{self.name}: {why}")
+        self.cluster.kill_holder(self.name)

@@ -58,46 +58,54 @@ def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
     assert world.put_all(ranks, 3)
 
 
-def ask_on_a_blank_host(world: ControllerWorld) -> list[FakeRank]:
-    """All machines restarted, and h0 came without its memory: both ranks of a launch there call get()."""
+def join_on_a_blank_host(world: ControllerWorld, *, knows_job: bool) -> list[FakeRank]:
+    """All machines restarted, and h0 came without its copies: both ranks of a launch there connect."""
+    journal = list(world.holders["h0"].journal)
+    world.kill_host("h0")
     world.crash_controller()
-    world.holders["h0"].restart(keep_memory=False)
+    world.holders["h0"].journal = journal if knows_job else []
+    world.return_host("h0")
     world.run(3.0)
     ranks = [world.join(rank, 2, "k", host="h0") for rank in range(2)]
     world.run(1.0)
-    for rank in ranks:
-        world.call(rank, "get", step=None, timeout_s=60.0)
     return ranks
 
 
-def test_a_get_waits_for_a_late_host_before_it_reads_durable_storage() -> None:
-    """All machines restart, one without its memory, the other late: what it has is newer than storage (R24)."""
+@pytest.mark.parametrize("knows_job", [True, False])
+def test_a_late_host_is_awaited_before_durable_storage_is_read(knows_job: bool) -> None:
+    """All machines restart, one without its memory, the other late: what it has is newer than storage (R24).
+
+    If no host here knows the job, the launch waits; else its get.
+    """
     world, ranks = written(durable_every=10)
     world.call(ranks[0], "persist", step=1)
     world.run(2.0)
     assert world.put_all(ranks, 2)
     assert list(world.durable.markers) == [("train", 1, 1)]
-    world.kill_host("h0")
     world.kill_host("h1", keep_memory=True)
-    ranks = ask_on_a_blank_host(world)
-    world.run(1.0)
-    assert not ranks[0].answers.get("get")
-    assert any("get waits for hosts h1: they may have a newer step" in note for note in world.notes)
+    ranks = join_on_a_blank_host(world, knows_job=knows_job)
+    if knows_job:
+        for rank in ranks:
+            world.call(rank, "get", step=None, timeout_s=60.0)
+        world.run(1.0)
+    said = "get waits for hosts h1: they may have a newer step" if knows_job else "its launch waits for host h1"
+    assert any(said in note for note in world.notes)
+    assert not any(rank.answers.get("get" if knows_job else "join") for rank in ranks)
     world.return_host("h1")
     world.run(3.0)
-    answers = [rank.answers["get"][-1] for rank in ranks]
+    answers = [rank.answers["get"][-1] for rank in ranks] if knows_job else world.get(ranks)
     world.check_restored(answers)
-    assert {(answer["step"], answer["verdict"]) for answer in answers} == {(2, "peer")}
+    assert {answer["step"] for answer in answers} == {2}
 
 
-def test_a_late_host_is_not_awaited_for_ever() -> None:
+@pytest.mark.parametrize("knows_job", [True, False])
+def test_a_late_host_is_not_awaited_for_ever(knows_job: bool) -> None:
     """It does not come within the grace: the step on durable storage is restored."""
     world, _ = written()
     world.kill_host("h1", keep_memory=True)
-    world.kill_host("h0")
-    ranks = ask_on_a_blank_host(world)
-    world.run(world.rules.recovery_grace_s + 3.0)
-    answers = [rank.answers["get"][-1] for rank in ranks]
+    ranks = join_on_a_blank_host(world, knows_job=knows_job)
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), world.rules.recovery_grace_s + 3.0)
+    answers = world.get(ranks)
     assert {(answer["step"], answer["verdict"]) for answer in answers} == {(1, "durable")}
 
 

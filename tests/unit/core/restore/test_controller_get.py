@@ -37,12 +37,10 @@ def test_none_waits_for_hosts_that_may_know_the_job() -> None:
     world.start_controller()
     world.run(4.0)
     ranks = [world.join(0, 1, "k", host="h0")]
-    world.run(1.0)
-    world.call(ranks[0], "get", step=None, timeout_s=60.0)
-    world.run(2.0)
-    assert not ranks[0].answers.get("get")
-    world.run(8.0)
-    assert ranks[0].answers["get"] == [{"step": None}]  # the grace is over and no host came
+    world.run(3.0)
+    assert not ranks[0].attempt  # its launch waits
+    assert world.run_until(lambda: ranks[0].attempt > 0, 5.0)
+    assert [answer["step"] for answer in world.get(ranks)] == [None]  # the grace is over and no host came
 
 
 def test_a_get_waits_for_a_late_host_that_holds_the_newest_commit() -> None:

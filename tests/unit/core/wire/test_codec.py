@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memstore.core.wire import codec, ids
+from memstore.core.wire import calls, codec, ids
 from memstore.core.wire.frame import BODY_BYTES_MAX, BODY_ITEMS_MAX
 from memstore.errors import ProtocolError
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
@@ -222,3 +222,15 @@ def test_messages_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         message.copies = ()  # type: ignore[misc]
     assert msgspec.structs.replace(message, took_s=1.0).took_s == 1.0
+
+
+def test_replies_are_decoded_without_making_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads decode them at once; a decoder that one of them made would end the process of the other."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a decoder is made")
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", refuse)
+    assert len(get_args(calls.RankCall)) > 20
+    for kind in get_args(calls.RankCall):
+        assert codec.reply_decoder(kind) is codec.reply_decoder(kind)

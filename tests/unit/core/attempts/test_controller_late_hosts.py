@@ -1,0 +1,70 @@
+"""A launch of a job that no host here knows waits for hosts that are on their way, then leaves them numbers (R20)."""
+
+from __future__ import annotations
+
+from memstore.testing.controller.trained import trained
+from memstore.testing.controller.world import JOB, ControllerWorld
+
+
+def restarted_without_memory() -> ControllerWorld:
+    """Return a cluster of two that trained to step 3: all restarted, h0 has lost its memory, h1 has not come yet."""
+    world, _ = trained(2, last=3)
+    world.crash_controller(restart_after_s=None)
+    world.kill_host("h1", keep_memory=True)
+    world.kill_host("h0")
+    world.return_host("h0")
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 20.0)
+    assert JOB not in world.served.state.jobs
+    return world
+
+
+def test_a_launch_waits_for_the_host_that_has_everything() -> None:
+    """It takes the number after those that the late host knows, and restores what only that host has."""
+    world = restarted_without_memory()
+    ranks = [world.join(rank, 2, "again", host="h0") for rank in range(2)]
+    world.run(3.0)
+    assert [(row["awaited"], row["missing"]) for row in world.status()["launches"]] == [
+        ("host h1, which may know the job", [])
+    ]
+    world.return_host("h1")
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 5.0)
+    assert {rank.attempt for rank in ranks} == {2}
+    answers = world.get(ranks)
+    world.check_restored(answers)
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(1, 3)}
+
+
+def test_a_fresh_launch_waits_for_no_host() -> None:
+    """It wants nothing of the past; its number is none that the late host may know."""
+    world = restarted_without_memory()
+    assert world.launch(2, fresh=True)[0].attempt == 1001
+
+
+def test_a_launch_that_no_late_host_joined_begins_with_half_of_its_time_left() -> None:
+    """It starts from nothing under a number that no other launch has, and loses to what the late host brings."""
+    world = restarted_without_memory()
+    began_s = world.now
+    ranks = world.launch(2)
+    assert {rank.attempt for rank in ranks} == {1001}
+    assert world.now - began_s < 11.0  # of a connect_timeout_s of 20
+    assert [answer["step"] for answer in world.get(ranks)] == [None, None]
+    world.return_host("h1")
+    world.run(3.0)
+    assert world.job().newest_number == 1001
+    assert "a late host knows of attempt 1, which attempt 1001 does not follow" in "\n".join(world.notes)
+    ranks = world.launch(2, takeover=True)
+    assert {rank.attempt for rank in ranks} == {1002}
+    assert {(answer["attempt"], answer["step"]) for answer in world.get(ranks)} == {(1, 3)}
+
+
+def test_what_such_a_launch_committed_is_what_the_next_one_goes_on_from() -> None:
+    """Two lineages have steps: the newest attempt's counts, and the late host's stays for a rewind."""
+    world = restarted_without_memory()
+    ranks = world.launch(2)
+    world.get(ranks)
+    world.return_host("h1")
+    world.run(3.0)
+    assert world.put_all(ranks, 1)
+    answers = world.get(world.launch(2, takeover=True))
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(1001, 1)}
