@@ -97,7 +97,7 @@ class ProtocolError(TransportError):
 
 
 class AuthenticationError(TransportError):
-    """The other side could not prove that it knows the store's secret."""
+    """The other side could not prove that it knows the store's secret, or speaks for another host than it proved."""
 
 
 class IntegrityError(MemstoreError):

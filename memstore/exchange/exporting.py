@@ -16,7 +16,7 @@ from memstore.client.checkpoint import StepInfo
 from memstore.client.connect import Reader
 from memstore.client.dcp.metadata import SavedLayout
 from memstore.core.format.shared_layout import SharedShardLayout
-from memstore.errors import CapacityError, ConfigError, RecoveryError, UnsupportedState
+from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_files import write_dcp
 from memstore.exchange.put_tree import write_torch
 from memstore.exchange.safetensors_files import stock_safetensors, write_safetensors
@@ -44,8 +44,8 @@ def export_step(
         file_bytes: With safetensors, the most bytes of tensors in one file.
 
     Raises:
-        ConfigError, UnsupportedState: it cannot be written so; says what to do. Nothing is left behind.
-        RecoveryError, IntegrityError, OSError: the same for the step's bytes and the file system.
+        ConfigError, UnsupportedState: it cannot be written so, or there; says what to do. Nothing is left behind.
+        RecoveryError, IntegrityError: the same for the step's bytes.
     """
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown: use one of {', '.join(FORMATS)}", field="format")
@@ -134,9 +134,23 @@ def new_folder(target: Path) -> Iterator[Path]:
     What a killed process of this host left beside the same target is removed first.
 
     Raises:
-        ConfigError: the target exists, or its parent does not.
-        OSError: the file system refused something, such as for want of room.
+        ConfigError: the target exists, or its parent does not, or the file system refused something, such as for want
+            of room.
     """
+    try:
+        with _filled(target) as folder:
+            yield folder
+    except MemstoreError:  # a PeerTimeout is an OSError too
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror or error}. Name a new folder in a place that this user may "
+            "write, on a file system with room", field="DIR", value=str(target),
+        ) from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def _filled(target: Path) -> Iterator[Path]:
     _check_absent(target)
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is no folder: create it first", field="DIR", value=str(target))

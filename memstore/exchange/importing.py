@@ -107,7 +107,7 @@ def _step_of(folder: Path) -> int:
         return int(json.loads((folder / NOTE_NAME).read_text())["step"])
     except FileNotFoundError:
         return 0
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise IntegrityError(f"{folder / NOTE_NAME} says no step: give --step ({error!r})") from error
 
 
@@ -156,7 +156,7 @@ def _dcp_work(source: StepSource, step: int, count: int) -> tuple[int, Work]:
 def _torch_work(folder: Path, step: int, ranks: int | None, allow_pickle: bool) -> tuple[int, Work]:
     paths = sorted(folder.glob("rank_*.pt"))
     names = [path.name for path in paths]
-    if names != [file_name(rank) for rank in range(len(names))] or ranks not in (None, len(names)):
+    if not names or names != [file_name(rank) for rank in range(len(names))] or ranks not in (None, len(names)):
         wanted = f"{file_name(0)} to {file_name((ranks or max(len(names), 1)) - 1)}"
         raise ConfigError(f"{folder} has {names[:5]} ({len(names)}) where {wanted} belong: one file for every rank")
     for path in paths:  # before there is a job
@@ -168,8 +168,11 @@ def _load(path: Path, allow_pickle: bool) -> Any:
     """Return a file's objects, its tensors still in the file until they are copied."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
-    except OSError:
-        raise
+    except OSError as error:
+        raise IntegrityError(
+            f"{path} cannot be read: {error.strerror or error}. It must be a file of torch.save() that this user may "
+            "read"
+        ) from error
     except Exception as error:  # bad files raise nearly anything
         said = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(

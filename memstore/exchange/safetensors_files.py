@@ -44,6 +44,7 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
     Raises:
         ConfigError: nothing is left to write.
         UnsupportedState: a tensor has the name of a file's own header.
+        OSError: a file cannot be written.
         What reading the items raises, and OSError.
     """
     parts: dict[str, list[Item]] = defaultdict(list)
@@ -58,6 +59,8 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
             "another --prefix or as dcp, or put the tensor under another name",
             path=reserved,
         )
+    from safetensors import SafetensorError
+
     files = list(
         batches((name for name in parts if name not in left_out), lambda name: _nbytes(view, name), file_bytes)
     )
@@ -67,7 +70,10 @@ def write_safetensors(view: StepView, folder: Path, *, prefix: str, file_bytes: 
     for number, names in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {name.removeprefix(prefix): _assemble(view, name, parts[name]) for name in names}
-        stock_safetensors().save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            stock_safetensors().save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what its own code says of a full disk, too
+            raise OSError(str(error)) from error
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
@@ -143,7 +149,7 @@ class SafetensorsSource:
             return sorted(folder.glob("*.safetensors"))
         try:
             names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{index} is no index of safetensors files: {error!r}") from error
         absent = sorted(name for name in names if Path(name).name != name or not (folder / name).is_file())
         if absent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from msgpack import unpackb
@@ -36,9 +36,9 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
     return decode_call(encode(kind(**unsaid, **given)))
 
 
-def reply_fields(request: RankCall, data: bytes) -> dict[str, Any]:
-    """Return the fields of a reply as plain values; ProtocolError if a rank could not read it."""
-    reply = decode_passed(request, data)
+def reply_fields(request: RankCall, data: bytes, decode: Callable[[Any, bytes], Any] = decode_passed) -> dict[str, Any]:
+    """Return the fields of a reply as plain values; ProtocolError if `decode` cannot read it."""
+    reply = decode(request, data)
     if isinstance(reply, Status):
         return status_fields(reply)
     fields: dict[str, Any] = unpackb(data)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import memstore
 import memstore.admin.cluster
+from memstore.cli import main
 from memstore.config import MIB, Config
 from memstore.core.wire.replies import Plan, Status
 from memstore.core.wire.status_rows import BytesByTier, HostRow, JobRow, StepRow
@@ -172,3 +173,14 @@ def test_no_ray_is_started_to_look_for_a_store(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PeerUnreachable, match="no Ray cluster answers at"):
         memstore.stop(address="10.0.0.1:6379")
     assert asked == ["auto", "auto", "10.0.0.1:6379"]  # None would start one
+
+
+def test_a_suite_without_a_ray_cluster_plays_nothing_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every drill would end by the same error: the one remedy that needs no cluster is named."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    refused = CliRunner().invoke(main, ["drill", "run", "--yes", "--address", "127.0.0.1:9"])
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert refused.stderr.count("no Ray cluster answers at 127.0.0.1:9") == 1
+    assert "`ray start --head`" in refused.stderr
+    assert refused.stderr.endswith("or play on a cluster that is started for it: --embedded\n")

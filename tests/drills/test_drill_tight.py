@@ -138,7 +138,7 @@ def test_what_cannot_be_mounted_is_reported_in_the_words_of_mount(tmp_path: Path
 
 
 def test_the_limit_leaves_room_for_the_hosts_and_no_more_than_a_few_gib() -> None:
-    """Above what is in use, far below what there is; where there is no room for that, nothing is started."""
+    """The limit is above what is in use, far below what there is; without room for that, nothing is started."""
     limit = low_threshold(4 * GIB, 64 * GIB, 4) * 64 * GIB
     assert 5.5 * GIB <= limit <= 8 * GIB
     with pytest.raises(DrillError, match="there is no room for 4 hosts"):

@@ -95,7 +95,7 @@ def test_every_link_leads_somewhere() -> None:
      ("D300 says", {"D300"}), ("DESIGN 5", {"DESIGN"})],
 )  # fmt: skip
 def test_a_citation_of_nothing_is_seen(text: str, missing: set[str]) -> None:
-    """The look at citations takes what is there and names what is not."""
+    """The check of citations accepts those that exist and names the others."""
     assert uncited(text, {"R2", "R2.1"}, {"D7"}) == missing
 
 

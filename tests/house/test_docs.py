@@ -64,7 +64,7 @@ def test_every_setting_says_what_it_does() -> None:
 
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
-    """In the order of errors.py; who catches one reads there what to do."""
+    """In the order of errors.py, with what to do about each."""
     tree = ast.parse(Path(errors.__file__).read_text(encoding="utf-8"))
     defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     sections = re.split(r"^### ", page("operate/troubleshooting.md"), flags=re.MULTILINE)[1:]

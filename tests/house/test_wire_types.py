@@ -78,7 +78,7 @@ def late_decoders(tree: ast.Module) -> Iterator[int]:
 
 
 def test_no_message_is_read_by_a_key() -> None:
-    """A field of a type is named by its reader, so that mypy sees who reads it."""
+    """A field of a type is named by its reader, so that mypy sees each reader."""
     found = [
         f"memstore/{name}:{line}: {text}: read the field of its type"
         for name, tree in sources().items()

@@ -13,8 +13,9 @@ import pytest
 from repository import ROOT
 from variants import later
 
+from memstore.core.holder.answers import Call
 from memstore.core.wire.calls import SkipStep
-from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.pending_calls import Calls
 from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
@@ -68,7 +69,7 @@ def test_a_seed_is_one_run(seed: int) -> None:
 
 
 def test_shrinking_finds_the_fault_that_matters() -> None:
-    """Of six faults the one that a bug needs is left, as short as it shows, and its command plays it again."""
+    """Of six faults only the one that the bug needs is left, at its shortest, and the printed command replays it."""
     bug = BUGS["lease-freed-by-timeout"]
     noise = [
         Fault(at_s, kind) for at_s, kind in ((1.5, "slow-link"), (2.0, "flip-in-transit"), (2.2, "double-reports"))

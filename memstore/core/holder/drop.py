@@ -21,7 +21,8 @@ def free(state: HolderState, order: FreeCopies) -> Procedure[None]:
 def drop_job(state: HolderState, order: DropJob) -> Procedure[None]:
     """Drop what is here of a removed job up to an attempt, and refuse its processes."""
     yield from _drop(state, order.shards, removed=(order.job, order.attempt))
-    yield ForgetJob(order.job, order.attempt, is_refused_fork=False)
+    state.shared_shards.forget(order.job, order.attempt)
+    yield ForgetJob(order.job)
     state.fences.remove(order.job, order.attempt)
     yield from ranks.send_fenced(state, order.job, order.attempt + 1)  # so that none waits for room
     yield from _grant(state, order.shards)
@@ -30,7 +31,7 @@ def drop_job(state: HolderState, order: DropJob) -> Procedure[None]:
 def give_up_fork(state: HolderState, order: GiveUpFork) -> Procedure[None]:
     """Give back the room of a fork that was refused; its name is free again."""
     yield from _drop(state, (), removed=(order.job, order.attempt))
-    yield ForgetJob(order.job, order.attempt, is_refused_fork=True)
+    state.shared_shards.forget(order.job, order.attempt)
 
 
 def _drop(

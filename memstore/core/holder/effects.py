@@ -380,21 +380,6 @@ class DigestAndStore(Effect):
     fresh: StreamingSource
 
 
-@dataclass(frozen=True)
-class NotePut(Effect):
-    """Note the chunks of a rank's newest put; give the step before if this put is the first to repeat its chunks."""
-
-    stored: StoredReplica
-    shared_count: int | None
-
-
-@dataclass(frozen=True)
-class CompareShared(Effect):
-    """Compare a sealed shard with those of its step that should be equal, and notify the ranks that differ."""
-
-    shard: ShardId
-
-
 # -- ranks, and people --------------------------------------------------------------------------------
 
 
@@ -437,14 +422,9 @@ class ForgetProcess(Effect):
 
 @dataclass(frozen=True)
 class ForgetJob(Effect):
-    """Forget what is known here of the attempts of a removed job, up to one.
-
-    If `is_refused_fork`, the job was never there: its name is free again.
-    """
+    """Forget which steps the ranks of a removed job have trained."""
 
     job: str
-    attempt: int
-    is_refused_fork: bool
 
 
 @dataclass(frozen=True)

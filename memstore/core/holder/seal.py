@@ -15,13 +15,11 @@ from collections.abc import Collection
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.holder import ranks
+from memstore.core.holder import equal_ranks, ranks
 from memstore.core.holder.effects import (
     CompareSample,
-    CompareShared,
     DigestAndStore,
     Grant,
-    NotePut,
     OpenFresh,
     Procedure,
     Replicate,
@@ -95,11 +93,11 @@ def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[st
         sealing.discard(shard)
     if known is None:
         return why
-    before = yield NotePut(known, shared_count(put.ready))
+    before = state.shared_shards.put_sealed(known, shared_count(put.ready))
     sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
     yield from ranks.send_level(state, put.link, sealed)
     report_copy(state, known, _measured(put.ready, state.now(), before))
-    yield CompareShared(shard)
+    yield from equal_ranks.compare(state, shard)
     if not has_targets:
         yield from ranks.send_replicated(state, shard)
     yield Grant(state.ranks.current(put.link))

@@ -13,6 +13,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
+from memstore.core.holder.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutReady, StepLevel
@@ -254,6 +255,7 @@ class HolderState:
     pin_numbers: Iterator[int]
     idle_s: float = 0.0  # for how long no holder had run here before this one; 0 once the arena is used (R5)
     fences: JobFences = field(default_factory=JobFences)
+    shared_shards: HolderSharedShards = field(default_factory=HolderSharedShards)
     pushes: Pushes = field(default_factory=Pushes)
     stages: Stages = field(default_factory=Stages)
     partial_reads: PartialReads = field(default_factory=PartialReads)

@@ -91,6 +91,9 @@ def _play(
         found = {place: place_problem(place) for place in (EMBEDDED, NAMESPACES, TIGHT)}
         problems = {place: why for place, why in found.items() if why is not None}
         openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
+    else:
+        with running():  # without a cluster, a store or the user's consent each drill would end by the same error
+            pass
     with contextlib.ExitStack() as stack:
         durable = given["durable"]
         if durable is None and given["embedded"]:

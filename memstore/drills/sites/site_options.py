@@ -21,6 +21,7 @@ from memstore.cli.options import check_host, config_or_usage, store_options
 from memstore.config import MIB, Config
 from memstore.drills.model.options import DURABLE_EVERY, Options
 from memstore.drills.model.promises import NAMESPACES, PLACES, RUNNING, TIGHT, Drill
+from memstore.errors import PeerUnreachable
 
 if TYPE_CHECKING:
     from memstore.drills.sites.site import EmbeddedSite, Site
@@ -139,10 +140,19 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
 
 @contextlib.contextmanager
 def running_site(config: Config, given: dict[str, Any], touches: str) -> Iterator[Site]:
-    """Open the user's cluster, after showing what will be touched and asking."""
+    """Open the user's cluster, after showing what will be touched and asking.
+
+    Raises:
+        PeerUnreachable: there is no Ray cluster; names --embedded too.
+        TransportError: it does not answer, or has no such store.
+    """
     from memstore.drills.sites.site import Site
 
-    with contextlib.closing(Site(config, given["address"])) as site:
+    try:
+        opened = Site(config, given["address"])
+    except PeerUnreachable as error:
+        raise PeerUnreachable(f"{error}; or play on a cluster that is started for it: --embedded") from error
+    with contextlib.closing(opened) as site:
         status, victim = site.status(), given.get("victim")
         if victim is not None:
             check_host(status, victim)

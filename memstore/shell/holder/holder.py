@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.holder import equal_ranks
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.sessions import read_journal
@@ -58,7 +59,6 @@ from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
@@ -72,7 +72,7 @@ from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from recovery.inventory import Copy
+from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")
 REAP_S = 0.25  # how often dead owners of leases are looked for
@@ -159,11 +159,10 @@ class Holder:
         self.trained = TrainedSteps()
         self.connections = RankConnections(context)
         self.send_gate = SendGate(self.folder, self.config.collective_hold_max_s)
-        self.shared_shards = HolderSharedShards(self.replicas, context.stopping, self.connections.send_replicas_differ)
         self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
         self.runner = Runner(self.effect_calls, context.changed)
-        self.pusher = Pusher(context, self.runner, self.send_gate, self.shared_shards)
-        self.sealer = Sealer(context, self.runner, self.pusher, self.shared_shards)
+        self.pusher = Pusher(context, self.runner, self.send_gate)
+        self.sealer = Sealer(context, self.runner, self.pusher)
         self.stager = Stager(context, self.runner)
         self.persister, self.scrubber = Persister(context, self.runner), Scrubber(context)
         self.rooms = RoomOrders(
@@ -176,7 +175,7 @@ class Holder:
         )  # fmt: skip
         self.peer_server = PeerServer(
             self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-            before_offer=self.shared_shards.await_own, damage=self.damage,
+            before_offer=self._before_offer, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
             context,
@@ -184,7 +183,6 @@ class Holder:
             workers=self.workers,
             rank_server=self.ranks,
             rooms=self.rooms,
-            shared_shards=self.shared_shards,
             pusher=self.pusher,
             sealer=self.sealer,
             stager=self.stager,
@@ -216,7 +214,7 @@ class Holder:
     def stop_serving(self) -> None:
         """End every connection: from now on this holder sends and receives nothing."""
         self.stopping.set()
-        self.shared_shards.wake()
+        self.runner.wake()
         self.listener.close()
         self.rank_listener.close()
         self.sessions.close()
@@ -278,7 +276,11 @@ class Holder:
     def _copy_sealed(self, copy: Copy) -> None:
         """Report a copy that a peer sent, then compare it with what our own ranks put."""
         report_copy(self.state, copy)
-        self.shared_shards.compare(copy.shard)
+        self.runner.run(equal_ranks.compare(self.state, copy.shard))
+
+    def _before_offer(self, shard: ShardId) -> None:
+        """Wait until a peer's offer of a new put may be answered."""
+        self.runner.run(equal_ranks.await_own(self.state, shard))
 
     # -- periodic work --------------------------------------------------------------------------
 

@@ -55,7 +55,6 @@ from memstore.shell.holder.room_orders import RoomOrders
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.holder.seal import Sealer
-from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.peer.server import PeerServer
@@ -68,14 +67,14 @@ class OrderRouter:
 
     def __init__(
         self, context: HolderContext, runner: Runner, *, workers: ThreadPoolExecutor, rank_server: RankServer,
-        rooms: RoomOrders, shared_shards: HolderSharedShards, pusher: Pusher, sealer: Sealer, stager: Stager,
+        rooms: RoomOrders, pusher: Pusher, sealer: Sealer, stager: Stager,
         persister: Persister, scrubber: Scrubber, trained: TrainedSteps, peer_server: PeerServer,
         tombstones: Tombstones, begin_again: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`begin_again`: takes an incarnation above the one that the controller names (R3)."""
         self.context, self.workers = context, workers
         self.runner = runner.extended({effects.ForgetJob: self._forget_job})
-        self.rank_server, self.rooms, self.shared_shards = rank_server, rooms, shared_shards
+        self.rank_server, self.rooms = rank_server, rooms
         self.pusher, self.sealer, self.stager, self.persister = pusher, sealer, stager, persister
         self.scrubber, self.trained, self.peer_server = scrubber, trained, peer_server
         self.tombstones, self.begin_again = tombstones, begin_again
@@ -91,7 +90,8 @@ class OrderRouter:
                 self.sealer.open_fence(order.job, order.attempt)
                 self._later(self.sealer.fence, order.job, order.attempt, order.members)
             case PushTargets():
-                self.shared_shards.declare(order)
+                with self.runner.state():
+                    state.shared_shards.declare(order)
             case Reserve():
                 self.rooms.reserve(order)
             case Grow():
@@ -119,7 +119,7 @@ class OrderRouter:
             case CallAnswered():
                 self.rank_server.answer(order.id, order.reply, None)
             case CallRefused():
-                self.rank_server.answer(order.id, None, [order.error, order.message])
+                self.rank_server.answer(order.id, None, (order.error, order.message))
             case VerifyCopies():
                 self._later(self._verify, order)
             case KeepStory():
@@ -140,9 +140,7 @@ class OrderRouter:
         self._later(self.runner.run, steps)
 
     def _forget_job(self, effect: effects.ForgetJob) -> None:
-        self.shared_shards.forget(effect.job, effect.attempt)
-        if not effect.is_refused_fork:
-            self.trained.forget(effect.job)
+        self.trained.forget(effect.job)
 
     def set_view(self, view: AllHosts | HostNews) -> None:
         """Take the addresses of hosts (peer_table.py), and abort what hosts that are not among them were sending."""

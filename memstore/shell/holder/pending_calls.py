@@ -8,20 +8,10 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.holder.answers import Call
 from memstore.core.wire.calls import RankCall
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call; `owner` is None for the holder's own."""
-
-    owner: Owner | None
-    nonce: str
-    rank_id: int  # the rank's own number of it
-    request: RankCall
 
 
 class Calls:

@@ -15,7 +15,6 @@ from memstore.errors import TransportError
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from recovery.inventory import ShardId
@@ -27,10 +26,8 @@ PUSH_THREADS = 8
 class Pusher:
     """Outgoing copies of one holder."""
 
-    def __init__(
-        self, context: HolderContext, runner: Runner, send_gate: SendGate, shared_shards: HolderSharedShards
-    ) -> None:
-        self.context, self.runner, self.send_gate, self.shared_shards = context, runner, send_gate, shared_shards
+    def __init__(self, context: HolderContext, runner: Runner, send_gate: SendGate) -> None:
+        self.context, self.runner, self.send_gate = context, runner, send_gate
         self.workers = ThreadPoolExecutor(PUSH_THREADS, "memstore-push", lower_thread_priority)
         self.repairs = ThreadPoolExecutor(
             PUSH_THREADS, "memstore-repair", lower_thread_priority
@@ -42,8 +39,8 @@ class Pusher:
         False if there are no targets, so that nothing is to be waited for.
         """
         self.send_gate.release(shard.job, shard.rank, (shard.attempt, shard.step))
-        targets = self.shared_shards.targets(shard)
         with self.runner.state():
+            targets = self.context.state.shared_shards.targets(shard)
             pushes = procedure.replicate(self.context.state, shard, digest, targets, fresh)
         for push in pushes:
             self._start(push)
@@ -51,7 +48,7 @@ class Pusher:
 
     def connect(self, job: str) -> None:
         """Open the streams to a job's targets before the first push needs them."""
-        for target in self.shared_shards.ordinary_targets(job):
+        for target in self.context.state.shared_shards.ordinary_targets(job):
             try:
                 self.context.peers.peer(target).connect()
             except TransportError as exc:

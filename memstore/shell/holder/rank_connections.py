@@ -14,12 +14,11 @@ from memstore.core.holder import ranks
 from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.orders import ChunkListener
-from memstore.core.wire.rank_messages import HolderEvent, ReplicasDiffer, RoomGrown, SlotsLeased, Welcome
+from memstore.core.wire.rank_messages import HolderEvent, RoomGrown, SlotsLeased, Welcome
 from memstore.errors import TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.channel import Channel
-from recovery.inventory import ShardId
 
 SEND_S = 10.0  # a rank that does not read for this long (frozen) loses its link, never its leases
 
@@ -91,9 +90,3 @@ class RankConnections:
         with self.context.changed:
             link = self.state.ranks.links.get(listener.nonce)
         return ChunkNotifier(cast(RankConnection, link).send, listener.number, manifest, replica) if link else None
-
-    def send_replicas_differ(self, shard: ShardId, event: ReplicasDiffer) -> None:
-        """Send an event to the process that put a shard, if it is still connected in that attempt."""
-        for link in self.of_job(shard.job):
-            if (link.rank, link.attempt) == (shard.rank, shard.attempt) and not link.parent:
-                link.send(event)

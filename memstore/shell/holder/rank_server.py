@@ -13,7 +13,7 @@ from typing import cast
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import effects, ranks, reads
+from memstore.core.holder import answers, effects, ranks, reads
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -41,7 +41,7 @@ from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.lease_transfer import LeaseTransfers, check_child
-from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.rank_connections import SEND_S, RankConnection
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.seal import Sealer
@@ -119,7 +119,7 @@ class RankServer:
     def _take(self, link: RankConnection, message: RankMessage) -> None:
         match message:
             case ForwardCall(id=number, call=request):
-                self.calls.ask(Call(link.owner, link.nonce, number, request))
+                self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
             case OfferSlots() | AdoptSlots() | WithdrawSlots():
                 self._transfer(link, message)
             case PutReady():
@@ -131,7 +131,7 @@ class RankServer:
                 self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):
                 with self.runner.state():
-                    if self.state.ranks.is_current(link):  # else the newer link has brought its own file
+                    if self.state.ranks.is_current(link):  # else the rank removes it when it makes the newer link's
                         self.send_gate.watch(link.nonce, file)
             case PutWaiting(step=step):
                 self.send_gate.release(link.job, link.rank, (link.attempt, step))
@@ -166,19 +166,11 @@ class RankServer:
             case AdoptSlots(step=step):
                 return self.lease_transfers.adopt(self.state.ranks.owners.get(link.parent), link.owner, step)
 
-    def answer(self, call_id: int, data: bytes | None, error: list[str] | None) -> None:
-        """Pass the controller's answer to a call on to the rank, with the place of the bytes if it is a get."""
+    def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
+        """Pass the controller's answer to a call on to the rank."""
         call = self.calls.take(call_id)
-        with self.runner.state():
-            link = self.state.ranks.links.get(call.nonce) if call is not None else None
-        if call is None or link is None or link.owner != call.owner:
-            return
-        try:
-            answer = self.runner.run(reads.answer(self.state, link, call.rank_id, call.request, data, error))
-        except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
-            log.exception("host %s: an answer of the controller cannot be passed on", self.context.host_id)
-            answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
-        cast(RankConnection, link).send(answer)
+        if call is not None:
+            self.runner.run(answers.pass_on(self.state, call, data, error))
 
     # -- processes that are gone ----------------------------------------------------------------
 

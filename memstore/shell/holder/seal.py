@@ -13,7 +13,6 @@ from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.holder.runner import Runner
-from memstore.shell.holder.shared_shards import HolderSharedShards
 from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 
@@ -21,18 +20,13 @@ from memstore.shell.peer.outgoing_shard import StreamingReplica
 class Sealer:
     """The submissions of all links of one holder, and its fences."""
 
-    def __init__(
-        self, context: HolderContext, runner: Runner, pusher: Pusher, shared_shards: HolderSharedShards
-    ) -> None:
-        self.context, self.replicas = context, context.replicas
-        self.pusher, self.shared_shards = pusher, shared_shards
+    def __init__(self, context: HolderContext, runner: Runner, pusher: Pusher) -> None:
+        self.context, self.replicas, self.pusher = context, context.replicas, pusher
         self.meter = PutMeter()
         self.runner = runner.extended(
             {
                 effects.Replicate: self._replicate,
                 effects.DigestAndStore: self._digest_and_store,
-                effects.NotePut: self._note_put,
-                effects.CompareShared: self._compare,
             }
         )
 
@@ -78,9 +72,3 @@ class Sealer:
         )  # fmt: skip
         self.meter.count(shard.job, ready.stall_s, ready.nbytes)
         return stored
-
-    def _note_put(self, effect: effects.NotePut) -> int | None:
-        return self.shared_shards.put_sealed(effect.stored, effect.shared_count)
-
-    def _compare(self, effect: effects.CompareShared) -> None:
-        self.shared_shards.compare(effect.shard)

@@ -41,7 +41,14 @@ from memstore.core.wire.peer_messages import (
     Verify,
     decode_request,
 )
-from memstore.errors import CapacityError, IntegrityError, MemstoreError, PeerUnreachable, ProtocolError
+from memstore.errors import (
+    AuthenticationError,
+    CapacityError,
+    IntegrityError,
+    MemstoreError,
+    PeerUnreachable,
+    ProtocolError,
+)
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.pacing import lower_thread_priority
@@ -100,7 +107,8 @@ class PeerServer:
                     raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
                 request = decode_request(frame.data)
                 if isinstance(request, IncomingRequest) and request.sender != identity.host:
-                    raise ProtocolError(f"{channel.peer} is {identity.host} and speaks for {request.sender[:80]!r}")
+                    self._refuse_speaker(channel, frame.request_id, identity.host, request.sender[:80])
+                    return
                 self._answer(channel, frame.request_id, request)
         except PeerUnreachable:
             return
@@ -108,6 +116,15 @@ class PeerServer:
             self.damage.frame(exc)
         finally:
             self._leave(channel)
+
+    def _refuse_speaker(self, channel: Channel, request_id: int, proven: str, named: str) -> None:
+        """Tell a peer that speaks for another host than it has proved to be that its connection ends."""
+        error = AuthenticationError(
+            f"host {self.host_id} refuses {channel.peer}: it has proved to be host {proven!r} and speaks for host "
+            f"{named!r}; a holder sends only what its own host has", proven=proven, named=named,
+        )  # fmt: skip
+        log.warning("a connection is ended: %s", error)
+        channel.send(Kind.ERROR, request_id, ErrorMessage.of(error), deadline_s=REPLY_TIMEOUT_S)
 
     def _answer(self, channel: Channel, request_id: int, request: PeerRequest) -> None:
         try:

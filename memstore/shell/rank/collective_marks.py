@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memstore.core.network.idle_profile import BUSY_MAX_S, Kind
@@ -36,6 +37,7 @@ class CollectiveMarks:
         self._count = 0
         self._busy_s = 0.0  # when the first of them began
         self._known: object = None  # the connection over which the holder was sent the file
+        self._path: Path | None = None
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
 
     def begin(self) -> None:
@@ -75,9 +77,12 @@ class CollectiveMarks:
 
     def _publish(self) -> None:
         """Make a file for the holder that serves now; without room for one, the marks reach no holder."""
+        if self._path is not None:  # still there if its connection ended before the holder opened it
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         self._known, self._count = self._link.channel, 0
         self._words = memoryview(bytearray(FILE_BYTES)).cast("Q")
-        path = self._link.folder / f"{PREFIX}{secrets.token_hex(8)}"
+        self._path = path = self._link.folder / f"{PREFIX}{secrets.token_hex(8)}"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:

@@ -16,6 +16,7 @@ import msgpack
 import xxhash
 from msgspec import structs
 
+from memstore.core.holder import incarnation
 from memstore.core.holder.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire import calls, orders, reports
@@ -128,7 +129,7 @@ class FakeHolder:
 
     def restart(self, *, keep_memory: bool) -> None:
         """Let a new holder process take the host's memory over, or find none."""
-        self.info = replace(self.info, incarnation=self.info.incarnation + 1)
+        self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, 0))
         self.targets, self.writers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
         self.rooms = {}
         if not keep_memory:
@@ -220,7 +221,7 @@ class FakeHolder:
             case orders.ForgetStory():
                 self.stories.pop(order.job, None)
             case orders.TakeIncarnation():
-                self.info = replace(self.info, incarnation=order.above + 1)
+                self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, order.above))
             case orders.Fence():
                 self._fence(order)
             case orders.PushTargets():

@@ -186,7 +186,7 @@ def test_a_missing_part_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPa
 
 
 def test_status_answers_what_would_be_lost(store: ProcessCluster) -> None:
-    """First table: newest commit, copies, what survives; second: who holds whose shards."""
+    """First table: newest commit, copies, what survives; second: the holders of each rank's shard."""
     result = run(store, "status", "--check")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()

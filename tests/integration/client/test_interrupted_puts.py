@@ -70,7 +70,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["at once", "overlapped"])
 @pytest.mark.usefixtures("two_threads")
 def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store, is_overlapped: bool) -> None:
-    """The next put has all the room, what was committed is what was put, and nothing stays as it was for the copy."""
+    """The next put has all the room, the commit has what was put, and what was set for the copy is set back."""
     weights = {n: torch.full((WIDTH, WIDTH), float(n)) for n in range(2)}
 
     def put(step: int) -> Any:

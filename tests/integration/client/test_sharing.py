@@ -206,6 +206,7 @@ def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None
     link.channel = object()
     marks.end()
     assert len(set(link.files)) == 2
+    assert [path.name for path in link.folder.iterdir()] == link.files[1:]  # no holder opened the former one
     reader = opened(link)
     reader.read()
     assert not reader.spans.is_busy

@@ -67,7 +67,7 @@ class Turn:
 
 
 def test_the_wait_for_a_turn_counts_in_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread's call took is gone of this one's time; who is alone has all of it."""
+    """The time of another thread's call is taken off this one's; a call that is alone has all of its time."""
     with in_turn(threading.Lock(), "get()", 60.0) as left_s:
         assert left_s == 60.0
     moments = iter([100.0, 150.0])

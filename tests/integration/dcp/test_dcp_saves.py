@@ -81,7 +81,7 @@ def site(cluster: ProcessCluster, dcp_nursery: RankNursery, tmp_path: Path) -> I
 
 
 def test_async_save_in_a_thread_copies_the_state_as_it_was(site: Site) -> None:
-    """Training overwrites the state while it is saved: what is loaded is what it was; step after step (R11)."""
+    """Training overwrites the state while it is saved: each load brings the state of the save's begin (R11)."""
     for _ in range(3):
         step = site.save(what="placed", how="thread")
     site.check(step)

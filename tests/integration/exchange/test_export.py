@@ -354,7 +354,9 @@ def test_a_full_disk_leaves_nothing(cluster: ProcessCluster, tmp_path: Path, as_
         pytest.skip("this machine lets no process mount a tmpfs")
     try:
         said = refused(cluster, f"full-{as_format}", disk / "out", "--format", as_format)
-        assert "No space left" in said, said
+        assert f"{disk / 'out'} cannot be written: " in said, said
+        assert "No space left on device" in said, said
+        assert "Name a new folder in a place that this user may write, on a file system with room" in said, said
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -394,3 +396,26 @@ def test_what_cannot_be_exported_is_refused_by_name(cluster: ProcessCluster, tmp
     command = ["export", "parts", "7", str(tmp_path / "absent" / "out"), "--format", "dcp"]
     result = CliRunner().invoke(main, [*command, "--store", cluster.config.store])
     assert "create it first" in result.stderr
+
+
+def test_a_place_that_takes_no_folder_is_named_with_the_reason_and_the_remedy(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    """The file system refuses the folder: more than its bare words is said."""
+    put(cluster, "placed", [{"w": torch.ones(3)}])
+    for target, why in ((Path("/proc/out"), "No such file or directory"), (tmp_path / ("n" * 300), "too long")):
+        command = ["export", "placed", "7", str(target), "--format", "torch", "--store", cluster.config.store]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1, result.output
+        assert f"{target} cannot be written: " in result.stderr
+        assert why in result.stderr
+        assert "Name a new folder in a place that this user may write" in result.stderr
+
+
+def test_a_file_where_the_parent_should_be_is_named(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """No folder can be made in it."""
+    put(cluster, "filed", [{"w": torch.ones(3)}])
+    (tmp_path / "file").write_text("x")
+    command = ["export", "filed", "7", str(tmp_path / "file" / "out"), "--format", "torch"]
+    said = CliRunner().invoke(main, [*command, "--store", cluster.config.store]).stderr
+    assert f"{tmp_path / 'file'} is no folder" in said

@@ -228,6 +228,12 @@ def test_bad_files_are_refused_before_there_is_a_job(cluster: ProcessCluster, tm
     torch.save(state, tmp_path / "files" / "rank_00000.pt")
     torch.save(state, tmp_path / "files" / "rank_00002.pt")
     assert "one file for every rank" in refused(cluster, "bad", tmp_path / "files")
+    (folder("nested") / "rank_00000.pt").mkdir()
+    assert "rank_00000.pt cannot be read: Is a directory. It must be" in refused(cluster, "bad", tmp_path / "nested")
+    (folder("noted") / "memstore.json").mkdir()
+    torch.save(state, tmp_path / "noted" / "rank_00000.pt")
+    assert "memstore.json says no step: give --step" in refused(cluster, "bad", tmp_path / "noted")
+    assert "where rank_00000.pt to rank_00000.pt belong" in refused(cluster, "bad", folder("none"), "--format", "torch")
     assert not mark.exists()
 
     pytest.importorskip("safetensors")
@@ -235,6 +241,9 @@ def test_bad_files_are_refused_before_there_is_a_job(cluster: ProcessCluster, tm
     assert "not a whole safetensors file" in refused(cluster, "bad", tmp_path / "tensors")
     (tmp_path / "tensors" / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../a.safetensors"}}')
     assert "are not in" in refused(cluster, "bad", tmp_path / "tensors")
+    (tmp_path / "tensors" / "model.safetensors.index.json").unlink()
+    (tmp_path / "tensors" / "model.safetensors.index.json").mkdir()
+    assert "is no index of safetensors files" in refused(cluster, "bad", tmp_path / "tensors")
     assert "is it the right folder" in refused(cluster, "bad", folder("empty"))
     with connect("bad", rank=0, world_size=1, config=cluster.config) as store:
         assert store.get() is None  # none of it ever was a job

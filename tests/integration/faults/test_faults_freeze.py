@@ -101,7 +101,7 @@ def test_a_frozen_holder_is_replaced_by_killing_exactly_it(tmp_path: Path, nurse
 
 
 def test_a_holder_that_answers_is_not_replaced(tmp_path: Path, nursery: RankNursery) -> None:
-    """A second holder for a host whose holder is well gives up and says who has the lock; nothing is disturbed (R2)."""
+    """A second holder of a host gives up, and names the first one, which has the lock and is not disturbed (R2)."""
     with ProcessCluster(tmp_path, TWO_RACKS) as cluster:
         fleet = Fleet(cluster, nursery)
         ranks = fleet.begin(["h0", "h1"], last_step=1)

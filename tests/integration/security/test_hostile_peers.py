@@ -29,6 +29,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ClientProof, Hello, HolderIdentity, decode_server_proof
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import (
+    Abort,
     Admitted,
     BatchReceived,
     ChunkBatch,
@@ -197,6 +198,20 @@ def test_what_a_stranger_sends_is_not_answered(trained: Trained, data: bytes) ->
         assert received(stranger) == b""
 
 
+@pytest.mark.parametrize("verb", ["offer", "abort"])
+def test_a_peer_that_speaks_for_another_host_is_refused_by_both_names(trained: Trained, verb: str) -> None:
+    """It knows the secret, and would end what that host is sending: the error and the holder's log name both."""
+    shard = WireShard("train", 1, 1, 0)
+    request = replace(offer_of(shard), sender="h1") if verb == "offer" else Abort(shard=shard, sender="h1")
+    with trained.peer() as peer:
+        ours = "tcp:{}:{}".format(*peer._sock.getsockname())  # type: ignore[union-attr]
+        with pytest.raises(errors.AuthenticationError, match="proved to be host 'h9' and speaks for host 'h1'"):
+            peer.request(request, timeout_s=10)
+        with pytest.raises(errors.TransportError):
+            answers(peer, timeout_s=10)
+        assert f"{ours}: it has proved to be host 'h9' and speaks for host 'h1'" in trained.cluster.logs()
+
+
 def test_hundreds_of_idle_connections_keep_no_process_out(trained: Trained) -> None:
     """While strangers hold every place they can get, a step commits, and a new peer is served."""
     with contextlib.ExitStack() as stack:
@@ -229,7 +244,6 @@ NONSENSE: list[dict[str, Any]] = [
     {"k": "__class__"},
     {"k": "offer"},
     {**OFFER, "more": 1},
-    {**OFFER, "sender": "h1"},
     {**OFFER, "sender": None},
     *({**OFFER, "chunks_count": count} for count in (-1, 2**40, 2**63, True, "1", None, [1], 1.5)),
     *({**OFFER, "attempt": attempt} for attempt in (-1, 2**63, True, "1", None, float("inf"))),
@@ -245,7 +259,6 @@ NONSENSE: list[dict[str, Any]] = [
     *({"k": "seal", "shard": ROW, "sender": "h9", "manifest": m} for m in (b"", "text", 10**15, BOMB, BOMB * 10**6)),
     *({**fetch, "shard": ["train", 1, 1, 0], "digest": d} for fetch in FETCHES for d in ("", 5, [], "00" * 16)),
     {"k": "fetch_chunks", "shard": ["train", 1, 1, 0], "digest": "00" * 16, "chunks": [-1]},
-    {"k": "abort", "shard": ["train", 1, 1, 0], "sender": "h1"},
 ]
 
 

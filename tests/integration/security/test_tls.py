@@ -184,7 +184,7 @@ def test_both_directions_at_once_through_small_buffers(
 def test_a_tls_channel_closes_and_times_out_as_a_plain_one(
     members: dict[str, Config], aside: Callable[..., Future[Any]]
 ) -> None:
-    """A quiet peer is a timeout that leaves the channel usable; close() elsewhere wakes a receiver, who gets none."""
+    """A quiet peer is a timeout that leaves the channel usable; another thread's close() wakes a receiver."""
     left, right = socket.socketpair()
     with Channel(left) as client, Channel(right) as server:
         shake((client, server), aside, (tls_of(members["a"]), tls_of(members["b"])))

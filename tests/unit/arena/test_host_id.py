@@ -122,7 +122,7 @@ def test_rank_outside_of_ray_takes_the_only_holder(tmp_path: Path, listen: objec
 
 
 def test_rank_takes_the_only_folder_while_its_holder_is_replaced(tmp_path: Path) -> None:
-    """With one folder and no process answering, the rank still knows whom to wait for."""
+    """With one folder and no process that answers, the rank still knows which holder to wait for."""
     (tmp_path / "h1").mkdir()
     assert rank_host({}, tmp_path, None) == "h1"
 

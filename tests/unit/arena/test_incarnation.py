@@ -12,6 +12,7 @@ import pytest
 
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import TakeIncarnation
 from memstore.shell.arena.incarnation import INCARNATION_NAME, next_incarnation
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.clusters.stepped_clock import stepped_clock
@@ -35,6 +36,20 @@ def test_a_folder_counts_its_lives(tmp_path: Path) -> None:
     assert next_incarnation(tmp_path, above=first + 100) == first + 101
     assert next_incarnation(tmp_path) == first + 102
     assert next_incarnation(tmp_path, above=5) == first + 103
+
+
+def test_the_kits_holder_counts_its_lives_as_a_folder_does(tmp_path: Path) -> None:
+    """Ordered above a life that it is past already, it does not go back; else a test would miss such an order."""
+    world = ControllerWorld(1)
+    holder = world.holders["h0"]
+    above = [100, 5, 300]
+    first = next_incarnation(tmp_path, above=holder.info.incarnation)
+    folder = [next_incarnation(tmp_path, above=first + each) - first for each in above]
+    first, kit = holder.info.incarnation, list[int]()
+    for each in above:
+        holder.obey(TakeIncarnation(above=first + each))
+        kit.append(holder.info.incarnation - first)
+    assert kit == folder == [101, 102, 301]
 
 
 def test_a_folder_that_was_lost_repeats_no_number(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A launch with a rank missing, on real processes: the ranks that wait, and status, say for whom (R20)."""
+"""A launch with a rank missing, on real processes: the ranks that wait, and status, name the missing one (R20)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OWN_TEXT, INTO_TEXT = "the state given as rank_state_into=", "the state given as
 
 
 class Staged:
-    """What a rank of two put, of whom rank 0 copies the shared state: its chunks, of which some may be bad for good."""
+    """The chunks that one of two ranks put; rank 0 copies the shared state, and some chunks may stay bad."""
 
     def __init__(self, rank: int, *, bad: Sequence[int] = ()) -> None:
         shared_shard = SharedShard(0, 1, (0,), rank)
@@ -136,7 +136,7 @@ def test_a_read_whose_end_never_comes_names_both() -> None:
 
 
 def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of the newest step that was there says who copied it; all agree on a newer one, which others copied."""
+    """Rank 0's manifest names the writers of the newest step; then all agree on a newer one, with other writers."""
     asked: list[tuple[int | None, int | None]] = []
     reads: list[ReadStep] = []
     writers = {(1, 5): 3, (2, 7): 1}  # (attempt, step)

@@ -70,7 +70,7 @@ def as_controller(holder: Holder, address: str, port: int) -> Channel:
 
 
 def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two addresses of the machine the one that `interface` names, announced as such.
+    """The machine has two addresses; the holder announces the one that `interface` names.
 
     The other answers no process.
     """
@@ -122,7 +122,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     """Three, on a machine that has the cores for more."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
-        near.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), writers=()))
+        near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), writers=()))
         near.pusher.connect("train")
         assert far.listener.connections == 3
 

@@ -102,7 +102,7 @@ def test_a_put_that_stalls_or_raises_breaks_it(monkeypatch: pytest.MonkeyPatch, 
 def test_commits_that_were_promised_meanwhile_must_come(
     monkeypatch: pytest.MonkeyPatch, committed: int, is_kept: bool
 ) -> None:
-    """With the fault in place a step beyond the one of before is committed in time, or the promise is broken."""
+    """With the fault in place a newer step is committed in time, or the promise is broken."""
     monkeypatch.setattr(scene_module, "collect", lambda calls, what: [[PutRow(6, 0.0)]])
     flow = goes_on(committed=committed, promise=Promise("", resume_s=0.01, has_commits_meanwhile=True))
     flow.recover()

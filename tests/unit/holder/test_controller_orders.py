@@ -127,7 +127,7 @@ def obeys(holder: Holder, channel: Channel) -> None:
     """Raise unless an order on this session is carried out."""
     target = secrets.token_hex(4)
     send(channel, push_to(target))
-    wait_for(lambda: holder.shared_shards.ordinary.get("job") == [target], "the order")
+    wait_for(lambda: holder.state.shared_shards.ordinary.get("job") == [target], "the order")
 
 
 def test_a_lower_term_is_ordered_to_go(holder: Holder, dial: Dial) -> None:
@@ -232,7 +232,7 @@ def test_an_order_that_arrived_before_a_newer_session_is_not_obeyed_after_it(
     pause.go.set()
     assert closed.acquire(timeout=WAIT_S)  # by the newer session
     assert closed.acquire(timeout=WAIT_S)  # by its own thread, which is done
-    assert holder.shared_shards.ordinary["job"] != ["old"]
+    assert holder.state.shared_shards.ordinary["job"] != ["old"]
     obeys(holder, newer)
 
 

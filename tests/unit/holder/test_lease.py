@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class SlowMembership(DirectoryMembership):
-    """Its first answer to who is the newest comes when ordered to; after that it is out of reach."""
+    """A membership that names the newest controller once, when ordered to, and is out of reach after that."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

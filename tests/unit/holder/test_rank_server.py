@@ -410,7 +410,7 @@ def test_a_rank_that_connects_again_keeps_its_leases(site: Site) -> None:
 
 
 def test_a_link_comes_back_in_a_process_without_a_descriptor_left(site: Site) -> None:
-    """All that it needs is the one that the broken link gave back: of another error its reader thread would end."""
+    """It needs only the descriptor that the broken link gave back; if it needed more, its reader thread would end."""
     with subprocess.Popen(
         [sys.executable, "-c", FULL_RANK, str(site.holder.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -167,7 +167,7 @@ def test_a_rotten_local_chunk_is_replaced_from_a_peer(pair: tuple[Holder, Holder
 
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_a_chunk_without_a_good_copy_is_refused(pair: tuple[Holder, Holder], where: str) -> None:
-    """A read of bytes that are nowhere right names who lacks them, and leaves no slot behind (R25)."""
+    """A read of bytes that no host has intact names the hosts that lack them, and leaves no slot behind (R25)."""
     a, b = pair
     stored = seal(a.replicas if where == "remote" else b.replicas)
     holder = "a" if where == "remote" else "b"

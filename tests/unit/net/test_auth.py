@@ -66,7 +66,7 @@ def shake(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], **th
 def test_handshake_exchanges_proven_identities(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]], secret: bytes | None
 ) -> None:
-    """Both ends learn who the other is, and frames beyond the handshake pass from then on."""
+    """Both ends learn the other's identity, and frames beyond the handshake pass from then on."""
     client = aside(auth.authenticate_client, pair[0], secret, store="s", identity=PROBE, timeout_s=5)
     server = aside(auth.authenticate_server, pair[1], secret, store="s", identity=HOLDER, timeout_s=5)
     assert (client.result(5), server.result(5)) == (HOLDER, PROBE)
@@ -107,7 +107,7 @@ def test_a_servers_own_proof_sent_back_proves_nothing(
 def test_a_client_refuses_its_own_nonce_and_a_proof_borrowed_from_a_server(
     pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
 ) -> None:
-    """A mirror in place of a server is refused before the client has said who it is."""
+    """A mirror in place of a server is refused before the client has sent its identity."""
     client = aside(auth.authenticate_client, pair[0], SECRET, store="s", identity=HOLDER, timeout_s=5)
     nonce = decode_hello(pair[1].recv(timeout_s=5).data).nonce
     pair[1].send(Kind.AUTH1, 0, ServerProof(nonce=nonce, proof=bytes(32)), deadline_s=5)

@@ -1,4 +1,4 @@
-"""Listeners serve those who prove themselves and outlive all others (R4, I13, I19, I20, fault F33)."""
+"""Listeners serve peers that prove themselves, and outlive all others (R4, I13, I19, I20, fault F33)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def echo(channel: Channel, identity: object) -> None:
-    """Answer every call with its body and who asked, until the peer goes."""
+    """Answer every call with its body and its caller's identity, until the peer goes."""
     while True:
         call = channel.recv(timeout_s=None)
         channel.send(Kind.REPLY, call.request_id, bytes(call.data) + repr(identity).encode(), deadline_s=5)
@@ -342,7 +342,7 @@ def test_close_waits_for_a_handler_that_hangs_only_so_long() -> None:
 
 
 def test_a_holder_that_takes_no_connections_is_a_timeout(tmp_path: Path) -> None:
-    """Its queue is full: who connects learns of it within its own limit."""
+    """Its queue is full: a client learns of it within its own time limit."""
     path = tmp_path / "holder.sock"
     with socket.socket(socket.AF_UNIX) as stuck, contextlib.ExitStack() as waiting:
         stuck.bind(str(path))
@@ -393,7 +393,7 @@ def test_closing_leaves_a_successors_socket_file_alone(tmp_path: Path) -> None:
 
 
 def test_a_unix_peer_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither side talks to a process of a user who is neither ours nor root (R4)."""
+    """Each side talks only to processes of our user and of root (R4)."""
     path = tmp_path / "holder.sock"
     monkeypatch.setattr(Channel, "credentials", lambda self: (1234, os.getuid() + 1))
     with Listener.unix(path, on_channel=echo) as server:

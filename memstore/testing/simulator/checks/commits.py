@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from memstore.core.cluster.facts import StepCommitted
+from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
 from memstore.testing.simulator.checks.hosts import racks_of
 from memstore.testing.simulator.checks.observed import Observed
@@ -25,6 +25,7 @@ class Commits:
         self.world, self.observed, self.shared_shards = world, observed, shared_shards
         self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
+        self._is_narrow: dict[int, bool] = {}  # attempt -> it asks for hosts alone, as it left living hosts out
 
     def journalled(self, holder: Holder) -> None:
         """Read a journal that was written to: its last fact must not have a lower term than one before it (R17)."""
@@ -35,10 +36,19 @@ class Commits:
             entry = _entry(record)
             fact = entry.fact
             self.shared_shards.journalled(holder.host_id, fact)
+            if isinstance(fact, AttemptOpened) and fact.job == self.world.scenario.job:
+                self._opened(fact)
             if isinstance(fact, StepCommitted) and fact.job == self.world.scenario.job:
                 step = StepId(fact.attempt, fact.step)
                 self.observed.facts[step], self._terms[step] = fact, entry.term
                 self._journals.setdefault(step, set()).add(holder.host_id)
+
+    def _opened(self, fact: AttemptOpened) -> None:
+        """Note whether a launch asks for no racks: R18.3 counts lost ones only if it spreads over every live host."""
+        if fact.attempt not in self._is_narrow:
+            controller = self.world.served()
+            live = set(controller.machine.hosts.live_ids()) if controller is not None else set()
+            self._is_narrow[fact.attempt] = fact.level_asked == "host" and not live.issubset(fact.hosts)
 
     def commit_reported(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
         """Look at a commit that a ticket is sent for the first time."""
@@ -80,8 +90,8 @@ class Commits:
                 raise Violation("I4", f"{step} was committed with copies of rank {rank} that never were on {never}")
             if not fact.is_degraded and len(set(hosts)) < scenario.replicas:
                 raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies on {list(hosts)}")
-            racks = racks_of(self.world, hosts)
-            if not fact.is_degraded and len(racks) < scenario.racks_wanted:
+            racks, is_narrow = racks_of(self.world, hosts), self._is_narrow.get(step.attempt, False)
+            if not fact.is_degraded and not is_narrow and len(racks) < scenario.racks_wanted:
                 raise Violation("R18", f"{step} says it is not degraded, rank {rank} has copies in {racks}")
 
     def _look_at_other_ranks(self, rank: Rank, step: StepId) -> None:

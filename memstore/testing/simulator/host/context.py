@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Protocol
 
 from memstore.core.holder.fences import JobFences
@@ -10,8 +10,9 @@ from memstore.core.holder.state import HolderState
 from memstore.core.wire.reports import Report
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
-from memstore.testing.simulator.world.virtual_time import Thread
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
+from recovery.inventory import ShardId
 
 Body = dict[str, Any]
 
@@ -39,6 +40,9 @@ class HostContext(SharedShardHolder, Protocol):
 
     def spawn(self, work: Thread) -> None:
         """Run one of its threads."""
+
+    def before_offer(self, shard: ShardId, sender: HostContext) -> Generator[Wait, None, bool]:
+        """Wait until an offer of a new put may be answered; return whether time passed."""
 
     def report(self, report: Report) -> None:
         """Send a report to the controller."""

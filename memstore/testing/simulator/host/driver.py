@@ -122,7 +122,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.CallPeer) -> Waits[Any]:
-        return (yield from effect.peer.ask(effect.request))
+        return (yield from effect.peer.ask(effect.request, limit_s=effect.limit_s))
 
     @_perform.register
     def _(self, effect: effects.SendChunks) -> Waits[None]:
@@ -281,8 +281,7 @@ class Driver:
 
     @_perform.register
     def _(self, effect: effects.ForgetJob) -> Waits[None]:
-        yield from ()
-        self.holder.shared_shards.forget(effect.job, effect.attempt)
+        yield from ()  # nothing here keeps trained steps
 
     @_perform.register
     def _(self, effect: effects.Unexpected) -> Waits[None]:

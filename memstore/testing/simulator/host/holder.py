@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from memstore.core.holder import drop, fork, ranks, reads, room, stage
+from memstore.core.holder import answers, drop, equal_ranks, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
@@ -19,7 +20,6 @@ from memstore.core.holder.push import Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
-from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.messages import (
     CallReceived,
     Event,
@@ -59,16 +59,15 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
     VerifyCopies,
 )
-from memstore.core.wire.rank_messages import AskRefused, PutReady
-from memstore.core.wire.replies import HostVerified, ShardPlaced
+from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder.pending_calls import Call, Calls
+from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.requests import reply_fields
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.host.context import HostWorld
 from memstore.testing.simulator.host.driver import Driver
@@ -76,7 +75,7 @@ from memstore.testing.simulator.host.durable import Persister
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.seal import Sealer
-from memstore.testing.simulator.host.shared_shards import SimSharedShards
+from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.world.memory import (
     MachineClock,
@@ -86,8 +85,8 @@ from memstore.testing.simulator.world.memory import (
     MemoryManifests,
 )
 from memstore.testing.simulator.world.processes import Rank, Session
-from memstore.testing.simulator.world.virtual_time import Thread
-from recovery.inventory import Copy
+from memstore.testing.simulator.world.virtual_time import Thread, Wait
+from recovery.inventory import Copy, ShardId
 
 Body = dict[str, Any]
 REAP_S = 0.5
@@ -107,6 +106,7 @@ class SimHolder:
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
         self.link_orders = itertools.count()
+        self.late_s = 0.0  # by which the thread that serves the next link is late
         self.calls = Calls(
             lambda *call: self.send_event(CallReceived(self.host_id, *call)), first=info.incarnation << 32
         )
@@ -126,7 +126,7 @@ class SimHolder:
             Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
             ask=self.calls.ask_own, is_stopping=lambda: not self.is_up,
             is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
-            pin_numbers=itertools.count(first_pin), fences=self.fences,
+            pin_numbers=itertools.count(first_pin), fences=self.fences, shared_shards=self.shared_shards,
         )  # fmt: skip
         self.replicas.on_damaged = partial(report_copy, self.state)
         self.driver = Driver(self)
@@ -193,7 +193,11 @@ class SimHolder:
 
     def _copy_sealed(self, copy: Copy) -> None:
         report_copy(self.state, copy)
-        self.shared_shards.sealed(copy.shard)
+        self.driver.start(equal_ranks.compare(self.state, copy.shard))
+
+    def before_offer(self, shard: ShardId, sender: SharedShardHolder) -> Generator[Wait, None, bool]:
+        """Wait until an offer of a new put may be answered; return whether time passed."""
+        return self.shared_shards.watched(shard, sender, self.driver.run(equal_ranks.await_own(self.state, shard)))
 
     # -- ranks --------------------------------------------------------------------------------
 
@@ -206,8 +210,11 @@ class SimHolder:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
+        late_s, self.late_s = self.late_s, 0.0
 
         def serve() -> Thread:
+            if late_s:
+                yield late_s
             yield from self.driver.run(ranks.join(self.state, link, hello))
             if link.is_open:
                 rank.connected(self)
@@ -221,29 +228,13 @@ class SimHolder:
 
     def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""
-        self.calls.ask(Call(rank.owner, rank.nonce, call_id, request))
+        self.calls.ask(answers.Call(rank.owner, rank.nonce, call_id, request))
 
     def answer(self, number: int, data: bytes | None, error: tuple[str, str] | None) -> None:
-        """Pass on what the controller answered; with the place of the bytes if it is a read."""
+        """Pass on what the controller answered."""
         call = self.calls.take(number)
-        link = next((link for link in self.links if call is not None and link.owner == call.owner), None)
-        if call is None or link is None or not link.is_open:
-            return
-        self.world.spawn(self._pass_on(link, call, data, error), link.process)
-
-    def _pass_on(self, link: RankLink, call: Call, data: bytes | None, error: tuple[str, str] | None) -> Thread:
-        process = link.process
-        said = yield from self.driver.run(reads.answer(self.state, link, call.rank_id, call.request, data, error))
-        body = reply_fields(call.request, data) if data is not None else {}
-        if isinstance(said, AskRefused):
-            process.answered(call.rank_id, body, (said.error, said.message))
-            return
-        placed: object = reply_decoder(type(call.request))(said.reply)
-        if isinstance(placed, ShardPlaced):
-            is_range = isinstance(call.request, calls.ReadRanges)
-            yield from self.stager.read(link, call.rank_id, placed, body, is_range=is_range)
-        else:
-            process.answered(call.rank_id, body, error)
+        if call is not None:
+            self.stager.pass_on(call, data, error)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

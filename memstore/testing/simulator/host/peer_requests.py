@@ -6,11 +6,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from memstore.core.holder.effects import CALL_TIMEOUT_S
 from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
-from memstore.errors import PeerRefused, PeerUnreachable
+from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
@@ -120,11 +121,13 @@ class PeerLink:
     holder: HostContext
     peer: HostContext
 
-    def ask(self, request: codec.Request[R], source: OutgoingReplica | None = None) -> Generator[Wait, None, R]:
+    def ask(
+        self, request: codec.Request[R], source: OutgoingReplica | None = None, limit_s: float = CALL_TIMEOUT_S
+    ) -> Generator[Wait, None, R]:
         """Send a request after the link's delay; PeerUnreachable if it does not get through, or no answer back."""
-        yield from self._travel()
+        yield from self._travel(limit_s)
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
-        if fresh is not None and (yield from self.peer.shared_shards.await_own_of(fresh, self.holder)):
+        if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
             yield from self._travel()
         return Request(self.holder, self.peer, source).ask(request)
 
@@ -135,12 +138,22 @@ class PeerLink:
         asked.ask(request)
         return asked.chunks()
 
-    def _travel(self) -> Generator[Wait, None, None]:
-        world, host = self.holder.world, self.peer.host_id
-        yield world.network.delay(self.holder.host_id, host)
-        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
-        if not is_there or host not in self.holder.view or not world.network.talks(self.holder.host_id, host):
+    def _travel(self, limit_s: float = CALL_TIMEOUT_S) -> Generator[Wait, None, None]:
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        yield world.network.delay(me, host)
+        if world.network.is_silent(me, host):
+            until_s = world.now + limit_s
+            yield lambda: not (world.network.is_silent(me, host) and self._is_open()) or world.now >= until_s
+            if world.now >= until_s:
+                raise PeerTimeout(f"host {host} has not answered for {limit_s:g} s", host=host)
+        if not self._is_open():
             raise PeerUnreachable(f"host {host} does not answer", host=host)
+
+    def _is_open(self) -> bool:
+        """Say whether the peer is there, and the controller takes it for alive."""
+        world, me, host = self.holder.world, self.holder.host_id, self.peer.host_id
+        is_there = world.holders.get(host) is self.peer and self.peer.is_serving
+        return is_there and host in self.holder.view and world.network.talks(me, host)
 
 
 def connect(holder: HostContext, host: str) -> PeerLink:

@@ -44,8 +44,6 @@ class Sealer:
                 effects.OpenFresh: self._open_fresh,
                 effects.Replicate: self._replicate,
                 effects.DigestAndStore: self._digest_and_store,
-                effects.NotePut: self._note_put,
-                effects.CompareShared: self._compare_shared,
             }
         )
 
@@ -94,12 +92,3 @@ class Sealer:
         )  # fmt: skip
         holder.checker.puts.sealed_here(holder, effect.shard, stored.digests)
         return stored
-
-    def _note_put(self, effect: effects.NotePut) -> Waits[int | None]:
-        yield from ()
-        self.holder.shared_shards.ended(effect.stored.shard)
-        return self.holder.shared_shards.put(effect.stored, effect.shared_count)
-
-    def _compare_shared(self, effect: effects.CompareShared) -> Waits[None]:
-        yield from ()
-        self.holder.shared_shards.sealed(effect.shard)

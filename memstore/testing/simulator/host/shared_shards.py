@@ -1,6 +1,4 @@
-"""What one holder of the simulation knows of equal ranks.
-
-The real decisions, and offers that wait in virtual time (R34).
+"""What one holder of the simulation knows of equal ranks: the real state, watched (R34).
 
 What is held against it here: an offer waits for at most 3 s, never for a rank whose put is being digested all
 that time, once for a rank that does not come; and equal chunks do not travel while this host digests its own.
@@ -8,13 +6,12 @@ that time, once for a rank that does not come; and equal chunks do not travel wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.holder.shared_shards import HolderSharedShards, Newest
 from memstore.core.wire.rank_messages import ReplicasDiffer
-from memstore.shell.holder.shared_shards import WRITER_WAIT_S, HolderSharedShards
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder
 from memstore.testing.simulator.world.violation import Violation
@@ -36,30 +33,32 @@ class SimSharedShards(HolderSharedShards):
     """Of one simulated holder."""
 
     def __init__(self, holder: SharedShardHolder, world: World, shared_shards: SharedShards) -> None:
-        super().__init__(holder.replicas, threading.Event(), self._say)
+        super().__init__()
         self.sim, self.world, self.shared_shards = holder, world, shared_shards
         self.began_s: dict[ShardId, float] = {}  # local puts submitted and not sealed -> since when
         self.in_vain: dict[tuple[str, int], tuple[int, float]] = {}  # (job, local rank) -> attempt and when, in vain
 
     # -- offers ---------------------------------------------------------------------------------
 
-    def await_own_of(self, shard: ShardId, sender: SharedShardHolder) -> Generator[Wait, None, bool]:
-        """As await_own, for an offer of `sender`; True if time passed."""
-        own = self.own_of(shard)
-        if own is None or self.is_over(shard, own):
-            return False
-        began_s = self.world.now
-        self._look_at_late(shard, own)
-        yield lambda: self.is_over(shard, own) or self.world.now >= began_s + WRITER_WAIT_S or not self.sim.is_up
-        if self.sim.is_up and not self.is_over(shard, own):
+    def watched(
+        self, shard: ShardId, sender: SharedShardHolder, wait: Generator[Wait, None, None]
+    ) -> Generator[Wait, None, bool]:
+        """Let an offer of `sender` wait; return whether time passed."""
+        own, began_s = self.own_of(shard), self.world.now
+        if own is not None and not self.is_over(shard, own):
             self._look_at_late(shard, own)
-            self._look_at_wait(shard, own)
-            self.gave_up(shard, own)
-            self.in_vain[shard.job, own] = (shard.attempt, self.world.now)
+        yield from wait
         is_asleep = max(self.sim.thawed_s, sender.thawed_s) >= began_s or self.sim.is_frozen
         if self.world.now - began_s > WAIT_S_MAX and not is_asleep:
             raise Violation("R34", f"an offer of {shard} waited {self.world.now - began_s:.2f} s at {self.sim.host_id}")
-        return True
+        return self.world.now > began_s
+
+    def gave_up(self, shard: ShardId, own: int) -> None:
+        """Look at a wait in vain."""
+        self._look_at_late(shard, own)
+        self._look_at_wait(shard, own)
+        super().gave_up(shard, own)
+        self.in_vain[shard.job, own] = (shard.attempt, self.world.now)
 
     def _look_at_late(self, shard: ShardId, own: int) -> None:
         """One wait in vain is enough: others for the same rank end with it, and none begins before its next seal."""
@@ -102,19 +101,20 @@ class SimSharedShards(HolderSharedShards):
         """It is sealed, or will never be."""
         self.began_s.pop(shard, None)
 
-    def put(self, stored: StoredReplica, shared_count: int | None) -> int | None:
-        """A local rank's put is sealed; return the step before if this one repeats its chunks: never here."""
+    def put_sealed(self, stored: StoredReplica, shared_count: int | None) -> int | None:
+        """Look at a local rank's sealed put; the step before is returned if this one repeats its chunks: never here."""
+        self.ended(stored.shard)
         if not self.world.scenario.shards:
             return None
-        before = self.put_sealed(stored, shared_count)
+        before = super().put_sealed(stored, shared_count)
         self.in_vain.pop((stored.shard.job, stored.shard.rank), None)
         if before is not None:
             raise Violation("R34", f"{stored.shard} is said to repeat step {before}, and does not")
         return None
 
-    def sealed(self, shard: ShardId) -> None:
-        """A local put or a peer's copy is sealed: compare those of its step."""
-        self.compare(shard)
-
-    def _say(self, shard: ShardId, event: ReplicasDiffer) -> None:
-        self.shared_shards.reported(shard, event.other_rank, list(event.chunks))
+    def compare(self, own: Newest, other: StoredReplica) -> ReplicasDiffer | None:
+        """Look at a notice to a rank."""
+        event = super().compare(own, other)
+        if event is not None:
+            self.shared_shards.reported(own.shard, event.other_rank, list(event.chunks))
+        return event

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import chunk_digest, decode_manifest
-from memstore.core.holder import reads
+from memstore.core.holder import answers, effects, reads
 from memstore.core.holder import stage as procedure
+from memstore.core.holder.answers import Call
 from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.replies import ShardPlaced
+from memstore.core.wire.calls import RankCall, ReadRanges
+from memstore.core.wire.codec import decode_reply
+from memstore.core.wire.rank_messages import AskAnswered, AskRefused
+from memstore.core.wire.replies import ShardPlaced, decode_placed
+from memstore.errors import ProtocolError
+from memstore.testing.requests import reply_fields
 from memstore.testing.simulator.host.context import HostContext
-from memstore.testing.simulator.host.driver import Driver
+from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.world.virtual_time import Thread
 
@@ -27,6 +34,7 @@ class Stager:
 
     def __init__(self, holder: HostContext, state: HolderState, driver: Driver) -> None:
         self.holder, self.state, self.driver = holder, state, driver
+        self.answer_driver = driver.extended({effects.SendToRank: self._send})
         self.slowness = random.Random(f"readers {holder.world.scenario.seed} {holder.host_id}")
 
     def order(self, order: BringOrder) -> None:
@@ -34,25 +42,50 @@ class Stager:
         procedure.begin(self.state, order)
         self.driver.start(procedure.run(self.state, order))
 
-    def read(self, link: RankLink, call_id: int, pinned: ShardPlaced, body: Body, *, is_range: bool) -> Thread:
+    def pass_on(self, call: Call, data: bytes | None, error: tuple[str, str] | None) -> None:
+        """Pass on what the controller answered to a rank."""
+        self.answer_driver.start(answers.pass_on(self.state, call, data, error))
+
+    def _send(self, effect: effects.SendToRank) -> Waits[None]:
+        """Let a rank take an answer; if it is a read, on a thread of its own."""
+        yield from ()
+        link, answer = cast(RankLink, effect.link), cast(AskAnswered | AskRefused, effect.message)
+        request = link.process.calls.get(answer.id)
+        if not link.is_open:
+            return
+        if isinstance(answer, AskRefused):
+            link.process.answered(answer.id, {}, (answer.error, answer.message))
+        elif request is None:
+            with suppress(ProtocolError):  # the answer to another call
+                reads.give_back(link, decode_placed(answer.reply).pin)  # its reader has given up
+        else:
+            body = reply_fields(request, answer.reply, decode_reply)
+            if "pin" in body:
+                placed = decode_placed(answer.reply)
+                self.holder.world.spawn(self._read(link, answer.id, request, placed, body), link.process)
+            else:
+                link.process.answered(answer.id, body, None)
+
+    def _read(self, link: RankLink, call_id: int, request: RankCall, placed: ShardPlaced, body: Body) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
+        is_whole = not isinstance(request, ReadRanges)
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
-        wanted = [index for index, slot in enumerate(pinned.slots) if slot is not None]
-        read = rank.read([pinned.slots[index] for index in wanted])
+        wanted = [index for index, slot in enumerate(placed.slots) if slot is not None]
+        read = rank.read([placed.slots[index] for index in wanted])
         if rank.link is link and holder.is_up:
-            holder.checker.restores.read_whole(rank, is_pinned=pinned.pin in link.pins)
+            holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
-            reads.give_back(rank.link, pinned.pin)  # as a rank does, on the link that it has now
-        chunks = decode_manifest(pinned.manifest).chunks
-        is_lost = not is_range and None in pinned.slots  # a chunk went bad after it was staged
+            reads.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
+        chunks = decode_manifest(placed.manifest).chunks
+        is_lost = is_whole and None in placed.slots  # a chunk went bad after it was staged
         if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
-            if pinned.report is not None:  # a barrier said: good (R27)
-                key = StagedKey(rank.job, rank.rank, "round", pinned.report.round)
+            if placed.report is not None:  # a barrier said: good (R27)
+                key = StagedKey(rank.job, rank.rank, "round", placed.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
-                holder.checker.restores.read_damaged(rank, [n for n in pinned.slots if n is not None], staged_s)
+                holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
             rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
             return
-        found = dict(zip(wanted, read, strict=True)) if is_range else read
-        rank.answered(call_id, {**body, "slots": list(pinned.slots), "manifest": pinned.manifest, "read": found}, None)
+        found = dict(zip(wanted, read, strict=True)) if not is_whole else read
+        rank.answered(call_id, {**body, "read": found}, None)

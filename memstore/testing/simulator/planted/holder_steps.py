@@ -22,6 +22,7 @@ from memstore.testing.simulator.world.scenario import Fault
 
 SET_BACK = Fault(4.0, "step-clock", (1,), rank=2, for_s=0.3, count=2)  # by an hour
 LINKS_AT_ONCE = [Fault(2.0 + 0.9 * n + again, "break-link", rank=n % 3) for n in range(10) for again in (0.0, 0.3)]
+LATE_HELLOS = [Fault(2.0 + 0.9 * n, "late-hello", rank=n % 3, for_s=0.3) for n in range(10)]
 ZOMBIE = Fault(5.0, "leave-rank", rank=1, for_s=5.0)
 # With all ranks of an attempt again and again, about every third seed has a submission in the very moment of a fence.
 ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8.0, 11.0, 14.0) for n in (0, 1, 2)]
@@ -50,6 +51,18 @@ def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
     """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
     yield from real(*arrival)
     return True
+
+
+@planted("late-hello-taken", "R8", "R8 I16", *LATE_HELLOS, step_s=0.1, tries=4)
+def late_hello_taken() -> Any:
+    """A link that its process gave up before it was served is taken, and frees the slots that the newer one got."""
+
+    def taken(state: HolderState, link: Any, hello: Any) -> Procedure[None]:
+        state.ranks.newest.pop(state.ranks.process_of(link), None)
+        yield from join(state, link, hello)
+
+    join = ranks.join
+    return patch.object(ranks, "join", taken)
 
 
 @planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)

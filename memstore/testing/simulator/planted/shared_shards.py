@@ -10,16 +10,15 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.holder import seal
+from memstore.core.holder import equal_ranks, seal
 from memstore.core.holder.effects import DigestAndStore, WaitFor
+from memstore.core.holder.shared_shards import HolderSharedShards
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
-from memstore.shell.holder.shared_shards import HolderSharedShards
-from memstore.testing.simulator.host import shared_shards
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
@@ -110,11 +109,11 @@ ROWS = (
         "An offer waits for a rank although an earlier offer has waited for it in vain.",
         Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
         Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP),
-    row("wait-without-end", "R34", "R34", (shared_shards, "WRITER_WAIT_S"), 60.0,
+    row("wait-without-end", "R34", "R34", (equal_ranks, "WRITER_WAIT_S"), 60.0,
         "An offer waits for the local writer's put without a limit.",
         Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP),
     row("own-state-compared", "R34", "R34", (seal, "shared_count"), lambda ready: len(ready.slots),
         "Writers are reported to differ in the chunks that are each one's own.", **DDP),
-    row("differing-writers-unreported", "R34", "R34", (HolderSharedShards, "_compare"), lambda self, own, other: None,
+    row("differing-writers-unreported", "R34", "R34", (HolderSharedShards, "compare"), lambda self, own, other: None,
         "Copies are not compared with the local writer's put.", Fault(4.0, "differ", rank=1, count=99), **DDP),
 )  # fmt: skip

@@ -257,7 +257,7 @@ class Cluster:
     def is_quiet(self) -> bool:
         """Say whether every host answers, no byte is spoilt, and the store claims every copy of its newest step."""
         controller = self.served()
-        if controller is None or self.network.cut or self.now < self.wears_until_s:
+        if controller is None or self.network.cut or self.network.silent or self.now < self.wears_until_s:
             return False
         if any(not h.is_serving or not h.memory.is_sound or h.session is None for h in self.holders.values()):
             return False

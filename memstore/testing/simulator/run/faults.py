@@ -107,6 +107,22 @@ def _break_link(cluster: Cluster, each: Fault) -> None:
         cluster.at(LINK_AWAY_S, lambda: cluster.connect_rank(rank))
 
 
+@fault("late-hello")
+def _late_hello(cluster: Cluster, each: Fault) -> None:
+    """Let a holder serve a link only after its process has given it up and has connected again (R8)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        _connect_again(cluster, rank, late_s=LINK_AWAY_S + each.for_s)
+        cluster.at(LINK_AWAY_S, lambda: _connect_again(cluster, rank))
+
+
+def _connect_again(cluster: Cluster, rank: SimRank, late_s: float = 0.0) -> None:
+    if not rank.is_dead:
+        rank.link = rank.holder = None
+        cluster.holders[rank.host_id].late_s = late_s
+        cluster.connect_rank(rank)
+
+
 @fault("put-raises")
 def _put_raises(cluster: Cluster, each: Fault) -> None:
     """Let puts of a rank raise before anything is copied; it trains on, and no message says so (R12)."""
@@ -254,6 +270,14 @@ def _one_way(cluster: Cluster, each: Fault) -> None:
 def _slow_link(cluster: Cluster, each: Fault) -> None:
     cluster.network.slow[_names(cluster, each)[0]] = 10.0 * each.count
     cluster.at(each.for_s, cluster.network.heal)
+
+
+@fault("silent-peers")
+def _silent_peers(cluster: Cluster, each: Fault) -> None:
+    """Let requests between hosts and their peers wait for an answer, while the controller receives all reports."""
+    names = _names(cluster, each)
+    cluster.network.silent.update(names)
+    cluster.at(each.for_s, lambda: cluster.network.silent.difference_update(names))
 
 
 @fault("flip-in-transit")

@@ -22,6 +22,7 @@ class Network:
         self.delay_s = (0.001, 0.02)
         self.cut: set[tuple[str, str]] = set()  # (from, to): one direction each
         self.slow: dict[str, float] = {}  # host -> factor of every delay on its link
+        self.silent: set[str] = set()  # hosts whose requests to peers, and those of peers to them, get no answer
         self.flips = 0  # so many of the next chunks arrive with a byte changed
         self.resets = 0  # so many of the next requests between hosts are cut off in the middle
         self.doubles = 0  # so many of the next reports arrive twice
@@ -34,6 +35,10 @@ class Network:
         """Say whether a request and its answer get through."""
         return self.reaches(a, b) and self.reaches(b, a)
 
+    def is_silent(self, a: str, b: str) -> bool:
+        """Say whether a request between two hosts waits for its answer, although no connection is broken."""
+        return a in self.silent or b in self.silent
+
     def split(self, left: list[str], right: list[str]) -> None:
         """Cut every link between two groups, both ways."""
         self.cut.update((a, b) for a in left for b in right)
@@ -43,6 +48,7 @@ class Network:
         """End every fault of links."""
         self.cut.clear()
         self.slow.clear()
+        self.silent.clear()
         self.flips = self.resets = self.doubles = 0
 
     def delay(self, a: str, b: str) -> float:

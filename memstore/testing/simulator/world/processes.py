@@ -132,6 +132,7 @@ class Rank(Process, Protocol):
     mapping: list[bytearray]  # the slots of the arena that it has mapped
     pool: list[int]  # slots leased to it
     in_copy: set[int]  # slots that it writes into
+    calls: dict[int, RankCall]  # that are not answered
     tickets: dict[int, str]  # step -> level
     resume_step: int
     steps_done: int

@@ -106,6 +106,8 @@ LINK_SEEDS = (0, 32, 34, 39)  # modulo 40
 RAISE_SEEDS = (2, 8, 35)  # modulo 40
 PACE_SEEDS = (0, 35, 37)  # modulo 40
 MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
+HELLO_SEEDS = (0, 5, 39)  # modulo 40
+SILENT_SEEDS = (4, 24, 37)  # modulo 40
 
 
 def draw(seed: int) -> Scenario:
@@ -130,6 +132,8 @@ def draw(seed: int) -> Scenario:
         is_paced=seed % 40 in PACE_SEEDS,
         faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
+    if seed % 40 in SILENT_SEEDS:  # some host has no copy of a shard that two of its ranks read at once
+        drawn = replace(drawn, hosts=3, racks=0, replicas=2, world_size=6)
     return _with_shared_shards(drawn) if seed % 20 in SHARED_SHARD_SEEDS else drawn
 
 
@@ -216,6 +220,20 @@ def _links(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 
+def _hellos(seed: int) -> list[Fault]:
+    """Draw links that are served after the process has connected again."""
+    rng = random.Random(f"hellos {seed}")
+    count = rng.randrange(1, 6) if seed % 40 in HELLO_SEEDS else 0
+    return [replace(_fault(rng), kind="late-hello") for _ in range(count)]
+
+
+def _silence(seed: int) -> list[Fault]:
+    """Draw hosts whose peers wait for answers, longer than a read waits for another one."""
+    rng = random.Random(f"silence {seed}")
+    count = rng.randrange(1, 3) if seed % 40 in SILENT_SEEDS else 0
+    return [replace(_fault(rng), kind="silent-peers", for_s=rng.choice([12.0, 16.0, 36.0])) for _ in range(count)]
+
+
 def _fault(rng: random.Random) -> Fault:
     return Fault(
         at_s=round(rng.uniform(1.0, DURATION_S - 6.0), 2),
@@ -228,4 +246,4 @@ def _fault(rng: random.Random) -> Fault:
 
 
 # Each draws from a stream of its own.
-MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links)
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence)

@@ -202,7 +202,7 @@ def test_a_stranger_gets_only_what_no_process_has_a_claim_on() -> None:
 
 
 def test_what_another_job_holds_beyond_its_share_is_nobodys_room() -> None:
-    """A restored step may be larger than the share of who restored it; the arena grows by it for the next job (R10)."""
+    """A restored step may be larger than its rank's share; the arena grows by it for the next job (R10)."""
     replica_index = ReplicaIndex(SlotTable(20))
     replica_index.set_share("job", PeerShare(1, {0: 1}, peer_slots=1))
     asked = PeerShare(1, {0: 4}, peer_slots=4)

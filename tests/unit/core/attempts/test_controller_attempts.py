@@ -261,7 +261,7 @@ def learns_of_living_ranks(world: ControllerWorld, ranks: list[FakeRank]) -> Non
 
 @pytest.mark.parametrize("new", ["controller", "holder"])
 def test_a_rank_that_died_unseen_does_not_count_as_alive(new: str) -> None:
-    """Its host cannot prove the death of a process that it never saw: status and rm go by who is known there (R20)."""
+    """Its host cannot prove dead a process that it never saw: status and rm go by those that it knows (R20)."""
     world = ControllerWorld(3)
     ranks = world.launch(3, "k")
     world.get(ranks)
@@ -287,7 +287,7 @@ def ranks_alive(world: ControllerWorld) -> int:
 
 
 def test_a_launch_that_gathers_says_who_is_awaited() -> None:
-    """Ranks that wait can ask, and status shows the launch: who has come, and who has not."""
+    """Ranks that wait can ask, and status shows which ranks of the launch have come."""
     world = ControllerWorld(3)
     ranks = [world.join(r, 4, "k") for r in (0, 2)]
     world.run(1.0)

@@ -98,7 +98,7 @@ def test_after_a_get_the_launchers_ranks_stand() -> None:
 
 
 def test_missing_ranks_and_contradictions_are_named() -> None:
-    """A deadline names who did not ask; another `together` is refused, and one that no host can give, on all ranks."""
+    """A deadline names the ranks that did not ask; all ranks are refused another `together`, or an impossible one."""
     world = ControllerWorld(3)
     ranks = world.launch(3)
     ask(world, ranks[0], 0)

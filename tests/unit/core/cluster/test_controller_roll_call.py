@@ -1,4 +1,4 @@
-"""Ranks that wait in a call that every rank makes can ask who is awaited, by number and host (R23)."""
+"""Ranks that wait in a collective call can ask which ranks it awaits, by number and host (R23)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memstore.testing.controller.world import ControllerWorld
 
 
 def found(world: ControllerWorld, rank: FakeRank, verb: str) -> dict[str, Any] | None:
-    """Ask who has come to a call."""
+    """Ask which ranks have come to a call."""
     world.call(rank, "roll_call", of=verb)
     world.run(0.5)
     answer: dict[str, Any] | None = rank.answers["roll_call"][-1] or None

@@ -144,7 +144,7 @@ def test_a_listing_says_which_key_the_newest_step_needs() -> None:
 def test_the_key_of_a_step_is_no_chance(
     names: dict[str, str], holders: list[list[str]], before: str | None, expected: str | None
 ) -> None:
-    """What all shards can be written under; of several the one of most hosts, then of the last write."""
+    """The key is one that all shards' hosts have; of several, the one of most hosts, then of the last write."""
     assert chosen(names, holders, before) == expected
 
 

@@ -64,7 +64,7 @@ def test_a_pin_waits_while_an_attempt_opens() -> None:
 
 @pytest.mark.parametrize("is_retired", [False, True])
 def test_the_newest_step_is_pinned_and_forked_without_its_number(is_retired: bool) -> None:
-    """A person is slower than commits are: who names a number that `ls` showed finds that step gone."""
+    """Commits are faster than a person: a step that `ls` showed is gone by the time it is named."""
     world, ranks = trained(2, last=4, keep_steps=2)
     if is_retired:
         world.call(ranks[0], "retire", attempt=1, step=4, reason="a chunk is lost")

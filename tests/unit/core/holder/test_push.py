@@ -163,7 +163,7 @@ def test_what_the_target_has_does_not_travel() -> None:
 
 
 def test_the_rank_is_reported_when_the_last_of_its_copies_is_sealed() -> None:
-    """One of two targets is not enough; a push that is under way already counts for both who asked for it."""
+    """One of two targets is not enough; a push that is under way counts for both callers that asked for it."""
     host = Host()
     first = replicate(host.state, SHARD, "d", ["b", "c"], None)
     again = replicate(host.state, SHARD, "d", ["b"], None)
@@ -251,7 +251,7 @@ def test_a_repair_is_pushed_in_the_newest_attempt() -> None:
 
 
 def test_an_error_that_nothing_foresees_is_noted_and_said() -> None:
-    """The push ends, and with it the wait of all who joined it."""
+    """The push ends, and with it the wait of all callers that joined it."""
 
     def broken(request: Request[Any]) -> Message:
         raise ZeroDivisionError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,21 +11,16 @@ from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks, reads
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.calls import ReadStep
-from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.rank_messages import AskAnswered, AskRefused
-from memstore.core.wire.replies import ShardStaged, decode_placed
-from memstore.errors import IntegrityError
+from memstore.core.wire.replies import ShardStaged
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
 REPLICA = StoredReplica(SHARD, ShardSpec("d", 16, 8, 2, 1), (b"0", b"1"), [4, 5])
 STAGED = ShardStaged(
-    step=2, attempt=1, verdict="local", why="", shard=WireShard.of(SHARD), digest="0" * 32, report=None
+    step=2, attempt=1, verdict="local", why="", shard=WireShard.of(SHARD), digest="d", report=None
 )  # fmt: skip
-READ = ReadStep(job="job", step=2, rank=0)
 
 
 @dataclass(eq=False)
@@ -69,55 +64,13 @@ class Host:
 
     def offer_slots(self, link: Any) -> int:
         """Pin the replica for a reader."""
-        said = self.answer(link, encode(STAGED))
-        assert isinstance(said, AskAnswered)
-        return decode_placed(said.reply).pin
-
-    def answer(self, link: Any, data: bytes | None, error: Sequence[str] | None = None) -> AskAnswered | AskRefused:
-        """Pass on the controller's answer to a read."""
-        steps = reads.answer(self.state, link, 3, READ, data, error)
-        result: Any = None
-        problem: IntegrityError | None = None
+        steps = reads.place(self.state, link, STAGED)
+        read: Any = next(steps)
         try:
-            while True:
-                effect: Any = steps.send(result) if problem is None else steps.throw(problem)
-                try:
-                    result, problem = effect.call(), None
-                except IntegrityError as exc:
-                    problem = exc
+            steps.send(read.call())
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
-def test_what_the_controller_refuses_or_leaves_out_is_an_error_of_the_rank() -> None:
-    """Each call is answered: a rank would wait for its whole limit."""
-    host = Host()
-    link = host.connect()
-    assert host.answer(link, None, ("RecoveryError", "no step")) == AskRefused(
-        id=3, error="RecoveryError", message="no step"
-    )
-    assert host.answer(link, None) == AskRefused(id=3, error="InternalError", message="the controller answered nothing")
-
-
-def test_what_was_dropped_or_damaged_after_it_was_staged_is_refused() -> None:
-    """The rank is to ask again, and nothing stays pinned."""
-    host = Host()
-    link = host.connect()
-    host.pin = lambda shard, digest, is_reader: None  # type: ignore[method-assign, assignment]
-    gone = host.answer(link, encode(STAGED))
-    assert isinstance(gone, AskRefused)
-    assert "dropped before it could be read" in gone.message
-    host, link = Host(), host.connect()
-    host.state.ranks.links["n"] = link  # type: ignore[assignment]
-
-    def damaged(stored: StoredReplica) -> bytes:
-        raise IntegrityError("the manifest is damaged")
-
-    host.manifest = damaged  # type: ignore[method-assign]
-    assert host.answer(link, encode(STAGED)) == AskRefused(
-        id=3, error="RecoveryError", message="the manifest is damaged"
-    )
-    assert not host.pinned
+            return end.value.pin  # type: ignore[no-any-return]
+        raise AssertionError("a read that waits again")
 
 
 def test_a_late_unpin_of_an_older_link_frees_no_other_readers_pin() -> None:

@@ -74,7 +74,7 @@ class Host:
     def __post_init__(self) -> None:
         store: Any = self
         self.lock = contextlib.nullcontext()
-        self.index = SimpleNamespace(find=lambda shard, digest: STORED, copies=lambda host, job: [COPY])
+        self.index = SimpleNamespace(shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY])
         self.fresh = Fresh()
         self.state = HolderState(
             HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
@@ -169,7 +169,7 @@ def test_a_submitted_put_is_pushed_while_it_is_digested_and_said_once_it_is_stor
     """In that order; the copies of it tell the rank when they are sealed, not this."""
     host = Host()
     host.seal()
-    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.NotePut, effects.SendToRank]
+    order = [effects.OpenFresh, effects.Replicate, effects.DigestAndStore, effects.SendToRank]
     assert [type(effect) for effect in host.done if type(effect) in order] == order
     assert [reported.level for reported in host.levels] == ["sealed"]
     assert (host.reported, host.freed) == ([SHARD], [])

@@ -1,4 +1,4 @@
-"""What brings a shard here, effect by effect: whom it asks, how often, and when it gives up (R25)."""
+"""How a shard is staged, effect by effect: which hosts are asked, how often, and when it gives up (R25)."""
 
 from __future__ import annotations
 

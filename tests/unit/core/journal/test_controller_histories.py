@@ -115,7 +115,7 @@ def test_markers_that_cannot_be_read_are_no_empty_storage(damaged: set[int]) -> 
 
 
 def test_a_rank_that_dies_while_storage_is_listed_is_named_to_those_who_wait() -> None:
-    """The launch gathers again: who takes its place opens the attempt."""
+    """The launch gathers again: the rank that takes its place opens the attempt."""
     world = ControllerWorld(2, durable="/durable", durable_every=1)
     train(world, 1)
     world.kill_rank(world.ranks["train", 0])

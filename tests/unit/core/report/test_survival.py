@@ -113,7 +113,7 @@ def test_survival_agrees_with_losing_every_set_of_domains(
 
 
 def test_odds_are_counted_over_the_hosts_that_are_there() -> None:
-    """Of three pairs of hosts only the one that holds everything is fatal; more hosts than there are have no odds."""
+    """Only the pair of hosts that holds everything is fatal; a loss of more hosts than exist has no odds."""
     shards = [["a", "b"], ["b", "a"]]
     assert survival_odds(shards, ["a", "b", "c"], 1) == Odds(1.0, True)
     assert survival_odds(shards, ["a", "b", "c"], 2) == Odds(pytest.approx(2 / 3), True)

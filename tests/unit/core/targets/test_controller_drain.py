@@ -32,7 +32,7 @@ def row(world: ControllerWorld, rank: FakeRank, host: str) -> dict[str, Any]:
 
 
 def staying(world: ControllerWorld, step: int, rank: int, leaving: str) -> list[str]:
-    """Hosts other than the one that is to go that hold the shard."""
+    """Return the hosts that hold the shard, without the one that leaves."""
     return [h for h in world.holders_of(StepId(1, step), rank) if h != leaving]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that name one shard: who copies, where it goes, what is refused, what a loss leaves (R16, R18, R34)."""
+"""Ranks that name one shard: which of them copies it, where to, what is refused, what a loss leaves (R16, R18, R34)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_new_controller_and_a_replaced_rank_are_sent_the_same_writers() -> Non
     ],
 )
 def test_ranks_that_do_not_agree_are_all_refused(named: list[tuple[int | None, int | None]], message: str) -> None:
-    """Every rank learns who said what; nothing is opened."""
+    """Every rank learns what each rank said; nothing is opened."""
     world = ControllerWorld(4)
     ranks = [world.join(n, 4, "k", shard=i, shards=count) for n, (i, count) in enumerate(named)]
     world.run_until(lambda: all(r.errors.get("join") for r in ranks), 5.0)

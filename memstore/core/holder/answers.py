@@ -1,0 +1,60 @@
+"""Passes the controller's answer to a rank's call on, with the place of the bytes if it is a read (R4, R7).
+
+answered --the process that asked is connected here--> passed on, as it is, or with the slots that are pinned for it
+   '--it is gone, or comes back: it asks again--> dropped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memstore.core.arena.slot_table import Owner
+from memstore.core.holder import reads
+from memstore.core.holder.effects import Procedure, SendToRank, Unexpected
+from memstore.core.holder.link import Link
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import RankCall
+from memstore.core.wire.codec import encode
+from memstore.core.wire.rank_messages import AskAnswered, AskRefused
+from memstore.core.wire.replies import ChunksStaged, Joined, ShardStaged, decode_passed
+from memstore.errors import IntegrityError
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call; `owner` is None for the holder's own."""
+
+    owner: Owner | None
+    nonce: str
+    rank_id: int  # the rank's own number of it
+    request: RankCall
+
+
+def pass_on(state: HolderState, call: Call, data: bytes | None, error: tuple[str, str] | None) -> Procedure[None]:
+    """Send the process that asked what the controller answered: a reply, or the name and the text of an error."""
+    link = state.ranks.links.get(call.nonce)
+    if link is None or link.owner != call.owner:
+        return
+    answer: AskAnswered | AskRefused
+    try:
+        answer = yield from _answer(state, link, call, data, error)
+    except IntegrityError as exc:
+        answer = AskRefused(id=call.rank_id, error="RecoveryError", message=str(exc))
+    except Exception as exc:  # the call is taken out: without an answer its rank would wait for its whole limit
+        yield Unexpected(f"host {state.host_id}: an answer of the controller cannot be passed on", exc)
+        answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
+    yield SendToRank(link, answer)
+
+
+def _answer(
+    state: HolderState, link: Link, call: Call, data: bytes | None, error: tuple[str, str] | None
+) -> Procedure[AskAnswered | AskRefused]:
+    reply = decode_passed(call.request, data) if data is not None else None
+    if isinstance(reply, Joined):
+        link.attempt, link.rank = reply.attempt, reply.rank
+    if error is not None or reply is None:
+        name, message = error or ("InternalError", "the controller answered nothing")
+        return AskRefused(id=call.rank_id, error=name, message=message)
+    if isinstance(reply, ShardStaged | ChunksStaged):
+        reply = yield from reads.place(state, link, reply)
+    return AskAnswered(id=call.rank_id, reply=encode(reply))

@@ -1,0 +1,183 @@
+"""A writer that does not put holds no offer up for long, and a removed job is forgotten (R13, R34)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.holder import equal_ranks
+from memstore.core.holder.effects import SendToRank, WaitFor
+from memstore.core.holder.shared_shards import HolderSharedShards
+from memstore.core.holder.state import HolderState, Limits
+from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import PushTargets, WriterTargets
+from memstore.core.wire.rank_messages import ReplicasDiffer
+from recovery.inventory import ShardId, ShardSpec
+
+CHUNK_BYTES = 64 << 10
+DIGESTS = (b"a" * 16, b"b" * 16)
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection of a rank's process."""
+
+    rank: int
+    attempt: int = 1
+    job: str = "job"
+    parent: str = ""
+
+
+class Host:
+    """A holder with what its store has, on which offers wait."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self.index = SimpleNamespace(shards={})
+        store: Any = SimpleNamespace(lock=contextlib.nullcontext(), index=self.index)
+        self.state = HolderState(
+            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            report=lambda report: None, ask=lambda request: None, is_stopping=lambda: self.is_stopping,
+            is_alive=lambda owner: True, pin_numbers=itertools.count(),
+        )  # fmt: skip
+
+    @property
+    def known(self) -> HolderSharedShards:
+        return self.state.shared_shards
+
+    def offer(self, step: int, attempt: int = 1, rank: int = 1) -> Offer:
+        """Begin to answer the offer of rank 1, or another."""
+        return Offer(self, ShardId("job", attempt, step, rank))
+
+    def waits(self, step: int, attempt: int = 1, rank: int = 1) -> bool:
+        """Whether such an offer waits for rank 0's put; its time passes and nothing comes."""
+        offer = self.offer(step, attempt, rank)
+        waited = offer.is_waiting
+        offer.time_is_over()
+        return waited
+
+    def compare(self, copy: StoredReplica) -> list[tuple[Link, ReplicasDiffer]]:
+        """Store a copy and compare it; return what is sent to whom."""
+        self.index.shards[copy.shard, ""] = copy
+        sent = list(equal_ranks.compare(self.state, copy.shard))
+        return [(e.link, e.message) for e in sent if isinstance(e, SendToRank)]  # type: ignore[misc]
+
+
+class Offer:
+    """An offer whose answer may wait."""
+
+    def __init__(self, host: Host, shard: ShardId) -> None:
+        self.steps = equal_ranks.await_own(host.state, shard)
+        self.effect: Any = next(self.steps, None)
+        assert self.effect is None or isinstance(self.effect, WaitFor)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what it waits for is not there."""
+        return self.effect is not None and not self.effect.is_there()
+
+    def time_is_over(self) -> None:
+        """Let the wait end, with or without what it is for."""
+        if self.effect is not None:
+            assert self.effect.limit_s == equal_ranks.WRITER_WAIT_S
+            with pytest.raises(StopIteration):
+                self.steps.send(self.effect.is_there())
+
+
+def stored(rank: int, step: int, attempt: int = 1, digests: tuple[bytes, ...] = DIGESTS) -> StoredReplica:
+    spec = ShardSpec("", 2 * CHUNK_BYTES, CHUNK_BYTES, 2, 2)
+    return StoredReplica(ShardId("job", attempt, step, rank), spec, digests, [None, None])
+
+
+def test_no_offer_waits_for_a_rank_that_names_no_shard() -> None:
+    """Equal chunks alone say nothing of the next put: only ranks that name one shard are waited for."""
+    host = Host()
+    host.known.put_sealed(stored(0, 1), None)
+    host.compare(stored(1, 1))
+    assert not host.waits(2)
+
+
+def test_a_declared_equal_rank_is_one_of_its_attempt() -> None:
+    """In the next attempt this host may have no such rank, and no seal of it would ever end the wait."""
+    host = Host()
+    host.known.declare(copying(1))
+    assert not host.waits(2, attempt=2)
+    assert host.waits(2)
+
+
+def copying(attempt: int) -> PushTargets:
+    """Rank 0 copies for ranks 1 and 2."""
+    return PushTargets(job="job", attempt=attempt, targets=(), writers=(WriterTargets(0, ("h1", "h2"), (1, 2)),))
+
+
+def test_a_frozen_writer_is_waited_for_once_until_it_seals_again() -> None:
+    """Else each offer of each of the other writers would hold a thread of its sender for seconds, and others'
+    copies wait.
+    """
+    host = Host()
+    host.known.declare(copying(1))
+    assert host.waits(1)
+    assert not host.waits(1, rank=2)
+    assert not host.waits(2)
+    host.known.put_sealed(stored(0, 1), 2)
+    assert not host.waits(1)
+    assert host.waits(3)
+    host.known.declare(copying(2))
+    assert host.waits(4, attempt=2)
+
+
+def test_all_offers_that_wait_for_one_rank_go_with_the_first() -> None:
+    """Rank 2's offer gives up while rank 1's waits, which ends then."""
+    host = Host()
+    host.known.declare(copying(1))
+    first, second = host.offer(2), host.offer(2, rank=2)
+    assert first.is_waiting
+    second.time_is_over()
+    assert not first.is_waiting
+    first.time_is_over()
+    assert host.known.late == {("job", 0): 1}
+
+
+def test_no_rank_is_late_because_the_holder_stops() -> None:
+    """The offers that wait then end at once."""
+    host = Host()
+    host.known.declare(copying(1))
+    offer = host.offer(2)
+    host.is_stopping = True
+    assert not offer.is_waiting
+    offer.time_is_over()
+    assert not host.known.late
+
+
+def test_the_rank_that_put_a_differing_shard_is_notified_once_and_again_when_it_is_equal() -> None:
+    """On its link of that attempt, as one process: neither a child of it nor another rank gets it."""
+    host = Host()
+    host.known.declare(copying(1))
+    mine = Link(0)
+    links: list[Any] = [mine, Link(0, attempt=2), Link(0, parent="n"), Link(1), Link(0, job="other")]
+    host.state.ranks.links.update({str(number): link for number, link in enumerate(links)})
+    other = (DIGESTS[0], b"c" * 16)
+    notices = []
+    for step, theirs in ((1, DIGESTS), (2, other), (3, other), (4, DIGESTS)):
+        host.known.put_sealed(stored(0, step), 2)
+        notices += host.compare(stored(1, step, digests=theirs))
+    assert [link for link, _ in notices] == [mine, mine]
+    assert [(event.step, event.count, event.chunks) for _, event in notices] == [(2, 1, (1,)), (4, 0, ())]
+
+
+def test_a_removed_job_leaves_nothing_and_a_newer_attempt_stays() -> None:
+    """A host that serves thousands of jobs keeps no digests of those that are gone."""
+    host = Host()
+    host.known.declare(copying(1))
+    host.known.put_sealed(stored(0, 1), 2)
+    assert host.waits(2, rank=2)
+    host.known.forget("job", 0)
+    assert [len(kept) for kept in (host.known.declared, host.known.late, host.known.newest)] == [1, 1, 1]
+    host.known.forget("job", 1)
+    assert (host.known.declared, host.known.late, host.known.newest) == ({}, {}, {})

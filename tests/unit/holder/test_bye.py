@@ -1,0 +1,158 @@
+"""A store that says `bye` in each state of its link: idle, with a put or a read under way, or come back meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from lease_transfer_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
+from link_site import Stop
+
+from memstore.client.pending_put import PendingPut
+from memstore.client.ticket import Ticket
+from memstore.core.holder import ranks
+from memstore.core.holder.effects import Procedure
+from memstore.core.holder.link import Link
+from memstore.core.holder.state import HolderState
+from memstore.core.wire.calls import ReadStep
+from memstore.core.wire.codec import encode
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.replies import ShardStaged
+from memstore.core.wire.reports import Called, HolderMessage, RankGone
+from memstore.shell.rank.holder_link import HolderLink
+from memstore.testing.clusters.processes import wait_for
+from recovery.inventory import ShardId
+
+NEXT = ShardId("job", 1, STEP + 1, 0)
+LEAVE = ranks.leave
+
+
+class Leaver:
+    """A site whose holder's reports are kept, and the moments at which a `bye` is taken and carried out."""
+
+    def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.site, self.is_taken, self.is_done = site, threading.Event(), threading.Event()
+        self.reports: list[HolderMessage] = []
+        holder = site.holder
+        holder.state.report = holder.sessions.report = self.reports.append  # type: ignore[method-assign]
+        self.digesting = Stop(holder.replicas.seal_local)
+        self.digesting.at.set()  # holds nothing up yet
+        monkeypatch.setattr(holder.replicas, "seal_local", self.digesting)
+        monkeypatch.setattr(ranks, "leave", self._leave)
+
+    def _leave(self, state: HolderState, link: Link) -> Procedure[None]:
+        self.is_taken.set()
+        yield from LEAVE(state, link)
+        self.is_done.set()
+
+    def begin_put(self) -> None:
+        """Submit a put, and hold its digest up."""
+        self.digesting.at.clear()
+        assert self.site.stage().submit(b"", 3 * CHUNK_BYTES)
+        assert self.digesting.at.wait(WAIT_S)
+
+    def say_bye(self) -> None:
+        """Close the store, and wait until its holder has taken the `bye`."""
+        self.site.link.close()
+        assert self.is_taken.wait(WAIT_S)
+
+    def gone(self) -> list[str]:
+        """Return the processes that were reported as gone."""
+        return [report.nonce for report in self.reports if isinstance(report, RankGone)]
+
+    def leased(self) -> int:
+        """Return how many slots are leased to any process."""
+        with self.site.holder.replicas.lock:
+            return sum(map(len, self.site.holder.replicas.table.leases.values()))
+
+    def is_stored(self, shard: ShardId = SHARD) -> bool:
+        """Say whether a shard is sealed."""
+        return self.site.holder.replicas.pin(shard) is not None
+
+
+@pytest.fixture
+def leaver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Leaver]:
+    site = Site()
+    made = Leaver(site, monkeypatch)
+    yield made
+    made.digesting.go.set()
+    site.close()
+
+
+def test_a_bye_of_an_idle_link_frees_its_leases_and_is_reported(leaver: Leaver) -> None:
+    """The process may live on, as a notebook's does: no death will free them."""
+    assert leaver.leased() == SHARE_SLOTS
+    leaver.say_bye()
+    assert leaver.is_done.wait(WAIT_S)
+    assert (leaver.leased(), leaver.gone(), leaver.site.holder.state.ranks.owners) == (0, ["n"], {})
+
+
+def test_a_bye_waits_for_the_puts_that_came_before_it(leaver: Leaver) -> None:
+    """One is being digested and one is queued: both are sealed, and the process is gone only then."""
+    later = PendingPut(leaver.site.link, Ticket(NEXT.step), world_size=1)
+    assert later.extend(3, WAIT_S)
+    leaver.begin_put()
+    assert later.submit(b"", 3 * CHUNK_BYTES)
+    leaver.say_bye()
+    assert (leaver.gone(), leaver.is_done.is_set(), "n" in leaver.site.holder.state.ranks.links) == ([], False, True)
+    leaver.digesting.go.set()
+    assert leaver.is_done.wait(WAIT_S)
+    assert (leaver.is_stored(), leaver.is_stored(NEXT), leaver.leased(), leaver.gone()) == (True, True, 0, ["n"])
+
+
+def test_a_put_that_outlasts_the_wait_of_a_bye_is_sealed_all_the_same(
+    leaver: Leaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are the holder's since it began, so the leases that end with the process are others."""
+    monkeypatch.setattr(ranks, "BYE_WAIT_S", 0.0)
+    leaver.begin_put()
+    leaver.say_bye()
+    assert leaver.is_done.wait(WAIT_S)
+    assert (leaver.is_stored(), leaver.leased(), leaver.gone()) == (False, 0, ["n"])
+    leaver.digesting.go.set()
+    wait_for(leaver.is_stored, "the seal")
+    assert leaver.leased() == 0
+
+
+@pytest.mark.parametrize("is_answered", [True, False], ids=["pinned", "asked"])
+def test_a_bye_ends_a_read_and_its_pin(leaver: Leaver, is_answered: bool) -> None:
+    """The bytes that it has pinned are let go of; an answer that comes after the `bye` pins nothing."""
+    site, holder = leaver.site, leaver.site.holder
+    leaver.digesting.go.set()
+    assert site.stage().submit(b"", 3 * CHUNK_BYTES)
+    send_level(site, "sealed")
+    replica = holder.replicas.index.find(SHARD, None)
+    assert replica is not None
+    asked = site.link.call_soon(ReadStep(job="job", step=STEP, rank=0))
+    call = wait_for(lambda: [each for each in leaver.reports if isinstance(each, Called)], "the call")[-1]
+    staged = ShardStaged(
+        step=STEP, attempt=1, verdict="local", why="", shard=WireShard.of(SHARD), digest=replica.spec.digest,
+        report=None,
+    )  # fmt: skip
+    if is_answered:
+        holder.ranks.answer(call.id, encode(staged), None)
+        asked.result(WAIT_S)
+        assert replica.pins
+    leaver.say_bye()
+    assert leaver.is_done.wait(WAIT_S)
+    if not is_answered:
+        holder.ranks.answer(call.id, encode(staged), None)
+    wait_for(lambda: not replica.pins, "the end of the loan")
+    assert leaver.gone() == ["n"]
+
+
+def test_a_process_that_comes_back_during_its_bye_is_not_gone(leaver: Leaver) -> None:
+    """Its next store has connected before the `bye` of the former one was carried out: it stays, with its leases."""
+    leaver.begin_put()
+    leaver.say_bye()
+    again = HolderLink(leaver.site.holder.folder, nonce="n", job="job", rank=0, attempt=1)
+    try:
+        leaver.digesting.go.set()
+        assert leaver.is_done.wait(WAIT_S)
+        assert (leaver.gone(), leaver.is_stored()) == ([], True)
+        wait_for(lambda: len(again.pool) == SHARE_SLOTS - 3, "its share")
+        assert leaver.leased() == SHARE_SLOTS - 3
+        assert "n" in leaver.site.holder.state.ranks.links
+    finally:
+        again.close()
