@@ -16,6 +16,7 @@ from variants import later
 from memstore.core.holder.answers import Call
 from memstore.core.wire.calls import SkipStep
 from memstore.shell.holder.pending_calls import Calls
+from memstore.testing.part_records import parts_of
 from memstore.testing.simulator.__main__ import main, parser
 from memstore.testing.simulator.planted.catalogue import BUGS
 from memstore.testing.simulator.run import campaign, corpus, record
@@ -143,7 +144,7 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: py
     main(["--first", "10", "--seeds", "10", "--jobs", "1", "--campaign", str(path)])
     assert played[:10] == list(range(10, 20))
     assert played[10:] == list(range(5, 10))
-    first, second = record.load(path)
+    first, second = parts_of(path)
     assert (first["first_seed"], first["last_seed"], first["seeds"]) == (10, 19, 10)
     assert (second["first_seed"], second["last_seed"]) == (5, 9)
     assert first["virtual_h"] == pytest.approx(0.1)
@@ -158,12 +159,12 @@ def test_another_commit_is_another_part(tmp_path: Path) -> None:
     record.add(path, Summary(seeds=2, first_seed=7), "abc")
     record.add(path, Summary(seeds=3, first_seed=9), "abc")
     record.add(path, Summary(seeds=1, first_seed=12), "def")
-    assert [(part["commit"], part["first_seed"], part["last_seed"]) for part in record.load(path)] == [
+    assert [(part["commit"], part["first_seed"], part["last_seed"]) for part in parts_of(path)] == [
         ("abc", 7, 11), ("def", 12, 12)
     ]  # fmt: skip
-    assert record.unplayed(record.load(path), 0, 20) == (0, 7)
-    assert record.unplayed(record.load(path), 7, 20) == (13, 14)
-    assert record.unplayed(record.load(path), 8, 5) == (13, 0)
+    assert record.unplayed(parts_of(path), 0, 20) == (0, 7)
+    assert record.unplayed(parts_of(path), 7, 20) == (13, 14)
+    assert record.unplayed(parts_of(path), 8, 5) == (13, 0)
 
 
 @pytest.mark.parametrize(("kind", "is_failed"), [("memory-full", False), ("remove-files", True)])

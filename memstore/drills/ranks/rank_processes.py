@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from memstore.config import Config
@@ -42,15 +42,16 @@ def from_wire(value: Any) -> Any:
 # -- the drill's side -----------------------------------------------------------------------------
 
 
-class ProcessActor:
-    """One rank process; its calls run in order."""
+@dataclass
+class ProcessRank(Rank):
+    """The drill's handle of one rank process, whose calls run in order."""
 
-    def __init__(self, process: RankProcess) -> None:
-        self.process = process
-        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{process.pid}")
+    def __post_init__(self) -> None:
+        self.process: RankProcess = self.actor
+        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drill-rank-{self.process.pid}")
 
-    def submit(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Future[Any]:
-        """Queue a call for the rank process; return its Future."""
+    def call(self, name: str, *args: Any, **options: Any) -> Future[Any]:
+        """Queue a call; return its Future."""
         return self._caller.submit(self._call, name, args, options)
 
     def _call(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -69,33 +70,18 @@ class ProcessActor:
         self._caller.shutdown(cancel_futures=True)  # a call that is under way ends now, with the pipe
 
 
-class ProcessRank(Rank):
-    """The drill's handle of one rank process."""
-
-    def call(self, name: str, *args: Any, **options: Any) -> Future[Any]:
-        """Begin a call; return its Future."""
-        future: Future[Any] = self.actor.submit(name, args, options)
-        return future
-
-    def end(self) -> None:
-        """Kill the process."""
-        self.actor.end()
-
-
 class ProcessPool(RankPool):
     """A pool of rank processes, each in the network namespace of its host."""
-
-    kind = ProcessRank
 
     def __init__(self, nursery: RankNursery, namespace: Callable[[str], str]) -> None:
         super().__init__()
         self._nursery, self._namespace = nursery, namespace
         self._launcher = secrets.token_hex(8)
 
-    def start(self, host: str, nodes: dict[str, str]) -> ProcessActor:
+    def start(self, host: str, nodes: dict[str, str]) -> ProcessRank:
         """Fork a rank in the namespace of a host."""
         env = {"MEMSTORE_HOST": host, "TORCHELASTIC_RUN_ID": self._launcher}
-        return ProcessActor(self._nursery.start(0, env, namespace=self._namespace(host)))
+        return ProcessRank(self._nursery.start(0, env, namespace=self._namespace(host)), host)
 
     def give_back(self, ranks: Sequence[Rank]) -> None:
         """Kill the ranks; a new fork costs less than to keep a process and a thread."""

@@ -179,15 +179,14 @@ class Rank:
 class RankPool:
     """A pool of rank processes, so that those of an ended drill serve the next one."""
 
-    kind: type[Rank] = Rank
-
     def __init__(self) -> None:
         self._idle: list[Rank] = []
 
-    def start(self, host: str, nodes: dict[str, str]) -> Any:
-        """Start a rank's process on a host; return its actor, which may not run yet."""
+    def start(self, host: str, nodes: dict[str, str]) -> Rank:
+        """Start a rank's process on a host; it may not run yet."""
         node = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
-        return ray.remote(DrillRank).options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote()
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": node}
+        return Rank(ray.remote(DrillRank).options(**options).remote(), host)
 
     def take(self, hosts: Sequence[str], nodes: dict[str, str]) -> list[Rank]:
         """Return one rank per entry of `hosts`, an idle one if there is one; `nodes` maps hosts to Ray nodes.
@@ -201,7 +200,7 @@ class RankPool:
             if rank is not None:
                 self._idle.remove(rank)
             else:
-                rank = self.kind(self.start(host, nodes), host)
+                rank = self.start(host, nodes)
                 new.append(rank)
             found.append(rank)
         for rank, who in zip(new, collect([r.call("who") for r in new], "start"), strict=True):

@@ -15,7 +15,7 @@ from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import HolderEvent, RoomGrown, SlotsLeased, Welcome
-from memstore.errors import TransportError
+from memstore.errors import PeerUnreachable, TransportError
 from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.channel import Channel
@@ -50,9 +50,14 @@ class RankConnection:
         return not self.channel.is_closed
 
     def send(self, message: Welcome | HolderEvent) -> None:
-        """Send one event; a link that cannot take it is closed and will come back."""
+        """Send one event; a link that cannot take it ends, and will come back.
+
+        If the process has closed it, its `bye` may be unread: the thread that reads the link ends it after that.
+        """
         try:
             self.channel.send(Kind.EVENT, 0, message, deadline_s=SEND_S)
+        except PeerUnreachable:
+            return
         except TransportError:
             self.channel.close()
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from memstore.testing.clusters.namespaces import enter
@@ -47,9 +46,7 @@ class Nursery:
     def __enter__(self) -> Nursery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from memstore.config import Config
@@ -110,10 +109,8 @@ class ProcessCluster(Cluster):
             self.start_holder(host)
         self.wait_live(*self.labels)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
+    def __exit__(self, *raised: object) -> None:
+        if any(raised):
             log.error("the cluster's logs:\n%s", self.logs())
         self.stop()
 

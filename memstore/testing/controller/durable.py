@@ -6,29 +6,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from memstore.core.durable.slice_format import slices_count
+from memstore.core.wire import orders, reports
 from memstore.core.wire.ids import WireSpec, WireStep
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.orders import (
-    DurableOrder,
-    Lineage,
-    ListMarkers,
-    NameKey,
-    RankSpec,
-    RemoveStep,
-    RemoveTornStep,
-    WriteMarker,
-    WriteSlices,
-)
-from memstore.core.wire.reports import (
-    KeyNamed,
-    MarkerRow,
-    MarkersListed,
-    MarkersUnread,
-    MarkerWritten,
-    Report,
-    SliceWritten,
-    TornStepRemoved,
-)
 from recovery.inventory import Copy, ShardId, ShardSpec
 
 
@@ -37,7 +17,7 @@ class Durable:
     """Durable storage that all hosts see: slices of parts, then markers."""
 
     slices: dict[tuple[ShardId, ShardSpec, int], list[str]] = field(default_factory=dict)  # -> hosts that wrote it
-    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], Lineage]] = field(default_factory=dict)
+    markers: dict[tuple[str, int, int], tuple[dict[int, ShardSpec], orders.Lineage]] = field(default_factory=dict)
     damaged: set[tuple[int, int]] = field(default_factory=set)  # (attempt, step) whose marker cannot be read
     discarded: list[tuple[str, int, int]] = field(default_factory=list)  # steps whose unfinished slices were removed
     problem: str = ""
@@ -59,34 +39,34 @@ class StorageUser(Protocol):
     durable_key: str  # name of the key in its file
     copies: dict[ShardId, Copy]
 
-    def report(self, report: Report) -> None:
+    def report(self, report: reports.Report) -> None:
         """Send a report to the controller."""
 
 
-def persist(holder: StorageUser, order: DurableOrder) -> None:
+def persist(holder: StorageUser, order: orders.DurableOrder) -> None:
     """Do what the controller orders: report the key, write slices or the marker, or remove a step."""
     storage, problem = holder.durable, holder.durable.problem or holder.durable_problem or None
     match order:
-        case NameKey():
-            holder.report(KeyNamed(job=order.job, key=holder.durable_key, problem=problem))
-        case WriteSlices():
+        case orders.NameKey():
+            holder.report(reports.KeyNamed(job=order.job, key=holder.durable_key, problem=problem))
+        case orders.WriteSlices():
             _write_slices(holder, order, problem)
-        case WriteMarker():
+        case orders.WriteMarker():
             place = (order.job, order.step.attempt, order.step.step)
             if problem is None:
                 storage.markers[place] = ({row.rank: row.spec.spec for row in order.specs}, order.lineage)
                 storage.marker_keys[place] = order.key
-            holder.report(MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
-        case RemoveStep(only_unmarked=True):
+            holder.report(reports.MarkerWritten(job=order.job, step=order.step, key=order.key, problem=problem))
+        case orders.RemoveStep(only_unmarked=True):
             storage.discarded.append((order.job, order.step.attempt, order.step.step))
-        case RemoveStep() | RemoveTornStep():
+        case orders.RemoveStep() | orders.RemoveTornStep():
             if problem is None:
                 storage.markers.pop((order.job, order.step.attempt, order.step.step), None)
-            if isinstance(order, RemoveTornStep):
-                holder.report(TornStepRemoved(job=order.job, step=order.step, problem=problem))
+            if isinstance(order, orders.RemoveTornStep):
+                holder.report(reports.TornStepRemoved(job=order.job, step=order.step, problem=problem))
 
 
-def _write_slices(holder: StorageUser, order: WriteSlices, problem: str | None) -> None:
+def _write_slices(holder: StorageUser, order: orders.WriteSlices, problem: str | None) -> None:
     if order.key != holder.durable_key:
         problem = f"other key {holder.durable_key}"
     for part in order.parts:
@@ -96,29 +76,30 @@ def _write_slices(holder: StorageUser, order: WriteSlices, problem: str | None) 
                 place = (shard, holder.copies[shard].spec, number)
                 holder.durable.slices.setdefault(place, []).append(holder.info.host_id)
                 holder.durable.keys.setdefault(shard, set()).add(holder.durable_key)
-            written = SliceWritten(
+            written = reports.SliceWritten(
                 job=order.job, step=order.step, rank=shard.rank, number=number, key=holder.durable_key, problem=problem
             )
             holder.report(written)
 
 
-def list_markers(holder: StorageUser, order: ListMarkers) -> None:
+def list_markers(holder: StorageUser, order: orders.ListMarkers) -> None:
     """Report the markers of a job."""
     storage = holder.durable
     if why := storage.problem or holder.durable_problem:
-        holder.report(MarkersUnread(job=order.job, call=order.call, why=why))
+        holder.report(reports.MarkersUnread(job=order.job, call=order.call, why=why))
         return
     mine = [(place, value) for place, value in sorted(storage.markers.items()) if place[0] == order.job]
     torn = [place[2] for place, _ in mine if place[1:] in storage.damaged]
     rows = tuple(
-        MarkerRow(
-            WireStep(*place[1:]), tuple(RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(specs.items())),
+        reports.MarkerRow(
+            WireStep(*place[1:]),
+            tuple(orders.RankSpec(rank, WireSpec.of(spec)) for rank, spec in sorted(specs.items())),
             storage.marker_keys.get(place, ""), lineage,
         )
         for place, (specs, lineage) in mine
         if place[1:] not in storage.damaged
     )  # fmt: skip
-    report = MarkersListed(
+    report = reports.MarkersListed(
         job=order.job, call=order.call, markers=rows, key=holder.durable_key,
         damaged="; ".join(f"marker of step {step} is torn" for step in torn),
         lacks=storage.lacks if order.check is not None else "",

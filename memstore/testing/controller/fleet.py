@@ -13,6 +13,7 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
+from memstore.core.wire import orders
 from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
     Answer,
@@ -26,16 +27,6 @@ from memstore.core.wire.messages import (
     Report,
     SendOrder,
     Tick,
-)
-from memstore.core.wire.orders import (
-    Fence,
-    JournalAppend,
-    JournalKeep,
-    JournalReplace,
-    ListMarkers,
-    PushTargets,
-    RaiseLevel,
-    Reserve,
 )
 from memstore.core.wire.reports import Fenced, MarkersListed, PutTimes, Reserved, Sealed
 from memstore.testing.requests import request_of
@@ -59,7 +50,7 @@ class ControllerFleet:
         self.now = 0.0
         self.handle_s = 0.0
         self.targets: dict[str, list[str]] = {}
-        self.rooms: dict[str, Reserve] = {}  # host -> the last reservation that it was ordered
+        self.rooms: dict[str, orders.Reserve] = {}  # host -> the last reservation that it was ordered
         self.committed: set[int] = set()  # steps whose commit was sent to every host
         self.answers: list[Answer] = []
         self._acknowledged: dict[int, int] = {}
@@ -110,19 +101,19 @@ class ControllerFleet:
     def _obey(self, action: SendOrder) -> Iterable[Event]:
         host, order = action.host_id, action.order
         match order:
-            case JournalAppend() | JournalReplace() | JournalKeep():
+            case orders.JournalAppend() | orders.JournalReplace() | orders.JournalKeep():
                 return [FactAck(host, order.seq)]
-            case Fence():
+            case orders.Fence():
                 return [Report(host, Fenced(job=JOB, attempt=order.attempt, copies=()))]
-            case ListMarkers():
+            case orders.ListMarkers():
                 listed = MarkersListed(job=JOB, call=order.call, markers=(), key="", damaged="", lacks="")
                 return [Report(host, listed)]
-            case Reserve():
+            case orders.Reserve():
                 self.rooms[host] = order
                 return [Report(host, Reserved(job=JOB, attempt=order.attempt, call=order.call, problem=None))]
-            case PushTargets():
+            case orders.PushTargets():
                 self.targets[host] = list(order.targets)
-            case RaiseLevel(level="committed"):
+            case orders.RaiseLevel(level="committed"):
                 self._acknowledged[order.step] = self._acknowledged.get(order.step, 0) + 1
                 if self._acknowledged[order.step] == len(self.hosts):
                     self.committed.add(order.step)

@@ -19,7 +19,7 @@ from msgspec import structs
 from memstore.core.holder import incarnation
 from memstore.core.holder.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
-from memstore.core.wire import calls, reports
+from memstore.core.wire import calls, orders, reports
 from memstore.core.wire.codec import Decoder, encode, tag_of
 from memstore.core.wire.ids import WireCopy, WireShard
 from memstore.core.wire.messages import (
@@ -31,60 +31,9 @@ from memstore.core.wire.messages import (
     HostUp,
     Report,
 )
-from memstore.core.wire.orders import (
-    AbandonStep,
-    DropJob,
-    DurableOrder,
-    EchoClock,
-    Fence,
-    ForgetStory,
-    FreeCopies,
-    Grow,
-    JournalAppend,
-    JournalKeep,
-    JournalPage,
-    JournalReplace,
-    KeepStory,
-    ListMarkers,
-    LookAtCopies,
-    MakeFork,
-    NameKey,
-    Order,
-    OrderCheck,
-    PushCopy,
-    PushTargets,
-    RaiseLevel,
-    ReadChunks,
-    ReadShard,
-    RemoveStep,
-    RemoveTornStep,
-    Reserve,
-    StageShard,
-    StopWriting,
-    TakeIncarnation,
-    VerifyCopies,
-    WriteMarker,
-    WriteSlices,
-)
 from memstore.core.wire.replies import HostVerified, decode_passed
-from memstore.core.wire.reports import (
-    CopiesLookedAt,
-    CopiesVerified,
-    Fenced,
-    ForkedDigest,
-    Freed,
-    IntoChecked,
-    IntoError,
-    PushFailed,
-    PutTimes,
-    ReadEnded,
-    Reserved,
-    Sealed,
-    StageEnded,
-)
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.durable import Durable, list_markers, persist
-from memstore.testing.controller.room import peer_refusal
 from memstore.testing.requests import reply_fields
 from recovery.inventory import Copy, ShardId, ShardSpec
 
@@ -161,11 +110,11 @@ class FakeHolder:
         self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
-        self.rooms: dict[str, Reserve | Grow] = {}  # job -> its reservation; without one no copy is taken from a peer
+        self.rooms: dict[str, orders.Reserve | orders.Grow] = {}  # by job; without one no copy is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many of the next check orders find the rank's link broken
-        self.orders: list[Order] = []
-        self.instead: dict[type[Order], Callable[[Any], None]] = {}  # what a test does instead of an order
+        self.orders: list[orders.Order] = []
+        self.instead: dict[type[orders.Order], Callable[[Any], None]] = {}  # what a test does instead of an order
 
     @property
     def host_id(self) -> str:
@@ -223,15 +172,15 @@ class FakeHolder:
         if rank.attempt < self.fences.get(rank.job, 0):
             rank.raise_level(step, "failed", "fenced")
             return
-        self.keep(Copy(shard, spec, self.host_id), PutTimes(stall_s=rank.stall_s, age_s=rank.stall_s))
+        self.keep(Copy(shard, spec, self.host_id), reports.PutTimes(stall_s=rank.stall_s, age_s=rank.stall_s))
         rank.raise_level(step, "sealed")
         for target in self.writers.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
             self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
 
-    def keep(self, copy: Copy, put: PutTimes | None = None) -> None:
+    def keep(self, copy: Copy, put: reports.PutTimes | None = None) -> None:
         """Store a copy and report it."""
         self.copies[copy.shard] = copy
-        self.report(Sealed(copy=WireCopy.of(copy), put=put))
+        self.report(reports.Sealed(copy=WireCopy.of(copy), put=put))
 
     def report(self, report: reports.Report) -> None:
         """Send a report to the controller."""
@@ -245,11 +194,11 @@ class FakeHolder:
 
     def _report_copies(self, job: str, attempt: int) -> None:
         copies = tuple(WireCopy.of(copy) for shard, copy in self.copies.items() if shard.job == job)
-        self.report(Fenced(job=job, attempt=attempt, copies=copies))
+        self.report(reports.Fenced(job=job, attempt=attempt, copies=copies))
 
     # -- orders -------------------------------------------------------------------------------
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: orders.Order) -> None:
         """Carry out one order."""
         self.orders.append(order)
         self.instead.get(type(order), self.carry_out)(order)
@@ -258,58 +207,64 @@ class FakeHolder:
         """Return the orders of one kind, in the order in which they came."""
         return [order for order in self.orders if isinstance(order, kind)]
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: orders.Order) -> None:
         """Do what an order says."""
         match order:
-            case JournalPage() | JournalAppend() | JournalReplace() | JournalKeep():
+            case orders.JournalPage() | orders.JournalAppend() | orders.JournalReplace() | orders.JournalKeep():
                 if (whole := whole_order(self.pages, order)) is not None:
                     self.journal = journal_after(self.journal, whole)
                     self._send(self, FactAck(self.host_id, whole.seq))
-            case EchoClock():
+            case orders.EchoClock():
                 self.clock_s = order.clock_s
-            case KeepStory():
+            case orders.KeepStory():
                 self.stories[order.job] = order.story
-            case ForgetStory():
+            case orders.ForgetStory():
                 self.stories.pop(order.job, None)
-            case TakeIncarnation():
+            case orders.TakeIncarnation():
                 self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, order.above))
-            case Fence():
+            case orders.Fence():
                 self._fence(order)
-            case PushTargets():
+            case orders.PushTargets():
                 self.targets[order.job] = list(order.targets)
                 self.writers[order.job] = {row.rank: list(row.targets) for row in order.writers}
-            case Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
+            case orders.Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
                 self.rooms.setdefault(order.job, order)
-            case Reserve():
+            case orders.Reserve():
                 why = self.refuses_room
                 if not why:
                     self.rooms[order.job] = order
-                self.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=why or None))
-            case LookAtCopies() | MakeFork():
+                self.report(
+                    reports.Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=why or None)
+                )
+            case orders.LookAtCopies() | orders.MakeFork():
                 self._later(self, lambda: self._fork(order))
-            case PushCopy():
+            case orders.PushCopy():
                 self._later(self, lambda: self.push(order.shard.id, order.target))
-            case StageShard() | ReadShard() | ReadChunks():
+            case orders.StageShard() | orders.ReadShard() | orders.ReadChunks():
                 self._later(self, lambda: self._stage(order))
-            case OrderCheck():
+            case orders.OrderCheck():
                 self._check(order)
-            case RaiseLevel():
+            case orders.RaiseLevel():
                 self._level(order)
-            case AbandonStep():
+            case orders.AbandonStep():
                 self._abandon(order)
-            case FreeCopies() | DropJob():
+            case orders.FreeCopies() | orders.DropJob():
                 for shard in order.shards:
                     self.copies.pop(shard.id, None)
-                self.report(Freed(shards=order.shards, number=getattr(order, "number", None)))
-            case ListMarkers():
+                self.report(reports.Freed(shards=order.shards, number=getattr(order, "number", None)))
+            case orders.ListMarkers():
                 list_markers(self, order)
-            case VerifyCopies():
+            case orders.VerifyCopies():
                 found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
-                self.report(CopiesVerified(call=order.call, found=found, problem=""))
-            case WriteSlices() | WriteMarker() | StopWriting() | RemoveStep() | RemoveTornStep() | NameKey():
+                self.report(reports.CopiesVerified(call=order.call, found=found, problem=""))
+            case orders.AllHosts() | orders.HostNews() | orders.GiveUpFork():
+                pass  # it needs no addresses, and makes a fork in one piece
+            case orders.CallAnswered() | orders.CallRefused():
+                pass  # the world calls `answer`
+            case _:  # of durable storage
                 self._later(self, lambda: self._persist(order))
 
-    def _fence(self, order: Fence) -> None:
+    def _fence(self, order: orders.Fence) -> None:
         job, attempt = order.job, order.attempt
         self.fences[job] = max(self.fences.get(job, 0), attempt)
         for rank in self.ranks.values():
@@ -317,41 +272,49 @@ class FakeHolder:
             rank.is_fenced = rank.is_fenced or is_older
         self._report_copies(job, attempt)
 
-    def _fork(self, order: LookAtCopies | MakeFork) -> None:
+    def _fork(self, order: orders.LookAtCopies | orders.MakeFork) -> None:
         """Make copies of a new job over the same chunks: their digest follows from the origin's and the new id."""
-        looked: list[ForkedDigest] = []
+        looked: list[reports.ForkedDigest] = []
         for item in order.shards:
             mine, new = self.copies.get(item.shard.id), item.new.id
             if mine is None or mine.spec.digest != item.digest:
                 continue
             digest = digest_of(item.digest, new.job)
-            looked.append(ForkedDigest(new.rank, digest, len(mine.missing)))
-            if isinstance(order, MakeFork):
+            looked.append(reports.ForkedDigest(new.rank, digest, len(mine.missing)))
+            if isinstance(order, orders.MakeFork):
                 self.keep(Copy(new, replace(mine.spec, digest=digest), self.host_id, mine.missing))
-        if isinstance(order, LookAtCopies):
-            self.report(CopiesLookedAt(job=order.job, call=order.call, shards=tuple(looked)))
+        if isinstance(order, orders.LookAtCopies):
+            self.report(reports.CopiesLookedAt(job=order.job, call=order.call, shards=tuple(looked)))
 
     def push(self, shard: ShardId, target: str) -> None:
         """Copy one shard to a peer, or report why not."""
         mine, other = self.copies.get(shard), self._peer(target)
         if mine is None:
             return
-        why = f"cannot reach {target}"
-        if other is not None:
-            is_known = other.copies.get(shard) is not None
-            why = (
-                ""
-                if is_known
-                else other.refuses_copies or peer_refusal(other.rooms.get(shard.job), other.copies, shard, CHUNKS)
-            )
-            if not why and max(shard.attempt, self.fences.get(shard.job, 0)) < other.fences.get(shard.job, 0):
-                why = "fenced"
+        fence = max(shard.attempt, self.fences.get(shard.job, 0))
+        why = f"cannot reach {target}" if other is None else other.refusal(shard, fence)
         if why or other is None:
-            self.report(PushFailed(shard=WireShard.of(shard), target=target, why=why, is_final=True))
+            self.report(reports.PushFailed(shard=WireShard.of(shard), target=target, why=why, is_final=True))
             return
         old = other.copies.get(shard)
         missing = mine.missing if old is None else mine.missing & old.missing
         other.keep(Copy(shard, mine.spec, target, missing))
+
+    def refusal(self, shard: ShardId, fence: int) -> str:
+        """Say why a peer's shard, which knows this fence, is not taken, or ""."""
+        why = "" if shard in self.copies else self.refuses_copies or self._no_room(shard)
+        return why or ("fenced" if fence < self.fences.get(shard.job, 0) else "")
+
+    def _no_room(self, shard: ShardId) -> str:
+        """Say why a peer's copy does not fit the reservation of its job, or ""; count as the real index does (R10)."""
+        room = self.rooms.get(shard.job)
+        if room is None:
+            return f"no room is reserved for job {shard.job!r} here"
+        ranks = {row.rank for row in room.ranks}
+        used = CHUNKS * sum(s.job == shard.job and s.rank not in ranks for s in self.copies)
+        if shard.rank in ranks or used + CHUNKS <= room.peer_slots:
+            return ""
+        return f"peer share full: {used} of {room.peer_slots} slots used, {CHUNKS} needed"
 
     def _stage(self, order: BringOrder, tries: int = 1) -> None:
         away = [str(run.source) for run in order.runs if run.tier == "peer" and self._peer(str(run.source)) is None]
@@ -374,10 +337,10 @@ class FakeHolder:
             "shard": order.shard, "digest": spec.digest, "problem": why or None,
             "bad": {source: tuple(indices) for source, indices in bad.items()},
         }  # fmt: skip
-        if isinstance(order, StageShard):
-            self.report(StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
+        if isinstance(order, orders.StageShard):
+            self.report(reports.StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
         else:
-            self.report(ReadEnded(read=order.read, **ended))
+            self.report(reports.ReadEnded(read=order.read, **ended))
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":
@@ -386,16 +349,17 @@ class FakeHolder:
         copy = holder.copies.get(shard) if holder is not None else None
         return copy is not None and copy.spec == spec and index not in copy.missing
 
-    def _check(self, order: OrderCheck) -> None:
+    def _check(self, order: orders.OrderCheck) -> None:
         if self.checks_lost > 0:
             self.checks_lost -= 1
             return
         for rank in self.ranks.values():
             if rank.job == order.job and rank.rank == order.rank and not rank.is_dead:
-                error = IntoError(error=rank.into_error[0], message=rank.into_error[1]) if rank.into_error else None
-                self.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
+                found = rank.into_error
+                error = reports.IntoError(error=found[0], message=found[1]) if found else None
+                self.report(reports.IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
-    def _level(self, order: RaiseLevel) -> None:
+    def _level(self, order: orders.RaiseLevel) -> None:
         for rank in self._ranks_of(order):
             rank.raise_level(order.step, order.level, order.reason, is_degraded=order.degraded)
             if order.level == "committed":
@@ -403,11 +367,11 @@ class FakeHolder:
                     if rank.tickets[step] in LEVELS[:3]:
                         rank.tickets[step] = "superseded"
 
-    def _ranks_of(self, order: RaiseLevel | AbandonStep) -> list[FakeRank]:
+    def _ranks_of(self, order: orders.RaiseLevel | orders.AbandonStep) -> list[FakeRank]:
         mine = (order.job, order.attempt)
         return [r for r in self.ranks.values() if (r.job, r.attempt) == mine and not r.is_dead]
 
-    def _abandon(self, order: AbandonStep) -> None:
+    def _abandon(self, order: orders.AbandonStep) -> None:
         key = (order.job, order.attempt, order.step)
         for shard in [s for s in self.copies if (s.job, s.attempt, s.step) == key]:
             del self.copies[shard]
@@ -415,7 +379,7 @@ class FakeHolder:
             rank.raise_level(order.step, order.level, order.reason)
             rank.resume_step = max(rank.resume_step, order.resume)
 
-    def _persist(self, order: DurableOrder) -> None:
+    def _persist(self, order: orders.DurableOrder) -> None:
         persist(self, order)
 
 

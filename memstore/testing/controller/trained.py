@@ -9,7 +9,7 @@ from memstore.testing.controller.world import ControllerWorld, describe
 
 
 def trained(
-    hosts: int, world_size: int | None = None, last: int = 1, **config: Any
+    hosts: int, world_size: int | None = None, last: int = 1, *, pause_s: float = 0.0, **config: Any
 ) -> tuple[ControllerWorld, list[FakeRank]]:
     """Return a world whose job has committed steps 1 to `last`, and its ranks: one a host by default."""
     world = ControllerWorld(hosts, **config)
@@ -18,16 +18,10 @@ def trained(
     for step in range(1, last + 1):
         if not world.put_all(ranks, step):
             raise AssertionError(describe(world))
+        world.run(pause_s)
     return world, ranks
 
 
 def written(last: int = 1, **config: Any) -> tuple[ControllerWorld, list[FakeRank]]:
     """Return a world whose job of two ranks has committed and durably written steps 1 to `last`, and its ranks."""
-    world = ControllerWorld(2, **{"durable": "/durable", "durable_every": 1, **config})
-    ranks = world.launch(2)
-    world.get(ranks)
-    for step in range(1, last + 1):
-        if not world.put_all(ranks, step):
-            raise AssertionError(describe(world))
-        world.run(2.0)
-    return world, ranks
+    return trained(2, last=last, pause_s=2.0, **{"durable": "/durable", "durable_every": 1, **config})

@@ -7,7 +7,6 @@ so that `check_restored` can compare.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
@@ -38,6 +37,7 @@ from memstore.core.wire.orders import TakeIncarnation, decode_order
 from memstore.core.wire.reports import RankGone
 from memstore.testing.controller.durable import Durable
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank, digest_of, plain_event
+from memstore.testing.event_queue import EventQueue
 from memstore.testing.requests import request_of
 from recovery.inventory import ShardId, ShardSpec, StepId
 
@@ -47,7 +47,7 @@ LEASE_EVERY_S = 1.0
 JOB = "train"
 
 
-class ControllerWorld:
+class ControllerWorld(EventQueue):
     """A cluster: hosts by id, ranks by (job, rank), and the controller if one is alive."""
 
     def __init__(
@@ -59,8 +59,8 @@ class ControllerWorld:
         rules: Mapping[str, Any] | None = None,
         **config: Any,
     ) -> None:
+        super().__init__()
         self.random = random.Random(seed)
-        self.now = 0.0
         self.delay_s = (0.001, 0.02)  # of a message, least and most
         self.work_s = (0.01, 0.2)  # of a push or a staging, least and most
         fields = {"recovery_grace_s": 8.0, "lease_s": 1.0, "outlast_s": 1.0, "settle_s": 3.0}
@@ -74,8 +74,6 @@ class ControllerWorld:
         self.has_lease = True
         self.skew_s = 0.0  # how far the next controller's wall clock is ahead
         self.nonces = itertools.count(1)
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._ids = itertools.count()
         self._sent_s: dict[tuple[str, str], float] = {}  # (direction, host) -> when its last message arrives
         self._sessions: dict[str, tuple[int, int]] = {}  # host -> (term, incarnation)
         self._silent: set[str] = set()
@@ -85,9 +83,9 @@ class ControllerWorld:
             self.add_host(name, (labels or {}).get(name, {}))
         self.ranks: dict[tuple[str, int], FakeRank] = {}
         self.start_controller()
-        self._repeat(TICK_S, lambda: self._handle(Tick()))
-        self._repeat(BEAT_S, self._beat)
-        self._repeat(LEASE_EVERY_S, self._renew)
+        self.every(TICK_S, lambda: self._handle(Tick()))
+        self.every(BEAT_S, self._beat)
+        self.every(LEASE_EVERY_S, self._renew)
         self.run_until(lambda: self.served.is_settled, 5.0)
 
     # -- time ---------------------------------------------------------------------------------
@@ -95,8 +93,7 @@ class ControllerWorld:
     def run(self, seconds: float) -> None:
         """Let virtual time pass."""
         end_s = self.now + seconds
-        while self._queue and self._queue[0][0] <= end_s:
-            self.now, _, work = heapq.heappop(self._queue)
+        while (work := self.next_event(end_s)) is not None:
             work()
         self.now = end_s
 
@@ -112,22 +109,10 @@ class ControllerWorld:
         """Let time pass until the condition holds; False if it did not within `limit_s`."""
         end_s = self.now + limit_s
         while not is_done():
-            if not self._queue or self._queue[0][0] > end_s:
+            if (work := self.next_event(end_s)) is None:
                 return False
-            self.now, _, work = heapq.heappop(self._queue)
             work()
         return True
-
-    def at(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Do something after a delay."""
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._ids), work))
-
-    def _repeat(self, every_s: float, work: Callable[[], None]) -> None:
-        def again() -> None:
-            work()
-            self.at(every_s, again)
-
-        self.at(every_s, again)
 
     # -- controller ---------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from memstore.testing.nemesis import leaks
 from memstore.testing.nemesis.load_meter import LoadMeter
-from memstore.testing.nemesis.record import Part, append, parts_of
+from memstore.testing.nemesis.record import Part, append
 from memstore.testing.nemesis.round import Round
 from memstore.testing.nemesis.schedule import COMPOSED, draw, without
 from memstore.testing.nemesis.story import Story
+from memstore.testing.part_records import parts_of
 from memstore.testing.ranks.rank_process import RankNursery
 
 DEFAULT_FOLDER = Path("nemesis-report")

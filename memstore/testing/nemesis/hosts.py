@@ -158,13 +158,11 @@ class Hosts:
             if is_lost:
                 # The stopped holder of a lost machine goes too, though its successor was about to kill it.
                 former = [p.pid for p in self.outranked() if self.former.get(p.pid) == f"holder of {host}"]
-                self._end(with_start_times(former))
+                ended = with_start_times(former)
+                kill(ended)
+                wait_gone(ended)
                 self.ledger.harmed(self.domain[host], "lost", time.monotonic())
                 shutil.rmtree(self.arena(host), ignore_errors=True)
-
-    def _end(self, processes: list[Process]) -> None:
-        kill(processes)
-        wait_gone(processes)
 
     def replace_holder(self, host: str) -> None:
         """Start a successor beside a stopped holder; the successor kills it (R2)."""

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from types import TracebackType
 
 TICK_S = 0.02
 NOTED_FROM_S = 0.01
@@ -45,9 +44,7 @@ class LoadMeter:
         self._began_s = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait(10)
         self._thread.join(10)

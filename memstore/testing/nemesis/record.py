@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
-import os
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from memstore.testing.nemesis.schedule import Scenario
 from memstore.testing.nemesis.story import Story
+from memstore.testing.part_records import parts_of, source_commit, write_parts
 
 STORY_LINES_MAX = 120
 
@@ -21,7 +19,8 @@ class Part:
 
     def __init__(self, seed: int) -> None:
         self.body: dict[str, Any] = {
-            "commit": commit(), "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit() or "unknown",
+            "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
             "seed": seed, "rounds": 0, "clean_rounds": 0, "seconds": 0.0, "seconds_clean": 0.0, "shapes": {},
             "faults": {}, "counts": {}, "violations": [],
         }  # fmt: skip
@@ -75,28 +74,5 @@ def append(path: Path, part: Part) -> dict[str, Any]:
         "violations": sum(len(known["violations"]) for known in parts),
         "faults": dict(sorted(faults.items())), "counts": dict(sorted(counts.items())),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"total": total, "parts": parts}, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_parts(path, parts, total=total)
     return total
-
-
-def parts_of(path: Path) -> list[dict[str, Any]]:
-    """Return the parts of a record; none if there is no file."""
-    if not path.exists():
-        return []
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["parts"]
-    return found
-
-
-def commit() -> str:
-    """Return the commit of this checkout, with "+" if files were changed; "unknown" outside one."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=Path.cwd(), capture_output=True, text=True,
-            timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()

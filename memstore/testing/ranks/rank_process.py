@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -154,11 +153,9 @@ class RankNursery(Nursery):
     def __enter__(self) -> RankNursery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill_all()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
     def start(self, rank: int, env: Mapping[str, str], *, namespace: str = "") -> RankProcess:
         """Fork a rank with these additions to its environment, in a network namespace (its path; "" for ours)."""

@@ -11,10 +11,11 @@ import logging
 import sys
 from pathlib import Path
 
+from memstore.testing.part_records import source_commit
 from memstore.testing.simulator.planted.catalogue import table
 from memstore.testing.simulator.run import corpus
 from memstore.testing.simulator.run.campaign import COMMAND, Cut, Outcome, failure_text, play, run
-from memstore.testing.simulator.run.record import commit_of_checkout, play_on
+from memstore.testing.simulator.run.record import play_on
 from memstore.testing.simulator.world.scenario import draw
 
 FAILURES_SHOWN_MAX = 10  # shrinking one takes seconds; the summary counts the others
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(failure_text(outcome), end="\n\n")
     print(summary.text())
     if options.record:
-        commit, date = commit_of_checkout(), datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+        commit, date = source_commit() or "unknown", datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         for outcome in failed:
             why = outcome.why.strip().splitlines()[-1]
             corpus.record(corpus.Row(outcome.seed, outcome.rule, date, commit, why), options.corpus)

@@ -15,7 +15,6 @@ from repository import ROOT
 
 import memstore.drills.cli.group as group_module
 import memstore.drills.run.suite as suite_module
-import memstore.drills.run.suite_record as suite_record
 from memstore.cli import main
 from memstore.cli.output import ExitCode
 from memstore.config import Config
@@ -28,6 +27,7 @@ from memstore.drills.run.suite import FULL, STANDARD, Play, Suite, SuiteResult, 
 from memstore.drills.run.suite_record import record
 from memstore.drills.sites.site import Site
 from memstore.errors import ConfigError, DrillError
+from memstore.testing import part_records
 
 NASTY = "<script>alert('x')</script> & \"quoted\""
 
@@ -185,7 +185,7 @@ def test_the_record_is_json_with_phases_and_versions(monkeypatch: pytest.MonkeyP
     found = json.loads(json.dumps(found))
     assert {"python", "cpus", "kernel"} <= set(found["environment"])
     assert found["versions"]["ray"]
-    assert suite_record.SOURCE_ROOT == ROOT, "the commit is that of another folder, or of none"
+    assert part_records.SOURCE_ROOT == ROOT, "the commit is that of another folder, or of none"
     row = found["drills"][0]
     assert set(report_of("kill-rank").to_dict()) <= set(row)
     assert [phase["phase"] for phase in row["phases"]] == [SETUP, CHECK]

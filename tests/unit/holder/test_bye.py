@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -11,15 +12,20 @@ from link_site import Stop
 
 from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket
+from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import ReadStep
 from memstore.core.wire.codec import encode
+from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
+from memstore.core.wire.rank_messages import Bye, SlotsLeased, decode_rank_message
 from memstore.core.wire.replies import ShardStaged
 from memstore.core.wire.reports import Called, HolderMessage, RankGone
+from memstore.shell.holder.rank_connections import RankConnection
+from memstore.shell.net.channel import Channel
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import wait_for
 from recovery.inventory import ShardId
@@ -156,3 +162,13 @@ def test_a_process_that_comes_back_during_its_bye_is_not_gone(leaver: Leaver) ->
         assert "n" in leaver.site.holder.state.ranks.links
     finally:
         again.close()
+
+
+def test_a_bye_is_read_although_the_holder_was_sending_as_the_link_was_closed() -> None:
+    """The failed send does not end the link: its slots would stay leased for as long as the process lives (R8)."""
+    rank, holder = map(Channel, socket.socketpair())
+    with holder:
+        rank.send(Kind.EVENT, 0, Bye(), deadline_s=WAIT_S)
+        rank.close()
+        RankConnection(holder, Owner(1, 1, 1)).send(SlotsLeased(slots=(1, 2)))
+        assert isinstance(decode_rank_message(holder.recv(timeout_s=WAIT_S).data), Bye)

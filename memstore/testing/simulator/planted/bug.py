@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from memstore.testing.simulator.run.campaign import Outcome, play
 from memstore.testing.simulator.world.scenario import Fault, Scenario
@@ -44,13 +46,40 @@ class PlantedBug:
 
 
 def planted(
-    name: str, breaks: str, caught_by: str, *faults: Fault, tries: int = 1, **cluster: Any
-) -> Callable[[Plant], PlantedBug]:
-    """Make a bug of a patch: its docstring says what it does, `cluster` are fields of the scenario."""
+    name: str, breaks: str, caught_by: str, *faults: Fault, at: tuple[Any, str] | None = None, tries: int = 1,
+    **cluster: Any,
+) -> Callable[[Callable[..., Any]], PlantedBug]:  # fmt: skip
+    """Make a bug of a function: its docstring says what the bug does, `cluster` are fields of the scenario.
 
-    def bug_of(plant: Plant) -> PlantedBug:
-        scenario = Scenario(**{"seed": 0, "duration_s": SHORT_RUN_S, "faults": faults, **cluster})
-        what = (plant.__doc__ or "").strip()
-        return PlantedBug(name, breaks, tuple(caught_by.split()), what, plant, scenario, tries)
+    With `at`, an owner and the name of its attribute, the function takes that attribute's place, and gets the real one
+    as its first argument. Without it, the function returns a context manager that makes several patches.
+    """
+
+    def bug_of(function: Callable[..., Any]) -> PlantedBug:
+        what, plant = (function.__doc__ or "").strip(), function
+        if at is not None:
+            plant = partial(_put_before, *at, function)
+        return _bug(name, breaks, caught_by, what, plant, faults, tries, cluster)
 
     return bug_of
+
+
+def row(
+    name: str, breaks: str, caught_by: str, at: tuple[Any, str], value: Any, what: str, *faults: Fault, tries: int = 1,
+    **cluster: Any,
+) -> PlantedBug:  # fmt: skip
+    """Make a bug that sets the attribute `at`, of an owner by its name, to a value."""
+    return _bug(name, breaks, caught_by, what, lambda: patch.object(*at, value), faults, tries, cluster)
+
+
+def _put_before(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    real = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **named: function(real, *args, **named))
+
+
+def _bug(
+    name: str, breaks: str, caught_by: str, what: str, plant: Plant, faults: tuple[Fault, ...], tries: int,
+    cluster: dict[str, Any],
+) -> PlantedBug:  # fmt: skip
+    scenario = Scenario(**{"seed": 0, "duration_s": SHORT_RUN_S, "faults": faults, **cluster})
+    return PlantedBug(name, breaks, tuple(caught_by.split()), what, plant, scenario, tries)

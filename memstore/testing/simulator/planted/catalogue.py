@@ -14,7 +14,10 @@ from memstore.testing.simulator.planted.bug import PlantedBug
 
 FILES = (stored_bytes, decisions, holder_steps, taken_files, pins_and_forks, shared_shards)
 BUGS: dict[str, PlantedBug] = {
-    bug.name: bug for file in FILES for bug in vars(file).values() if isinstance(bug, PlantedBug)
+    bug.name: bug
+    for file in FILES
+    for bug in (*vars(file).values(), *getattr(file, "ROWS", ()))
+    if isinstance(bug, PlantedBug)
 }
 
 

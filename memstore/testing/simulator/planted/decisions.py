@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -28,7 +28,7 @@ from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import SliceWritten
-from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
+from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
 from memstore.testing.simulator.world.scenario import Fault
 from placement.groups import place
 from placement.rebalance import rebalance
@@ -59,30 +59,14 @@ def _commit_without(self: StepCommits, job: Job, world_size: int, step: StepId) 
         job.refusals = kept
 
 
-@planted("commit-before-the-ack", "R18", "R18")
-def commit_before_the_ack() -> Any:
-    """A step is committed, and not called degraded, when its owners alone have sealed it."""
-    return patch.object(StepCommits, "commit_rule", lambda *a: _as_whole(_commit_without(*a)))
-
-
-@planted("commit-names-targets", "R18", "I4")
-def commit_names_targets() -> Any:
+@planted("commit-names-targets", "R18", "I4", at=(StepCommits, "commit_rule"))
+def commit_names_targets(real: Any, self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
     """A commit counts the hosts that were to get a copy, not those that sealed one."""
-
-    def rule(self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
-        fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
-        if fact is None or placement is None or job.newest is None:
-            return fact
-        owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
-        return _as_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
-
-    return patch.object(StepCommits, "commit_rule", rule)
-
-
-@planted("degraded-reported-whole", "R18", "R18", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2)
-def degraded_reported_whole() -> Any:
-    """A degraded commit is reported as whole."""
-    return patch.object(StepCommits, "commit_rule", lambda *a: _as_whole(COMMIT_RULE(*a)))
+    fact, placement = _commit_without(self, job, world_size, step), self.view.placement(job)
+    if fact is None or placement is None or job.newest is None:
+        return fact
+    owners = [self.view.owner_host(job, job.newest, rank) for rank in range(world_size)]
+    return _as_whole(structs.replace(fact, hosts=tuple((o, *placement.targets.get(o, ())) for o in owners)))
 
 
 @planted("hosts-counted-as-racks", "R18", "R18", hosts=4, racks=2, world_size=4)
@@ -110,48 +94,35 @@ def one_rack() -> Iterator[None]:
         yield
 
 
-@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
-def commit_without_a_rank() -> Any:
+@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3,
+         at=(StepCommits, "commit_rule"))  # fmt: skip
+def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
     """A step that one rank skipped is committed with that rank's older shard."""
-
-    def rule(self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
-        ranks = job.copies.get(step, {})
-        gaps = [r for r in range(world_size) if r not in ranks]
-        for rank in gaps if len(gaps) < world_size else ():
-            older = [s for s in sorted(job.copies) if s < step and rank in job.copies[s]]
-            if older:
-                ranks[rank] = dict(job.copies[older[-1]][rank])
-        return COMMIT_RULE(self, job, world_size, step)
-
-    return patch.object(StepCommits, "commit_rule", rule)
+    ranks = job.copies.get(step, {})
+    gaps = [r for r in range(world_size) if r not in ranks]
+    for rank in gaps if len(gaps) < world_size else ():
+        older = [s for s in sorted(job.copies) if s < step and rank in job.copies[s]]
+        if older:
+            ranks[rank] = dict(job.copies[older[-1]][rank])
+    return real(self, job, world_size, step)
 
 
-@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3)
-def reports_counted_twice() -> Any:
+@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3,
+         at=(StepCommits, "sealed"))  # fmt: skip
+def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any) -> None:
     """A seal that is reported twice counts as two copies."""
-    sealed = StepCommits.sealed
-
-    def twice(self: StepCommits, now: float, copy: Any) -> None:
-        job = self.state.jobs.get(copy.shard.job)
-        step = StepId(copy.shard.attempt, copy.shard.step)
-        known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
-        if job is not None and known.get(copy.host) == copy and step not in job.commits:
-            for host in self.state.hosts.live_ids():
-                job.add_copy(replace(copy, host=host))
-        sealed(self, now, copy)
-
-    return patch.object(StepCommits, "sealed", twice)
-
-
-@planted("fact-not-replicated", "R16", "R16", Fault(3.0, "slow-link", (1,), for_s=6.0, count=8),
-         Fault(3.0, "slow-link", (2,), for_s=6.0, count=8))  # fmt: skip
-def fact_not_replicated() -> Any:
-    """A fact takes effect when the first journal has it."""
-    return patch.object(ControllerMachine, "_is_enough", lambda self, hosts, fact: bool(hosts))
+    job = self.state.jobs.get(copy.shard.job)
+    step = StepId(copy.shard.attempt, copy.shard.step)
+    known = job.copies.get(step, {}).get(copy.shard.rank, {}) if job is not None else {}
+    if job is not None and known.get(copy.host) == copy and step not in job.commits:
+        for host in self.state.hosts.live_ids():
+            job.add_copy(replace(copy, host=host))
+    real(self, now, copy)
 
 
 @planted("fact-not-written", "R16", "R16")
-def fact_not_written() -> Any:
+@contextmanager
+def fact_not_written() -> Iterator[None]:
     """A fact takes effect before any journal has it."""
 
     def replicated(self: FactLog, is_enough: Any) -> list[Any]:
@@ -165,79 +136,50 @@ def fact_not_written() -> Any:
         send(self)
         flush(self)
 
-    stack = ExitStack()
-    stack.enter_context(patch.object(FactLog, "replicated", replicated))
-    stack.enter_context(patch.object(Journal, "send_facts", lambda self: None))
-    stack.enter_context(patch.object(Journal, "record_waiting", flushed))
-    return stack
-
-
-@planted("evicted-early", "R19", "R19")
-@contextmanager
-def evicted_early() -> Iterator[None]:
-    """The last committed step is dropped when a newer one is put, before that is committed."""
-    sealed = StepCommits.sealed
-
-    def then_drop(self: StepCommits, now: float, copy: Any) -> None:
-        sealed(self, now, copy)
-        job = self.state.jobs[copy.shard.job]
-        for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
-            self.retention._drop_step(job, step)
-
-    with patch.object(StepCommits, "sealed", then_drop):
+    late = patch.multiple(Journal, send_facts=lambda self: None, record_waiting=flushed)
+    with patch.object(FactLog, "replicated", replicated), late:
         yield
 
 
-@planted("everything-freed", "R19", "R19 I1", Fault(5.0, "kill-rank"))
-def everything_freed() -> Any:
+@planted("evicted-early", "R19", "R19", at=(StepCommits, "sealed"))
+def evicted_early(real: Any, self: StepCommits, now: float, copy: Any) -> None:
+    """The last committed step is dropped when a newer one is put, before that is committed."""
+    real(self, now, copy)
+    job = self.state.jobs[copy.shard.job]
+    for step in [s for s in job.copies if s in job.commits and s < StepId(copy.shard.attempt, copy.shard.step)]:
+        self.retention._drop_step(job, step)
+
+
+@planted("everything-freed", "R19", "R19 I1", Fault(5.0, "kill-rank"), at=(Retention, "free_unrestorable"))
+def everything_freed(real: Any, self: Retention, job: Job) -> None:
     """A new attempt's first put frees all steps of older attempts, the restored one too."""
-
-    def free_unrestorable(self: Retention, job: Job) -> None:
-        for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.attempt_number]:
-            self._drop_step(job, step)
-
-    return patch.object(Retention, "free_unrestorable", free_unrestorable)
+    for step in [s for s in job.copies if job.newest is not None and s.attempt < job.newest.attempt_number]:
+        self._drop_step(job, step)
 
 
 @planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
 def skip_not_reported() -> Any:
     """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
-    stack = ExitStack()
-    stack.enter_context(patch.object(StepCommits, "skip", lambda self, call: self.out.answer(call, Skipped(resume=0))))
-    stack.enter_context(patch.object(StepCommits, "_give_up_passed", lambda *a: None))
-    stack.enter_context(patch.object(StepCommits, "_give_up_if_passed", lambda *a: None))
-    return stack
+    return patch.multiple(
+        StepCommits, skip=lambda self, call: self.out.answer(call, Skipped(resume=0)),
+        _give_up_passed=lambda *a: None, _give_up_if_passed=lambda *a: None,
+    )  # fmt: skip
 
 
-@planted("ghost-copies", "R21", "R29", SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
-def ghost_copies() -> Any:
-    """A host that comes back with empty memory counts as holding its old copies."""
-    return patch.object(Job, "drop_host", lambda self, host_id: None)
-
-
-@planted("damaged-copy-counted", "R29", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
-def damaged_copy_counted() -> Any:
+@planted("damaged-copy-counted", "R29", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS,
+         at=(Repair, "_consider_step"))  # fmt: skip
+def damaged_copy_counted(
+    real: Any, self: Repair, now: float, job: Job, attempt: Any, step: StepId, **how: bool
+) -> None:
     """Repair counts a copy that lacks chunks as whole."""
-    consider = Repair._consider_step
-
-    def blind(self: Repair, now: float, job: Job, attempt: Any, step: StepId, *, may_drop: bool) -> None:
-        kept = job.copies[step]
-        job.copies[step] = {
-            rank: {host: replace(copy, missing=frozenset()) for host, copy in hosts.items()}
-            for rank, hosts in kept.items()
-        }
-        try:
-            consider(self, now, job, attempt, step, may_drop=may_drop)
-        finally:
-            job.copies[step] = kept
-
-    return patch.object(Repair, "_consider_step", blind)
-
-
-@planted("repair-waits-for-ever", "R29", "R29", SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS)
-def repair_waits_for_ever() -> Any:
-    """Repair goes on waiting for a host that came back without its memory."""
-    return patch.object(Repair, "_may_come_back", lambda *a: True)
+    kept = job.copies[step]
+    job.copies[step] = {
+        rank: {host: replace(copy, missing=frozenset()) for host, copy in hosts.items()} for rank, hosts in kept.items()
+    }
+    try:
+        real(self, now, job, attempt, step, **how)
+    finally:
+        job.copies[step] = kept
 
 
 @planted("late-host-ignored", "R24", "I1", *LATE_HOSTS)
@@ -255,59 +197,46 @@ def none_on_history() -> Iterator[None]:
         yield
 
 
-@planted("older-step-restored", "R24", "I1", Fault(5.0, "kill-rank"), keep_steps=2)
-def older_step_restored() -> Any:
+@planted("older-step-restored", "R24", "I1", Fault(5.0, "kill-rank"), keep_steps=2, at=(rounds, "plan"))
+def older_step_restored(real: Any, inventory: Any, *args: Any, **kwargs: Any) -> Any:
     """The planner chooses the oldest whole step of the lineage."""
-
-    def oldest(inventory: Any, *args: Any, **kwargs: Any) -> Any:
-        first = min((c.step for c in inventory.commits if any(StepId(x.shard.attempt, x.shard.step) == c.step
-                                                             for x in inventory.copies)), default=None)  # fmt: skip
-        found = plan(inventory, *args, **{**kwargs, "only_step": first})
-        return found if found.step is not None else plan(inventory, *args, **kwargs)
-
-    return patch.object(rounds, "plan", oldest)
+    first = min((c.step for c in inventory.commits if any(StepId(x.shard.attempt, x.shard.step) == c.step
+                                                         for x in inventory.copies)), default=None)  # fmt: skip
+    found = plan(inventory, *args, **{**kwargs, "only_step": first})
+    return found if found.step is not None else plan(inventory, *args, **kwargs)
 
 
-@planted("steps-mixed", "R23", "I3 I2", Fault(5.0, "kill-rank"), keep_steps=2)
-def steps_mixed() -> Any:
+@planted("steps-mixed", "R23", "I3 I2", Fault(5.0, "kill-rank"), keep_steps=2, at=(Staging, "start"))
+def steps_mixed(real: Any, self: Staging, now: float, active: Any) -> None:
     """Rank 0 is given an older step than the others."""
-    start = Staging.start
-
-    def mixed(self: Staging, now: float, active: Any) -> None:
-        first = len(self.out.actions)
-        start(self, now, active)
-        job = self.state.jobs[active.job]
-        chosen = active.plan.step
-        older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
-        for number, action in enumerate(self.out.actions[first:], first):
-            if (
-                older
-                and isinstance(action, SendOrder)
-                and isinstance(order := action.order, StageShard)
-                and order.rank == 0
-            ):
-                copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
-                hosts = sorted(job.copies[older[-1]][0])
-                order = structs.replace(
-                    order, shard=WireShard.of(copy.shard), spec=WireSpec.of(copy.spec), holders=tuple(hosts),
-                    runs=(Run("peer", copy.host, 0, copy.spec.chunks_count),),
-                )  # fmt: skip
-                self.out.actions[number] = SendOrder(action.host_id, order)
-
-    return patch.object(Staging, "start", mixed)
+    first = len(self.out.actions)
+    real(self, now, active)
+    job = self.state.jobs[active.job]
+    chosen = active.plan.step
+    older = [s for s in sorted(job.copies) if s < chosen and job.copies[s].get(0)]
+    for number, action in enumerate(self.out.actions[first:], first):
+        if (
+            older
+            and isinstance(action, SendOrder)
+            and isinstance(order := action.order, StageShard)
+            and order.rank == 0
+        ):
+            copy = sorted(job.copies[older[-1]][0].values(), key=lambda c: c.host)[0]
+            hosts = sorted(job.copies[older[-1]][0])
+            order = structs.replace(
+                order, shard=WireShard.of(copy.shard), spec=WireSpec.of(copy.spec), holders=tuple(hosts),
+                runs=(Run("peer", copy.host, 0, copy.spec.chunks_count),),
+            )  # fmt: skip
+            self.out.actions[number] = SendOrder(action.host_id, order)
 
 
-@planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True)
-def marker_before_parts() -> Any:
+@planted("marker-before-parts", "R31", "R31", Fault(1.0, "durable-slow", for_s=9.0), has_durable=True,
+         at=(DurableOrders, "_begin"))  # fmt: skip
+def marker_before_parts(real: Any, self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
     """The durable marker is ordered together with the slices."""
-    begin = DurableOrders._begin
-
-    def start(self: DurableOrders, job: Job, attempt: Any, state: Any, write: Any) -> None:
-        begin(self, job, attempt, state, write)
-        write.phase = "marking"
-        self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
-
-    return patch.object(DurableOrders, "_begin", start)
+    real(self, job, attempt, state, write)
+    write.phase = "marking"
+    self._order_marker(job, attempt, sorted(write.waits.values())[0], write)
 
 
 @planted("keys-not-compared", "R31", "R31", Fault(4.0, "rotate-key", for_s=20.0), has_durable=True)
@@ -328,42 +257,27 @@ def keys_not_compared() -> Any:
         write = self.states.of(report.job).active
         written(self, host_id, structs.replace(report, key=write.key) if write else report)
 
-    stack = ExitStack()
-    stack.enter_context(patch.object(DurableOrders, "_order_slices", ordered))
-    stack.enter_context(patch.object(DurableOrders, "_has_key", lambda self, job, write, host: True))
-    stack.enter_context(patch.object(DurableOrders, "slice_written", reported))
-    return stack
+    return patch.multiple(DurableOrders, _order_slices=ordered, _has_key=lambda *a: True, slice_written=reported)
 
 
-@planted(
-    "slices-of-the-dead-forgotten",
-    "R31",
-    "R31",
-    Fault(5.0, "durable-slow", for_s=9.0),
-    Fault(6.5, "flap-host", for_s=6.0),
-    has_durable=True,
-)
-def slices_of_the_dead_forgotten() -> Any:
+@planted("slices-of-the-dead-forgotten", "R31", "R31", Fault(5.0, "durable-slow", for_s=9.0),
+         Fault(6.5, "flap-host", for_s=6.0), has_durable=True, at=(DurableOrders, "host_died"))  # fmt: skip
+def slices_of_the_dead_forgotten(real: Any, self: DurableOrders, job: Job, host_id: str) -> None:
     """When a writer of durable slices dies, its unwritten slices count as written."""
-    died = DurableOrders.host_died
-
-    def forget(self: DurableOrders, job: Job, host_id: str) -> None:
-        write = self.states.of(job.name).active
-        owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
-        if write is None or MARKER in owed or len(owed) == len(write.waits):
-            died(self, job, host_id)
-            return
-        for piece in owed:
-            del write.waits[piece]
-
-    return patch.object(DurableOrders, "host_died", forget)
+    write = self.states.of(job.name).active
+    owed = [piece for piece, host in write.waits.items() if host == host_id] if write is not None else []
+    if write is None or MARKER in owed or len(owed) == len(write.waits):
+        real(self, job, host_id)
+        return
+    for piece in owed:
+        del write.waits[piece]
 
 
-@planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0))
-def journals_not_read() -> Any:
+@planted("journals-not-read", "R16", "I1 I2 I16 I18 R16 R17", Fault(5.0, "kill-controller", for_s=1.0),
+         at=(FactLog, "adopt"))  # fmt: skip
+def journals_not_read(real: Any, self: FactLog, journals: Any) -> Any:
     """A new controller begins with the inventories alone and reads no journal."""
-    adopt = FactLog.adopt
-    return patch.object(FactLog, "adopt", lambda self, journals: adopt(self, []))
+    return real(self, [])
 
 
 @planted("open-steps-first", "R29", "R29", Fault(17.07, "slow-link", (0,), for_s=9.0, count=2),
@@ -372,3 +286,20 @@ def journals_not_read() -> Any:
 def open_steps_first() -> Any:
     """Copies of steps that no rank will finish are rebuilt before those of a kept step, and take its memory."""
     return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)
+
+
+ROWS = (
+    row("commit-before-the-ack", "R18", "R18", (StepCommits, "commit_rule"), lambda *a: _as_whole(_commit_without(*a)),
+        "A step is committed, and not called degraded, when its owners alone have sealed it."),
+    row("degraded-reported-whole", "R18", "R18", (StepCommits, "commit_rule"), lambda *a: _as_whole(COMMIT_RULE(*a)),
+        "A degraded commit is reported as whole.", Fault(5.0, "kill-host", (1,), for_s=5.0), hosts=2, world_size=2),
+    row("fact-not-replicated", "R16", "R16", (ControllerMachine, "_is_enough"), lambda self, hosts, fact: bool(hosts),
+        "A fact takes effect when the first journal has it.",
+        Fault(3.0, "slow-link", (1,), for_s=6.0, count=8), Fault(3.0, "slow-link", (2,), for_s=6.0, count=8)),
+    row("ghost-copies", "R21", "R29", (Job, "drop_host"), lambda self, host_id: None,
+        "A host that comes back with empty memory counts as holding its old copies.",
+        SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS),
+    row("repair-waits-for-ever", "R29", "R29", (Repair, "_may_come_back"), lambda *a: True,
+        "Repair goes on waiting for a host that came back without its memory.",
+        SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS),
+)  # fmt: skip

@@ -16,7 +16,7 @@ from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder import chunk_notifier
-from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
@@ -29,42 +29,28 @@ ZOMBIES = [Fault(at_s, "leave-rank", rank=n, for_s=2.0) for at_s in (2.0, 5.0, 8
 UNNOTIFIED = patch.object(ranks, "send_fenced", lambda *_: iter(()))  # no process learns that it is fenced
 
 
-@planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0))
-def lease_freed_by_timeout() -> Any:
+@planted("lease-freed-by-timeout", "R8", "R8", Fault(3.0, "freeze-rank", rank=1, for_s=4.0), at=(ranks, "reap"))
+def lease_freed_by_timeout(real: Any, state: HolderState) -> Procedure[None]:
     """Leases of a rank that has been silent for a while are given to others."""
-    reap = ranks.reap
-
-    def hasty(state: HolderState) -> Procedure[None]:
-        for link in list(state.ranks.links.values()):
-            process: Any = link
-            if process.process.is_frozen:
-                state.store.reclaim(link.owner)
-        yield from reap(state)
-
-    return patch.object(ranks, "reap", hasty)
+    for link in list(state.ranks.links.values()):
+        process: Any = link
+        if process.process.is_frozen:
+            state.store.reclaim(link.owner)
+    yield from real(state)
 
 
-@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)))
-def lease_freed_by_a_broken_link() -> Any:
+@planted("lease-freed-by-a-broken-link", "R8", "R8", Fault(3.0, "kill-holder", (0,)), at=(ReplicaStore, "confirm"))
+def lease_freed_by_a_broken_link(real: Any, self: ReplicaStore, owner: Any, held: Any) -> Any:
     """Leases end with the link, and a rank that comes back still uses its slots."""
-
-    def forget(self: ReplicaStore, owner: Any, held: Any) -> list[int]:
-        self.reclaim(owner)
-        return []
-
-    return patch.object(ReplicaStore, "confirm", forget)
+    self.reclaim(owner)
+    return []
 
 
-@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8)
-def older_link_taken() -> Any:
+@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8, at=(ranks, "_greet"))
+def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
     """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
-
-    def greeted(*arrival: Any) -> Procedure[bool]:
-        yield from greet(*arrival)
-        return True
-
-    greet = ranks._greet
-    return patch.object(ranks, "_greet", greeted)
+    yield from real(*arrival)
+    return True
 
 
 @planted("late-hello-taken", "R8", "R8 I16", *LATE_HELLOS, step_s=0.1, tries=4)
@@ -101,32 +87,18 @@ def seal_ignores_fence() -> Iterator[None]:
         yield
 
 
-@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3)
-def lower_term_obeyed() -> Any:
+@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3,
+         at=(Sessions, "begin"))  # fmt: skip
+def lower_term_obeyed(real: Any, self: Sessions[Any], session: Any, term: int) -> Any:
     """A holder obeys the controller that dialed it last, of any term."""
-
-    def newest(self: Sessions[Any], session: Any, term: int) -> tuple[bool, Any]:
-        self.term = 0
-        return begin(self, session, term)
-
-    begin = Sessions.begin
-    return patch.object(Sessions, "begin", newest)
+    self.term = 0
+    return real(self, session, term)
 
 
-@planted("level-before-the-fact", "R15", "R16 I4 R18")
-def level_before_the_fact() -> Any:
+@planted("level-before-the-fact", "R15", "R16 I4 R18", at=(seal, "StepLevel"))
+def level_before_the_fact(real: Any, **fields: Any) -> Any:
     """A ticket is set to committed as soon as its own copies are there."""
-
-    def committed(**fields: Any) -> StepLevel:
-        return StepLevel(**{**fields, "level": "committed" if fields["level"] == "sealed" else fields["level"]})
-
-    return patch.object(seal, "StepLevel", committed)
-
-
-@planted("fence-answered-early", "R21", "R21", *ZOMBIES, step_s=0.05, tries=24)
-def fence_answered_early() -> Any:
-    """A fence is answered before the shards that were submitted in time are sealed."""
-    return patch.object(seal, "FENCE_DRAIN_S", 0.0)
+    return StepLevel(**{**fields, "level": "committed" if fields["level"] == "sealed" else fields["level"]})
 
 
 @planted("incarnation-by-the-clock", "R3", "I16", SET_BACK)
@@ -164,3 +136,10 @@ def reader_reported_of_other_slots() -> Any:
         return ArrivedChunk(index, before[-2] if before[1:] else slot)
 
     return patch.object(chunk_notifier, "ArrivedChunk", other_slot)
+
+
+ROWS = (
+    row("fence-answered-early", "R21", "R21", (seal, "FENCE_DRAIN_S"), 0.0,
+        "A fence is answered before the shards that were submitted in time are sealed.",
+        *ZOMBIES, step_s=0.05, tries=24),
+)  # fmt: skip

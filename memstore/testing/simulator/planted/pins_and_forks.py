@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
@@ -18,7 +17,7 @@ from memstore.core.holder import reads
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId, StepId
 
@@ -39,65 +38,35 @@ def retention_ignores_pins() -> Iterator[None]:
         yield
 
 
-@planted("pins-not-repaired", "R29", "I16", PINNED, Fault(6.0, "kill-host", (1,), for_s=2.0))
-def pins_not_repaired() -> Any:
-    """Repair looks only at steps that retention keeps, so pinned steps stay without copies."""
-    return patch.object(repair, "redundant_steps", kept_steps)
-
-
-@planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED)
-def fork_takes_the_references() -> Any:
+@planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED, at=(ReplicaStore, "fork"))
+def fork_takes_the_references(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
     """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
-
-    def moved(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        is_new = self.index.find(new) is None
-        made = fork(self, shard, digest, new)
-        for number in made.slots if made is not None and is_new else ():
-            if number is not None:
-                self.table.unhold(number)
-        return made
-
-    fork = ReplicaStore.fork
-    return patch.object(ReplicaStore, "fork", moved)
+    is_new = self.index.find(new) is None
+    made = real(self, shard, digest, new)
+    for number in made.slots if made is not None and is_new else ():
+        if number is not None:
+            self.table.unhold(number)
+    return made
 
 
-@planted("fork-frees-its-origin", "R32", "R19", FORKED)
-def fork_frees_its_origin() -> Any:
+@planted("fork-frees-its-origin", "R32", "R19", FORKED, at=(ReplicaStore, "fork"))
+def fork_frees_its_origin(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
     """A fork drops the origin's replica once the new job's is there."""
-
-    def moved(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        made = fork(self, shard, digest, new)
-        self.drop(shard)
-        return made
-
-    fork = ReplicaStore.fork
-    return patch.object(ReplicaStore, "fork", moved)
+    made = real(self, shard, digest, new)
+    self.drop(shard)
+    return made
 
 
-@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3)
-def fork_of_another_step() -> Any:
+@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3, at=(ReplicaStore, "fork"))
+def fork_of_another_step(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
     """A fork is made of another step of its origin than the one that was named."""
-
-    def other(self: ReplicaStore, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
-        found = self.index.find(held[0]) if held else None
-        return fork(self, found.shard, found.spec.digest, new) if found is not None else None
-
-    fork = ReplicaStore.fork
-    return patch.object(ReplicaStore, "fork", other)
+    held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
+    found = self.index.find(held[0]) if held else None
+    return real(self, found.shard, found.spec.digest, new) if found is not None else None
 
 
-@planted(
-    "pins-numbered-by-link",
-    "R7",
-    "R7",
-    *BROKEN_LINKS,
-    reads_ranges=True,
-    streams_reads=True,
-    reads_every=1,
-    step_s=0.2,
-    tries=8,
-)
+@planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, streams_reads=True, reads_every=1,
+         step_s=0.2, tries=8)  # fmt: skip
 def pins_numbered_by_link() -> Any:
     """Readers' pins are numbered from 1 on each link, so a late unpin of an older link frees another reader's pin."""
     counts: Counter[Any] = Counter()
@@ -108,3 +77,10 @@ def pins_numbered_by_link() -> Any:
 
     hold = reads._hold
     return patch.object(reads, "_hold", numbered)
+
+
+ROWS = (
+    row("pins-not-repaired", "R29", "I16", (repair, "redundant_steps"), kept_steps,
+        "Repair looks only at steps that retention keeps, so pinned steps stay without copies.",
+        PINNED, Fault(6.0, "kill-host", (1,), for_s=2.0)),
+)  # fmt: skip

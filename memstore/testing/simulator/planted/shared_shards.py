@@ -19,7 +19,7 @@ from memstore.core.restore.staging import Staging
 from memstore.core.targets import shared_shards as core_shared_shards
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.replies import SharedShardPlace
-from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
 from recovery.inventory import ShardId
 
@@ -28,76 +28,46 @@ HYBRID: dict[str, Any] = {"shards": 2, "world_size": 6}
 RESTART = Fault(5.0, "kill-rank")
 
 
-@planted("writers-in-one-domain", "R34", "R34", world_size=6, **DDP)
-def writers_in_one_domain() -> Any:
+@planted("writers-in-one-domain", "R34", "R34", world_size=6, **DDP, at=(core_shared_shards, "choose_writers"))
+def writers_in_one_domain(real: Any, shard_of: Any, hosts: Any, *_: Any, replicas: int, **more: Any) -> Any:
     """The writers are the lowest ranks of one host."""
-
-    def near(shard_of: Any, hosts: Any, topology: Any, *, replicas: int, **_: Any) -> tuple[int, ...]:
-        return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
-
-    return patch.object(core_shared_shards, "choose_writers", near)
+    return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
 
 
-@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP)
-def writers_chosen_again() -> Any:
+@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP,
+         at=(Attempts, "_replace_member"))  # fmt: skip
+def writers_chosen_again(real: Any, self: Attempts, name: str, attempt: Any, call: Any) -> None:
     """After a process has taken a rank's place, other ranks are writers."""
-    replace_member = Attempts._replace_member
-
-    def again(self: Attempts, name: str, attempt: Any, call: Any) -> None:
-        record = self.journal.record
-        others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.writers)
-        with patch.object(self.journal, "record", lambda fact: record(replace(fact, writers=others))):
-            replace_member(self, name, attempt, call)
-
-    return patch.object(Attempts, "_replace_member", again)
+    record = self.journal.record
+    others = tuple(rank for rank in range(attempt.world_size) if rank not in attempt.writers)
+    with patch.object(self.journal, "record", lambda fact: record(replace(fact, writers=others))):
+        real(self, name, attempt, call)
 
 
-@planted("writers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP)
-def writers_not_written() -> Any:
+@planted("writers-not-written", "R34", "R34", Fault(2.0, "kill-rank"), **DDP, at=(SharedShards, "joined"))
+def writers_not_written(real: Any, self: SharedShards, attempt: Any, rank: int) -> Any:
     """Writers are chosen each time a rank asks, among the hosts that live then, and recorded in no fact."""
-
-    def joined(self: SharedShards, attempt: Any, rank: int) -> SharedShardPlace:
-        count = len(self.state.hosts.live_ids())
-        ranks = range(attempt.world_size)
-        table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
-        mine = attempt.shard_of[rank]
-        writers_by_shard = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
-        return SharedShardPlace(mine, len(table), tuple(table[mine]), writers_by_shard)
-
-    return patch.object(SharedShards, "joined", joined)
+    count = len(self.state.hosts.live_ids())
+    ranks = range(attempt.world_size)
+    table = {shard: [r for r in ranks if attempt.shard_of[r] == shard][-count:] for shard in attempt.shard_of}
+    mine = attempt.shard_of[rank]
+    writers_by_shard = tuple(tuple(table[shard]) for shard in sorted(table)) if rank == 0 else ()
+    return SharedShardPlace(mine, len(table), tuple(table[mine]), writers_by_shard)
 
 
-@planted("copies-of-writers-go-anywhere", "R34", "R34", hosts=4, world_size=4, **DDP)
-def copies_of_writers_go_anywhere() -> Any:
-    """A writer's copies go to its host's ordinary targets, not to the hosts of its shard's other writers."""
-    return patch.object(
-        SharedShards, "targets", lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner]
-    )
-
-
-@planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP)
-def shared_part_of_another_step() -> Any:
+@planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP, at=(SingleReads, "read"))
+def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, wanted: Wanted) -> None:
     """A read brings the oldest step instead of the one that was named."""
-    read = SingleReads.read
-
-    def oldest(self: SingleReads, call: Any, wanted: Wanted) -> None:
-        job = self.state.jobs[call.request.job]
-        step = min(s for s in job.commits if job.copies.get(s))
-        read(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.listener))
-
-    return patch.object(SingleReads, "read", oldest)
+    job = self.state.jobs[call.request.job]
+    step = min(s for s in job.commits if job.copies.get(s))
+    real(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.listener))
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
-         **HYBRID)  # fmt: skip
-def another_shard_restored() -> Any:
+         at=(Staging, "checked"), **HYBRID)  # fmt: skip
+def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> None:
     """A round goes on although a rank refuses the shard that was staged for it."""
-    checked = Staging.checked
-    return patch.object(
-        Staging,
-        "checked",
-        lambda self, now, active, report: checked(self, now, active, replace(report, error=None)),
-    )
+    real(self, now, active, replace(report, error=None))
 
 
 @planted("writers-wait-for-one-another", "R34", "R34", **DDP)
@@ -128,32 +98,22 @@ def writers_wait_for_one_another() -> Iterator[None]:
         yield
 
 
-@planted("writer-not-waited-for", "R34", "R34", tries=4, **DDP)
-def writer_not_waited_for() -> Any:
-    """An offer of equal chunks is answered while this host digests its own."""
-    return patch.object(HolderSharedShards, "is_over", lambda self, shard, own: True)
-
-
-@planted("late-writer-awaited-again", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
-         Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP)  # fmt: skip
-def late_writer_awaited_again() -> Any:
-    """An offer waits for a rank although an earlier offer has waited for it in vain."""
-    return patch.object(HolderSharedShards, "gave_up", lambda self, shard, own: None)
-
-
-@planted("wait-without-end", "R34", "R34", Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP)
-def wait_without_end() -> Any:
-    """An offer waits for the local writer's put without a limit."""
-    return patch.object(equal_ranks, "WRITER_WAIT_S", 60.0)
-
-
-@planted("own-state-compared", "R34", "R34", **DDP)
-def own_state_compared() -> Any:
-    """Writers are reported to differ in the chunks that are each one's own."""
-    return patch.object(seal, "shared_count", lambda ready: len(ready.slots))
-
-
-@planted("differing-writers-unreported", "R34", "R34", Fault(4.0, "differ", rank=1, count=99), **DDP)
-def differing_writers_unreported() -> Any:
-    """Copies are not compared with the local writer's put."""
-    return patch.object(HolderSharedShards, "compare", lambda self, own, other: None)
+ROWS = (
+    row("copies-of-writers-go-anywhere", "R34", "R34", (SharedShards, "targets"),
+        lambda self, job, attempt, rank, owner, ordinary: [h for h in ordinary if h != owner],
+        "A writer's copies go to its host's ordinary targets, not to the hosts of its shard's other writers.",
+        hosts=4, world_size=4, **DDP),
+    row("writer-not-waited-for", "R34", "R34", (HolderSharedShards, "is_over"), lambda self, shard, own: True,
+        "An offer of equal chunks is answered while this host digests its own.", tries=4, **DDP),
+    row("late-writer-awaited-again", "R34", "R34", (HolderSharedShards, "gave_up"), lambda self, shard, own: None,
+        "An offer waits for a rank although an earlier offer has waited for it in vain.",
+        Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
+        Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP),
+    row("wait-without-end", "R34", "R34", (equal_ranks, "WRITER_WAIT_S"), 60.0,
+        "An offer waits for the local writer's put without a limit.",
+        Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP),
+    row("own-state-compared", "R34", "R34", (seal, "shared_count"), lambda ready: len(ready.slots),
+        "Writers are reported to differ in the chunks that are each one's own.", **DDP),
+    row("differing-writers-unreported", "R34", "R34", (HolderSharedShards, "compare"), lambda self, own, other: None,
+        "Copies are not compared with the local writer's put.", Fault(4.0, "differ", rank=1, count=99), **DDP),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.scrub import Scrubber
 from memstore.shell.peer.server import PeerServer
-from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted
+from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
 from memstore.testing.simulator.world.scenario import Fault
 
 CRASHES = tuple(Fault(2.0 + 1.7 * n, "crash-holder-at", (n % 3,), count=2 * n + 1) for n in range(6))
@@ -32,96 +32,41 @@ class _Equal:
     __hash__ = object.__hash__
 
 
-@planted("digest-skipped-on-arrival", "R14", "R6", Fault(3.0, "flip-in-transit", count=4))
-def digest_skipped_on_arrival() -> Any:
+@planted("digest-skipped-on-arrival", "R14", "R6", Fault(3.0, "flip-in-transit", count=4),
+         at=(ReplicaStore, "keep_chunks"))  # fmt: skip
+def digest_skipped_on_arrival(real: Any, self: ReplicaStore, replica: IncomingReplica, arrived: Any) -> Any:
     """A chunk from a peer is kept without comparing its digest."""
-
-    def keep(self: ReplicaStore, replica: IncomingReplica, arrived: Any) -> list[int]:
-        for index, number, nbytes, _ in arrived:
-            self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
-        self.flush()
-        return []
-
-    return patch.object(ReplicaStore, "keep_chunks", keep)
+    for index, number, nbytes, _ in arrived:
+        self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
+    self.flush()
+    return []
 
 
-@planted("adoption-trusts-headers", "R6", "R6", Fault(5.0, "flip-at-rest", (0,), count=16),
-         Fault(5.1, "kill-holder", (0,)))  # fmt: skip
-def adoption_trusts_headers() -> Any:
-    """A new holder believes every slot header without digesting the slot."""
-    return patch.object(adoption, "chunk_digest", lambda view: _Equal())
-
-
-@planted("digest-skipped-on-staging", "R23", "R23", Fault(4.5, "kill-rank"),
-         Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
-def digest_skipped_on_staging() -> Any:
-    """A restore hands local bytes to the rank without digesting them again."""
-    return patch.object(ReplicaStore, "verify", lambda self, stored: sorted(stored.missing))
-
-
-@planted("bad-slot-not-condemned", "R30", "R23 R6 R29", Fault(4.5, "kill-rank"),
-         Fault(4.6, "flip-at-rest", (0,), count=16), tries=4)  # fmt: skip
-def bad_slot_not_quarantined() -> Any:
-    """A slot with bad bytes stays in its replicas and is served."""
-    return patch.object(ReplicaIndex, "quarantine", lambda self, number: [])
-
-
-@planted("scrub-finds-nothing", "R30", "R29", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS)
-def scrub_finds_nothing() -> Any:
-    """The scrub skips slots."""
-    return patch.object(ReplicaStore, "verify_slot", lambda self, number: [])
-
-
-@planted("scrub-passes-manifests", "R30", "R29", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS)
-def scrub_passes_manifests() -> Any:
-    """The scrub skips manifests."""
-    return patch.object(Scrubber, "_check_manifest", lambda self, stored: False)
-
-
-@planted("have-without-a-reference", "R13", "R6 R7")
-def have_without_a_reference() -> Any:
+@planted("have-without-a-reference", "R13", "R6 R7", at=(ReplicaIndex, "hold_known"))
+def have_without_a_reference(real: Any, self: Any, replica: IncomingReplica, index: int, nbytes: int) -> Any:
     """An offered chunk that is here already is counted without a reference of its own."""
-
-    def hold(self: ReplicaIndex, replica: IncomingReplica, index: int, nbytes: int) -> int | None:
-        number = self.table.lookup(replica.digests[index], nbytes)
-        if number is not None and replica.slots[index] is None:
-            replica.slots[index] = number
-        return number
-
-    return patch.object(ReplicaIndex, "hold_known", hold)
+    number = self.table.lookup(replica.digests[index], nbytes)
+    if number is not None and replica.slots[index] is None:
+        replica.slots[index] = number
+    return number
 
 
-@planted("index-keeps-freed-slots", "R6", "R6")
-def index_keeps_freed_slots() -> Any:
-    """The content index goes on naming a slot that was freed."""
-    return patch.object(SlotTable, "quarantine", lambda self, number: None)
-
-
-@planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, tries=3)
-def free_before_unlink() -> Any:
+@planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, tries=3, at=(ReplicaStore, "_discard"))
+def free_before_unlink(real: Any, self: ReplicaStore, gone: list[StoredReplica]) -> None:
     """A dropped replica's slots are freed before its manifest is unlinked."""
-
-    def discard(self: ReplicaStore, gone: list[StoredReplica]) -> None:
-        for stored in gone:
-            self.index.free(stored)
-            self.flush()
-            self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
-
-    return patch.object(ReplicaStore, "_discard", discard)
+    for stored in gone:
+        self.index.free(stored)
+        self.flush()
+        self.manifests.remove(ManifestFolder.name_of(stored.shard, stored.spec.digest))
 
 
-@planted("ack-before-the-manifest", "R7", "I4")
-def ack_before_the_manifest() -> Any:
+@planted("ack-before-the-manifest", "R7", "I4", at=(ReplicaStore, "finish"))
+def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, data: bytes) -> Any:
     """A replica is acknowledged although its manifest was never stored."""
-    finish = ReplicaStore.finish
-
-    def unsaved(self: ReplicaStore, name: str, data: bytes) -> StoredReplica:
-        if name == LOCAL_SENDER:
-            return finish(self, name, data)
-        with patch.object(self.manifests, "save", lambda name, data: None):
-            return finish(self, name, data)
-
-    return patch.object(ReplicaStore, "finish", unsaved)
+    if name == LOCAL_SENDER:
+        return real(self, name, data)
+    with patch.object(self.manifests, "save", lambda name, data: None):
+        return real(self, name, data)
 
 
 @planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15, tries=3)
@@ -159,66 +104,57 @@ def stale_submission() -> Any:
     return patch.multiple(SlotTable, submit=take, confirm=lambda self, owner, held: (list(held), []))
 
 
-@planted(
-    "incoming-replicas-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3, world_size=2
-)
-def incoming_kept() -> Any:
+@planted("incoming-replicas-kept", "R13", "I13 I16", Fault(4.0, "memory-full", (2,), for_s=3.0), replicas=3,
+         world_size=2, at=(PeerServer, "_abort"))  # fmt: skip
+def incoming_kept(real: Any, self: PeerServer, request: Any) -> Any:
     """A push that was given up leaves its incoming replica at the peer for ever."""
-    abort = PeerServer._abort
-
-    def forget(self: PeerServer, request: Any) -> Any:
-        with patch.object(self.replicas, "abort_incoming", lambda name, shard: None):
-            return abort(self, request)
-
-    return patch.object(PeerServer, "_abort", forget)
-
-
-@planted(
-    "fence-keeps-incoming-replicas", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
-         step_s=0.15, tries=5)  # fmt: skip
-def fence_keeps_incoming() -> Any:
-    """A fence leaves half-received shards of older attempts alone."""
-    return patch.object(ReplicaIndex, "abort_older", lambda self, job, attempt: [])
+    with patch.object(self.replicas, "abort_incoming", lambda name, shard: None):
+        return real(self, request)
 
 
 @planted("offer-ignores-fence", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
-         step_s=0.15, tries=5)  # fmt: skip
-def offer_ignores_fence() -> Any:
+         step_s=0.15, tries=5, at=(PeerServer, "_offer"))  # fmt: skip
+def offer_ignores_fence(real: Any, self: PeerServer, channel: Any, request: Any) -> Any:
     """A peer takes a shard of an attempt that it has fenced."""
-    offer = PeerServer._offer
-
-    def unfenced(self: PeerServer, channel: Any, request: Any) -> Any:
-        with patch.object(self, "is_fenced", lambda job, attempt: False):
-            return offer(self, channel, request)
-
-    return patch.object(PeerServer, "_offer", unfenced)
+    with patch.object(self, "is_fenced", lambda job, attempt: False):
+        return real(self, channel, request)
 
 
-@planted("pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15, tries=3)
-def pin_ignored() -> Any:
+@planted("pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15, tries=3,
+         at=(ReplicaIndex, "drop"))  # fmt: skip
+def pin_ignored(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
     """A replica is freed although a reader has pinned it."""
-
-    def drop(self: ReplicaIndex, shard: Any, *how: Any) -> list[StoredReplica]:
-        return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
-
-    return patch.object(ReplicaIndex, "drop", drop)
+    return [self.shards.pop(key) for key in [k for k in self.shards if k[0] == shard]]
 
 
-@planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"))
-def drop_leaves_staged() -> Any:
+@planted("drop-leaves-staged", "R12", "I16", Fault(4.0, "kill-rank"), at=(ReplicaIndex, "drop"))
+def drop_leaves_staged(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
     """A drop leaves the pin of a staged replica, so its slots stay in use until the pin's deadline."""
-    drop = ReplicaIndex.drop
-
-    def forgetful(self: ReplicaIndex, shard: Any, *how: Any) -> list[StoredReplica]:
-        staged, self.staged = self.staged, {}
-        gone = drop(self, shard, *how)
-        self.staged = staged
-        return gone
-
-    return patch.object(ReplicaIndex, "drop", forgetful)
+    staged, self.staged = self.staged, {}
+    gone = real(self, shard, *how)
+    self.staged = staged
+    return gone
 
 
-@planted("peer-copies-refused", "R10", "I16")
-def peer_copies_refused() -> Any:
-    """A host refuses every copy of a peer for want of room."""
-    return patch.object(ReplicaIndex, "peer_refusal", lambda self, shard, count: "peer share full")
+ROWS = (
+    row("adoption-trusts-headers", "R6", "R6", (adoption, "chunk_digest"), lambda view: _Equal(),
+        "A new holder believes every slot header without digesting the slot.",
+        Fault(5.0, "flip-at-rest", (0,), count=16), Fault(5.1, "kill-holder", (0,))),
+    row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, stored: sorted(stored.missing),
+        "A restore hands local bytes to the rank without digesting them again.",
+        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),
+    row("bad-slot-not-condemned", "R30", "R23 R6 R29", (ReplicaIndex, "quarantine"), lambda self, number: [],
+        "A slot with bad bytes stays in its replicas and is served.",
+        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),
+    row("scrub-finds-nothing", "R30", "R29", (ReplicaStore, "verify_slot"), lambda self, number: [],
+        "The scrub skips slots.", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS),
+    row("scrub-passes-manifests", "R30", "R29", (Scrubber, "_check_manifest"), lambda self, stored: False,
+        "The scrub skips manifests.", Fault(8.0, "rot-manifest", (0,), count=16), **BETWEEN_STEPS),
+    row("index-keeps-freed-slots", "R6", "R6", (SlotTable, "quarantine"), lambda self, number: None,
+        "The content index goes on naming a slot that was freed."),
+    row("fence-keeps-incoming-replicas", "R21", "R21", (ReplicaIndex, "abort_older"), lambda self, job, attempt: [],
+        "A fence leaves half-received shards of older attempts alone.",
+        Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER, step_s=0.15, tries=5),
+    row("peer-copies-refused", "R10", "I16", (ReplicaIndex, "peer_refusal"), lambda *_: "peer share full",
+        "A host refuses every copy of a peer for want of room."),
+)  # fmt: skip

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from memstore.core.holder import lost_files, seal
 from memstore.core.holder.effects import Procedure
-from memstore.testing.simulator.planted.bug import planted
+from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.scenario import Fault
@@ -34,19 +34,11 @@ def _seen(*_: Any) -> Procedure[str]:
     return ""
 
 
-@planted("old-arena-kept", "R8", "I16", REPLACED)
-def old_arena_kept() -> Any:
-    """A rank keeps its mapping of an arena that was replaced, so every put of it fails."""
-    return patch.object(SimRank, "map_arena", _first_only)
-
-
-@planted("removed-files-unseen", "R35", "I16", REMOVED)
-def removed_files_unseen() -> Any:
-    """A holder does not notice that its files were removed; it stays, and can store nothing."""
-    return patch.object(lost_files, "look", lambda files, loss: None)
-
-
-@planted("removed-files-not-written", "R35", "R19 I1", REMOVED)
-def removed_files_not_written() -> Any:
-    """A holder whose files were removed ends without writing them again."""
-    return patch.object(lost_files, "_written_again", lambda files: "")
+ROWS = (
+    row("old-arena-kept", "R8", "I16", (SimRank, "map_arena"), _first_only,
+        "A rank keeps its mapping of an arena that was replaced, so every put of it fails.", REPLACED),
+    row("removed-files-unseen", "R35", "I16", (lost_files, "look"), lambda files, loss: None,
+        "A holder does not notice that its files were removed; it stays, and can store nothing.", REMOVED),
+    row("removed-files-not-written", "R35", "R19 I1", (lost_files, "_written_again"), lambda files: "",
+        "A holder whose files were removed ends without writing them again.", REMOVED),
+)  # fmt: skip

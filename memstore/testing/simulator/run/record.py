@@ -9,23 +9,16 @@ again after every few seeds, so a process that is killed loses only the newest o
 from __future__ import annotations
 
 import datetime
-import json
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memstore.testing.part_records import parts_of, source_commit, write_parts
 from memstore.testing.simulator.run.campaign import Outcome, Summary, run
 
 BATCH_SEEDS = 50
 Body = dict[str, Any]
-
-
-def load(path: Path) -> list[Body]:
-    """Return the parts of a record; none if there is no file."""
-    return list(json.loads(path.read_text(encoding="utf-8"))["parts"]) if path.exists() else []
 
 
 def unplayed(parts: list[Body], first: int, count: int) -> tuple[int, int]:
@@ -43,16 +36,14 @@ def add(path: Path, summary: Summary, commit: str) -> None:
     date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
     last_seed = summary.first_seed + summary.seeds - 1
     part: Body = {"commit": commit, "date": date, **summary.to_dict(), "last_seed": last_seed}
-    parts = load(path)
+    parts = parts_of(path)
     before = parts[-1] if parts else None
     is_next = before is not None and before["last_seed"] + 1 == part["first_seed"]
     if before is not None and is_next and (before["commit"], before["date"]) == (commit, date):
         parts[-1] = _joined(before, part)
     else:
         parts.append(part)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({"parts": parts}, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_parts(path, parts)
 
 
 def _joined(before: Body, part: Body) -> Body:
@@ -70,9 +61,9 @@ def play_on(
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Summary:  # fmt: skip
     """Play the seeds of a range that the record lacks and add them to it; return the summary of this call."""
-    commit, total, limit_s = commit_of_checkout(), Summary(first_seed=first), (minutes or 0) * 60
+    commit, total, limit_s = source_commit() or "unknown", Summary(first_seed=first), (minutes or 0) * 60
     while True:
-        next_seed, left = unplayed(load(path), first, count)
+        next_seed, left = unplayed(parts_of(path), first, count)
         left_s = limit_s - total.wall_s
         if not left or (minutes is not None and left_s <= 0):
             return total
@@ -84,15 +75,3 @@ def play_on(
             return total
         add(path, summary, commit)
         total.join(summary)
-
-
-def commit_of_checkout() -> str:
-    """Return the commit of this checkout, "unknown" outside one."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-            timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()

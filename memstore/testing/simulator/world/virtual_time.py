@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable, Generator
 from typing import Protocol
+
+from memstore.testing.event_queue import EventQueue
 
 Wait = float | Callable[[], bool]  # what a thread yields: seconds to sleep, or a condition to wait for
 Thread = Generator[Wait, None, None]
@@ -30,29 +30,13 @@ class Endless:
     is_up, is_frozen = True, False
 
 
-class VirtualTime:
+class VirtualTime(EventQueue):
     """The clock of one simulation and the queue of its events."""
 
     def __init__(self, close: Callable[[Thread], None]) -> None:
         """Start at 0 s; `close` ends a thread whose process is dead."""
-        self.now = 0.0
-        self.events_count = 0
+        super().__init__()
         self._close = close
-        self._order = itertools.count()  # events of the same moment happen in the order in which they were added
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-
-    def at(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Do something after a delay."""
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), work))
-
-    def every(self, every_s: float, work: Callable[[], object]) -> None:
-        """Do something again and again."""
-
-        def again() -> None:
-            self.at(every_s, again)
-            work()
-
-        self.at(every_s, again)
 
     def spawn(self, work: Thread, process: Process) -> None:
         """Run a generator as a thread of a process."""
@@ -80,11 +64,3 @@ class VirtualTime:
                 step()
 
         self.at(0.0, step)
-
-    def next_event(self, until_s: float) -> Callable[[], None] | None:
-        """Advance to the next event and return its work; None if none is due by a moment."""
-        if not self._queue or self._queue[0][0] > until_s:
-            return None
-        self.now, _, work = heapq.heappop(self._queue)
-        self.events_count += 1
-        return work
