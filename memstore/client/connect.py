@@ -168,7 +168,7 @@ def connect(
             Join(
                 job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
                 nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
-                shard=shard_rank, shards=shard_count, limit_s=limit_s,
+                shard=shard_rank, shards=shard_count, limit_s=limit_s, in_place=launch.is_in_place,
             ),
             limit_s=limit_s,
         )  # fmt: skip

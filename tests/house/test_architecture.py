@@ -33,12 +33,13 @@ LAYERS = {
     "memstore.shell": 5,
     "memstore.admin": 6,
     "memstore.client": 7,
-    "memstore.adapters": 8,
+    "memstore.inplace": 8,
     "memstore.exchange": 8,
-    "memstore.cli": 9,
-    "memstore.testing": 9,
-    "memstore.drills": 10,  # its commands are verbs of the command line
-    "memstore.demo": 10,
+    "memstore.adapters": 9,
+    "memstore.cli": 10,
+    "memstore.testing": 10,
+    "memstore.drills": 11,  # its commands are verbs of the command line
+    "memstore.demo": 11,
 }
 ERRORS_LAYER, CLIENT_LAYER = LAYERS["memstore.errors"], LAYERS["memstore.client"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +111,17 @@ def test_actors_are_started_again_when_one_dies(cluster: EmbeddedCluster, tmp_pa
     assert first_steps(output) == {0, 4}
     assert "all ranks are done, this launch trained 4 steps" in output
     assert {step for _, step in losses(output)} == set(range(8))
+
+
+def test_actors_stay_when_another_one_dies(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """Rank 0 dies after step 10: its replacement and rank 1, in the process that it had, go on from there."""
+    command = command_of("in_place_actors.py", cluster, "stay", "--steps", "20", "--die-at", "10")
+    output = run(command, environment(cluster, tmp_path))
+    begun = re.findall(r"rank (\d), pid (\d+): generation (\d) begins with step (\d+)", output)
+    assert {(rank, number, step) for rank, _, number, step in begun} == {
+        (rank, *begin) for rank in "01" for begin in (("0", "0"), ("1", "11"))
+    }
+    pids = {(rank, number): pid for rank, pid, number, _ in begun}
+    assert pids["1", "0"] == pids["1", "1"]
+    assert pids["0", "0"] != pids["0", "1"]
+    assert f"pids at the end: {pids['0', '1']} {pids['1', '1']}" in output

@@ -26,6 +26,7 @@ class Entrant:
     shard: int | None = None
     shards: int | None = None
     is_fresh: bool = False
+    is_in_place: bool = False
     limit_s: float = 0.0  # how long it waits from its question on: what is left of its connect(), or its attempt's
     is_gone: bool = False  # it died before its attempt opened
 
@@ -41,7 +42,7 @@ def joining(call: Call[Join]) -> Entrant:
     asked = call.request
     return Entrant(
         call, asked.rank, asked.nonce, asked.key, asked.launcher, asked.config, asked.pid, asked.shard, asked.shards,
-        asked.fresh, asked.limit_s,
+        asked.fresh, asked.in_place, asked.limit_s,
     )  # fmt: skip
 
 

@@ -265,6 +265,7 @@ class Attempts:
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s, order=gathering.order,
                 shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
+                is_in_place=first.is_in_place,
             )
         )  # fmt: skip
         self.journal.record(opened)
@@ -296,7 +297,7 @@ class Attempts:
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
             dict(fact.config), members, order=fact.order, shard_of=fact.shard_of, writers=fact.writers,
-            opened_s=fact.wall_s,
+            opened_s=fact.wall_s, is_in_place=fact.is_in_place,
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}

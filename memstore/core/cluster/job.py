@@ -76,6 +76,7 @@ class Attempt:
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
+    is_in_place: bool = False  # its launch kept the processes that were left
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
 
@@ -124,6 +125,7 @@ class Attempt:
             launched,
             self.shard_of,
             self.writers,
+            self.is_in_place,
         )
 
 

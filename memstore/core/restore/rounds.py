@@ -295,10 +295,18 @@ class Rounds:
         recent = [
             r for r in job.restores
             if r.step == step and abs(self.state.wall_s - r.wall_s) <= window_s  # clocks may have been set back
-            # An attempt that all its ranks closed did not fail because of the restored step.
-            and (r.attempt not in job.attempts or job.attempts[r.attempt].phase != "closed")
+            and not self._is_no_verdict(job.attempts.get(r.attempt))
         ]  # fmt: skip
         return len(recent) >= int(attempt.config["max_restores"])
+
+    @staticmethod
+    def _is_no_verdict(attempt: Attempt | None) -> bool:
+        """Return whether the end of an attempt says nothing of the step that it restored (R25).
+
+        All its ranks closed it, or it began in place because ranks were lost: what their own code raises, again and
+        again, ends such a job with the third time.
+        """
+        return attempt is not None and (attempt.phase == "closed" or attempt.is_in_place)
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
         """Bind the lineage to the replicated decision, then stage (R22, R23)."""
@@ -383,7 +391,7 @@ class Rounds:
             if not active.calls:
                 del self.state.rounds[job.name]
             return
-        self.fail(active, "RecoveryError", f"rank {rank} died while step was being restored: restart all ranks")
+        self.fail(active, "RecoveryError", f"rank {rank} died during the restore: all ranks must begin again")
 
     def torn(self, now: float, job: Job, step: StepId) -> None:
         """Go on to the next candidate if a rank of an older attempt reports the restoring step torn (R25)."""

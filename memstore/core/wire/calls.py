@@ -56,6 +56,8 @@ class Join(Request[Joined], frozen=True, tag="join"):
     shard: Unsigned | None
     shards: Positive | None
     limit_s: float
+    in_place: bool = False
+    """The launch replaces ranks that were lost, and keeps the processes of the others."""
 
 
 class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):

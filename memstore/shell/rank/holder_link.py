@@ -98,6 +98,7 @@ class HolderLink(LeasedSlots):
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
+        self.interrupted = ""  # why this process ended its own waits, if it did
         self.adopter = Tenant()  # gets what this process adopts
         self.channel, self.welcome = self._connect(None)
         _LINKS.add(self)
@@ -283,6 +284,8 @@ class HolderLink(LeasedSlots):
 
     def fenced_error(self) -> FencedError:
         """Return the error for a Store of an older attempt, of an older connect() or of a removed job (R21)."""
+        if self.interrupted:
+            return FencedError(f"job {self.job!r}: attempt {self.attempt} is over: {self.interrupted}")
         if self.is_removed:
             why = "the job was removed; connect again to begin it from nothing"
         elif self.fenced_by == self.attempt:
@@ -290,6 +293,11 @@ class HolderLink(LeasedSlots):
         else:
             why = f"attempt {self.fenced_by} was opened: end this process, or use the Store that it opened for that"
         return FencedError(f"job {self.job!r}: this Store belongs to attempt {self.attempt} and is fenced: {why}")
+
+    def interrupt(self, why: str) -> None:
+        """End every wait on this link with a FencedError that says `why`; any thread may call, more than once."""
+        self.interrupted = why
+        self.take_event(AttemptFenced(attempt=self.attempt or 1, is_removed=False))
 
     # -- for the store ------------------------------------------------------------------------
 
@@ -473,6 +481,13 @@ _LINKS: weakref.WeakSet[HolderLink] = weakref.WeakSet()
 def _forget_in_child() -> None:
     for link in list(_LINKS):
         link.forget()
+
+
+def interrupt_all(why: str) -> None:
+    """Interrupt every open link of a rank in this process."""
+    for link in list(_LINKS):
+        if link.job and not link.closed.is_set():
+            link.interrupt(why)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,7 +1,8 @@
 """Who am I in this launch: rank, world size, and the key that is new for every launch (R20).
 
-Reads Ray Train, an initialised torch.distributed and the environment, in this order, and imports neither torch
-nor ray: a library that the process has not imported cannot be in use by it. Read `identity.py` next.
+Reads the launch that was given, Ray Train, an initialised torch.distributed and the environment, in this order, and
+imports neither torch nor ray: a library that the process has not imported cannot be in use by it. Read `identity.py`
+next.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,13 +41,16 @@ _LAUNCHERS = {
 }
 
 
+IN_PLACE = "in place"  # the source of a launch that processes begin again in, without an end of theirs
+
+
 @dataclass(frozen=True)
 class Launch:
     """One rank's place in one launch of its worker group.
 
     `key` is equal on all ranks of the launch and new for every launch; None where nothing provides one.
     `launcher` names what started the ranks and would restart them; it tells a restart from a second start.
-    `source` is "ray-train", "torch.distributed", "environment", "arguments" or "alone".
+    `source` is "in place", "ray-train", "torch.distributed", "environment", "arguments" or "alone".
     """
 
     rank: int
@@ -54,6 +58,16 @@ class Launch:
     key: str | None
     launcher: str
     source: str
+    is_in_place: bool = False  # it replaces lost ranks and keeps the processes of the others
+
+
+_given_launch: Launch | None = None
+
+
+def give_launch(launch: Launch | None) -> None:
+    """Name the launch that this process is in from now on; None: it is detected again."""
+    global _given_launch
+    _given_launch = launch
 
 
 def detect_launch(
@@ -87,10 +101,10 @@ def detect_launch(
             f"attempt={attempt!r} must be a string of 1 to 256 characters, equal on all ranks and new for every launch",
             field="attempt",
         )
-    found = _ray_train_launch() or _torch_place() or _environment_place(env)
+    found = _given_launch or _ray_train_launch() or _torch_place() or _environment_place(env)
     place = _agree(rank, world_size, found, env)
-    if found is not None and found.source == "ray-train":
-        return Launch(place.rank, place.world_size, found.key, found.launcher, found.source)
+    if found is not None and found.source in (IN_PLACE, "ray-train"):
+        return replace(found, rank=place.rank, world_size=place.world_size)
     launcher = launcher_name(env)
     if found is not None and found.source == "torch.distributed":
         key, launcher = _broadcast_key(place, launcher, timeout_s)
@@ -183,7 +197,11 @@ def _other_processes(env: Mapping[str, str]) -> str:
 
 
 def _describe(found: Launch | None) -> str:
-    names = {"ray-train": "Ray Train's context", "environment": "the environment (RANK / WORLD_SIZE)"}
+    names = {
+        "ray-train": "Ray Train's context",
+        IN_PLACE: "the generation that this process is in",
+        "environment": "the environment (RANK / WORLD_SIZE)",
+    }
     return "" if found is None else names.get(found.source, found.source)
 
 

@@ -1,0 +1,135 @@
+"""Ray Train: a lost worker is replaced, the others keep their processes and enter the training function again.
+
+    @memstore.inplace.reentrant
+    def train(config): ...
+
+    TorchTrainer(train, torch_config=InPlaceTorchConfig(), run_config=RunConfig(failure_config=FailureConfig(5)), ...)
+
+Each replacement counts as one of `max_failures`. Ray's replica groups, which this uses, have a price: LOCAL_RANK is 0
+and LOCAL_WORLD_SIZE 1 on every worker, elastic sizes and the preemption watcher are off, and `datasets=` would hand a
+replacement all of the data. If all workers are lost at once, Ray starts the whole group again, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
+
+from memstore.adapters.ray_train_names import missing
+from memstore.inplace.meeting import MeetingServer, Place
+from memstore.inplace.reentry import join_meeting
+from memstore.inplace.verdict import frozen_ranks
+
+log = logging.getLogger("memstore")
+LOOK_S = 0.25
+
+
+@dataclass
+class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
+    """TorchConfig of a job that recovers in place; `torch_config=` of a TorchTrainer.
+
+    Attributes:
+        hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
+        meet_s: Longest wait of the ranks that are left for a replacement; then Ray restarts all of them.
+    """
+
+    hang_after_s: float | None = 3.0
+    meet_s: float = 120.0
+
+    @property
+    def backend_cls(self) -> Any:
+        """Return the backend, which Ray makes in the process of its controller."""
+        lacking = missing()
+        if not lacking:
+            return InPlaceBackend
+        log.warning(
+            "memstore: Ray %s lacks %s: every lost worker restarts the whole group", ray.__version__, ", ".join(lacking)
+        )
+        return _TorchBackend
+
+
+class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
+    """Tells workers where they meet, which generation is wanted, and when one has lost a rank."""
+
+    has_replica_groups = True
+
+    def __init__(self) -> None:
+        self.server: MeetingServer | None = None
+        self.run_id = ""
+
+    def on_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
+        """Begin with a whole group, or go on with the replacement of one worker.
+
+        Replaced workers come one by one: the ranks that are left meet once the last of them is there.
+        """
+        is_whole = _is_whole(worker_group)
+        if is_whole:
+            self.server, self.run_id = MeetingServer(), secrets.token_hex(8)
+        server = self.server
+        if server is None:
+            raise RuntimeError("a replacement came before the group did")
+        worker_group.execute(_set_torch_distributed_env_vars)
+        ranks = worker_group.execute(
+            come, ray.util.get_node_ip_address(), server.port, self.run_id, backend_config.backend,
+            float(backend_config.timeout_s), backend_config.meet_s,
+        )  # fmt: skip
+        for rank in ranks:
+            server.forget_beats(rank)
+        server.begin(server.generation + 1)
+        if is_whole and backend_config.hang_after_s is not None:
+            arguments = (server, worker_group, backend_config.hang_after_s)
+            threading.Thread(target=self._watch, args=arguments, name="memstore-hangs", daemon=True).start()
+
+    def on_training_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
+        """Leave the process group to the reentrant function."""
+
+    def on_shutdown(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
+        """Let the workers that are left stop waiting for the one that Ray replaces."""
+        if self.server is not None and not _is_whole(worker_group):
+            self.server.mark_broken()
+
+    def _watch(self, server: MeetingServer, worker_group: Any, hang_after_s: float) -> None:
+        """Kill workers that give no sign of life, which makes Ray replace them."""
+        size = len(worker_group)
+        seen = [(0, time.monotonic())] * size
+        while self.server is server:
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            if server.is_broken:  # a frozen rank is found once the others have their replacements
+                seen = [(0, now)] * size
+                continue
+            seen, frozen = frozen_ranks(seen, server.beats(size), now, hang_after_s)
+            for rank in frozen:
+                log.warning("memstore: rank %d has not beaten for %g s: it is killed", rank, hang_after_s)
+                seen[rank] = (0, now)
+                server.mark_broken()
+                ray.kill(worker_group.get_workers()[rank].actor)
+
+
+def _is_whole(worker_group: Any) -> bool:
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+
+    return isinstance(worker_group, WorkerGroup)
+
+
+def come(address: str, port: int, run: str, backend: str | None, timeout_s: float, meet_s: float) -> int:
+    """Note in a worker where the ranks meet, and return its rank; the training function runs afterwards."""
+    import torch
+
+    context = ray.train.get_context()
+    launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
+    join_meeting(
+        Place(
+            address, port, run, context.get_world_rank(), context.get_world_size(), launcher,
+            backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, meet_s,
+        )
+    )  # fmt: skip
+    return int(context.get_world_rank())

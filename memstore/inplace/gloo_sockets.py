@@ -1,0 +1,74 @@
+"""Frees a thread that waits in a gloo collective for a peer that is frozen or cut off.
+
+gloo's own abort(), shutdown() and destroy_process_group() return at once and free no waiting thread (torch 2.13).
+shutdown(2) on its connections does: each waiting collective raises RuntimeError within 0.1 s. gloo connects all pairs
+when a group is made, so its connections are the sockets that appear meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+
+class GlooSockets:
+    """The connections of the process groups that are made from `record` to `end`, subgroups included."""
+
+    def __init__(self) -> None:
+        self._inodes: dict[int, str] = {}  # descriptor -> "socket:[inode]": a number is used again after a close
+        self._make_group: Callable[..., Any] | None = None
+
+    def record(self) -> None:
+        """Take the sockets that appear while torch makes a group for gloo's; torch has no hook for it."""
+        make_group = self._make_group = c10d._new_process_group_helper
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            before = open_sockets()
+            made = make_group(*args, **kwargs)
+            self._inodes.update({fd: name for fd, name in open_sockets().items() if before.get(fd) != name})
+            return made
+
+        c10d._new_process_group_helper = recorded
+
+    def end(self) -> None:
+        """Record no more, and forget what was recorded."""
+        if self._make_group is not None:
+            c10d._new_process_group_helper, self._make_group = self._make_group, None
+        self._inodes.clear()
+
+    def shut(self, *, spared_port: int) -> int:
+        """Shut what is still open, but connections to `spared_port`; return how many. Any thread may call."""
+        count, now = 0, open_sockets()
+        for fd, name in list(self._inodes.items()):
+            if now.get(fd) == name and _shut(fd, spared_port):
+                count += 1
+        return count
+
+
+def open_sockets() -> dict[int, str]:
+    """Return "socket:[inode]" of each descriptor of this process that is one."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # closed since the folder was read
+        if name.startswith("socket:"):
+            found[int(fd)] = name
+    return found
+
+
+def _shut(fd: int, spared_port: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            is_tcp = sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_tcp or spared_port in (sock.getpeername()[1], sock.getsockname()[1]):
+                return False
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
+    except OSError:
+        return False  # a listener, or closed meanwhile

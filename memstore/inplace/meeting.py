@@ -1,0 +1,148 @@
+"""Where ranks meet: a torch TCPStore in the process that replaces lost ranks, so that no rank's death takes it away.
+
+Keys: `wanted` (the generation that ranks are to begin, set once its replacements are there), `broken` (the newest
+generation that lost a rank), `here/N` (ranks that came to generation N), `done/N` (ranks whose function returned in
+it), `beat/R` (beats of rank R), and what the process groups of a generation keep under its own prefix.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from memstore.errors import GatherTimeout
+
+LOOK_S = 0.005
+DONE_LOOK_S = 0.05
+CALL_S = 20.0  # longest wait for one answer of the store: its process lives, or the job is over
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank needs to find the others, and how it calls itself."""
+
+    address: str
+    port: int
+    run: str  # new for every start of the whole worker group
+    rank: int
+    world_size: int
+    launcher: str  # what would start all ranks again
+    backend: str
+    collective_timeout_s: float
+    meet_s: float = 60.0  # longest wait for the other ranks; then what started the ranks restarts them all
+
+
+class MeetingServer:
+    """The meeting's store, in the process that starts ranks and replaces them."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._lock = threading.Lock()
+        self.generation = NONE
+        self.broken = NONE  # the newest generation that lost a rank
+
+    def close(self) -> None:
+        """End the store: ranks that still wait for one another get an error."""
+        del self._store
+
+    @property
+    def port(self) -> int:
+        """Return the port that the store listens at."""
+        return int(self._store.port)
+
+    def begin(self, generation: int) -> None:
+        """Let all ranks meet for a generation: its replacements are there, or about to be."""
+        with self._lock:
+            self.generation = generation
+            self._store.set("wanted", str(generation))
+
+    def mark_broken(self) -> None:
+        """Tell all ranks that the present generation has lost one."""
+        with self._lock:
+            self.broken = self.generation
+            self._store.set("broken", str(self.broken))
+
+    def forget_beats(self, rank: int) -> None:
+        """Take no beat of a process that was lost for one of its replacement."""
+        with self._lock:
+            self._store.delete_key(f"beat/{rank}")
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether the present generation has lost a rank."""
+        return self.broken >= self.generation
+
+    def beats(self, world_size: int) -> list[int]:
+        """Return by rank how often its process has beaten; 0 for one that is on its way."""
+        with self._lock:
+            return [self._store.add(f"beat/{rank}", 0) for rank in range(world_size)]
+
+
+class Meeting:
+    """A rank's way to the others; each thread has one of its own."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.store = dist.TCPStore(
+            place.address, place.port, is_master=False, timeout=timedelta(seconds=CALL_S), wait_for_workers=False
+        )
+
+    def again(self) -> Meeting:
+        """Return another connection to the same meeting, for another thread."""
+        return Meeting(self.place)
+
+    def beat(self) -> None:
+        """Say that this process runs."""
+        self.store.add(f"beat/{self.place.rank}", 1)
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether a generation has lost a rank, or a newer one is wanted."""
+        return max(self._number("broken"), self._number("wanted") - 1) >= generation
+
+    def _number(self, key: str) -> int:
+        return int(self.store.get(key)) if self.store.check([key]) else NONE
+
+    def is_over_for_all(self, generation: int) -> bool:
+        """Say that this rank's function has returned, and wait until all ranks' have; False if one is lost first.
+
+        There is no limit: another rank may work on for as long as it likes.
+        """
+        ranks = self.store.add(f"done/{generation}", 1)
+        while ranks < self.place.world_size:
+            if self.is_over(generation):
+                return False
+            time.sleep(DONE_LOOK_S)
+            ranks = self.store.add(f"done/{generation}", 0)
+        return True
+
+    def meet(self, after: int) -> int:
+        """Wait until all ranks have come to a generation newer than `after`, and return its number.
+
+        A rank that is lost meanwhile makes the others wait for the generation of its replacement.
+
+        Raises:
+            GatherTimeout: The others did not come within `meet_s`.
+        """
+        place, mine = self.place, NONE
+        deadline_s = time.monotonic() + place.meet_s
+        come = 0
+        while time.monotonic() < deadline_s:
+            wanted = self._number("wanted")
+            if wanted > after:
+                if wanted != mine:
+                    mine = wanted
+                    self.store.add(f"here/{mine}", 1)
+                come = self.store.add(f"here/{mine}", 0)
+                if come >= place.world_size:
+                    return mine
+            time.sleep(LOOK_S)
+        what = f"{come} of {place.world_size} ranks came to generation {mine}" if mine > NONE else "nothing replaced it"
+        raise GatherTimeout(
+            f"rank {place.rank}: a rank of generation {after} was lost, and {what} within {place.meet_s:g} s: all "
+            "ranks must be restarted"
+        )

@@ -1,0 +1,178 @@
+"""Plain Ray actors, one a rank: those that are lost are replaced, the others stay."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+from memstore.config import check_whole
+from memstore.errors import RecoveryError
+from memstore.inplace.meeting import MeetingServer, Place
+from memstore.inplace.reentry import join_meeting, reentrant
+from memstore.inplace.verdict import frozen_ranks
+
+log = logging.getLogger("memstore")
+POLL_S = 0.05
+SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
+
+
+class InPlaceGroup:
+    """Runs a training function on one Ray actor a rank, and replaces actors that are lost.
+
+    Args:
+        world_size: Number of ranks.
+        actor_options: Of each actor, such as `{"num_gpus": 1, "scheduling_strategy": "SPREAD"}`; as ray.remote takes.
+        backend: Of torch.distributed.
+        spares: Actors that wait, with torch and the function's module imported, to take the place of a lost one.
+        hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
+        max_losses: Lost ranks, over all of a run, that are replaced; one more ends it.
+        collective_timeout_s: Of torch.distributed's collectives.
+    """
+
+    def __init__(
+        self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
+        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 100, collective_timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
+        self.world_size = check_whole("world_size", world_size, low=1)
+        self.spares_count = check_whole("spares", spares)
+        self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
+        self._backend, self._hang_after_s, self._max_losses = backend, hang_after_s, max_losses
+        self._collective_timeout_s = collective_timeout_s
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(*args)` on every rank, again after each loss, and return what the ranks returned, by rank.
+
+        Raises:
+            RecoveryError: More than `max_losses` ranks were lost.
+            RayTaskError: The function raised on some rank, with that rank's traceback; all ranks are ended.
+        """
+        run = _Run(self, function, args)
+        try:
+            return run.to_the_end()
+        finally:
+            run.close()
+
+    def place(self, server: MeetingServer, run: str, rank: int) -> Place:
+        """Return what the process of a rank needs to find the others."""
+        return Place(
+            ray.util.get_node_ip_address(), server.port, run, rank, self.world_size,
+            f"ray-job:{ray.get_runtime_context().get_job_id()}", self._backend, self._collective_timeout_s,
+        )  # fmt: skip
+
+    def actor(self) -> Any:
+        """Start an actor."""
+        return ray.remote(**self._options)(_Member).remote()
+
+    @property
+    def hang_after_s(self) -> float | None:
+        """Return how long a healthy process may be silent."""
+        return self._hang_after_s
+
+    @property
+    def max_losses(self) -> int:
+        """Return how many losses a run may have."""
+        return self._max_losses
+
+
+class _Run:
+    """One run of a function on a group: its actors, and the meeting that they share."""
+
+    def __init__(self, group: InPlaceGroup, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.group, self.args = group, args
+        self.function = ray.put(function)
+        self.server, self.run_id = MeetingServer(), secrets.token_hex(8)
+        self.actors: dict[int, Any] = {}  # by rank
+        self.waiting: dict[Any, int] = {}  # the end of each rank's function -> rank
+        self.results: dict[int, Any] = {}
+        self.spares: list[Any] = []
+        self.spares_due_s: float | None = None
+        self.losses = 0
+        self.seen = [(0, 0.0)] * group.world_size
+
+    def to_the_end(self) -> list[Any]:
+        for rank in range(self.group.world_size):
+            self._start(rank, self.group.actor())
+        self.server.begin(0)
+        self.spares_due_s = time.monotonic()
+        while self.waiting:
+            done, _ = ray.wait(list(self.waiting), num_returns=1, timeout=POLL_S)
+            lost = [rank for rank in map(self._ended, done) if rank is not None]
+            if lost:
+                self._replace(lost)
+            self._kill_frozen()
+            self._start_spares()
+        return [self.results[rank] for rank in range(self.group.world_size)]
+
+    def _start(self, rank: int, actor: Any) -> None:
+        place = self.group.place(self.server, self.run_id, rank)
+        self.server.forget_beats(rank)
+        self.actors[rank] = actor
+        self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
+
+    def _ended(self, ref: Any) -> int | None:
+        """Take the end of a rank's function; return the rank if its process was lost."""
+        rank = self.waiting.pop(ref)
+        try:
+            self.results[rank] = ray.get(ref)
+        except RayActorError as exc:
+            log.warning("memstore: rank %d of generation %d was lost: %s", rank, self.server.generation, exc)
+            return rank
+        return None
+
+    def _replace(self, ranks: list[int]) -> None:
+        """Start a process for each lost rank, and let all meet again."""
+        self.server.mark_broken()
+        self.losses += len(ranks)
+        if self.losses > self.group.max_losses:
+            raise RecoveryError(f"{self.losses} ranks were lost, max_losses={self.group.max_losses} are replaced")
+        self.seen = [(0, time.monotonic())] * self.group.world_size
+        for rank in ranks:
+            self._start(rank, self.spares.pop(0) if self.spares else self.group.actor())
+        self.server.begin(self.server.generation + 1)
+        self.spares_due_s = time.monotonic() + SPARE_AFTER_S
+
+    def _kill_frozen(self) -> None:
+        if self.group.hang_after_s is None or self.server.is_broken:
+            return
+        now, beats = time.monotonic(), self.server.beats(self.group.world_size)
+        self.seen, frozen = frozen_ranks(self.seen, beats, now, self.group.hang_after_s)
+        for rank in set(frozen).intersection(self.waiting.values()):
+            log.warning("memstore: rank %d has not beaten for %g s: it is killed", rank, self.group.hang_after_s)
+            self.seen[rank] = (0, now)
+            self.server.mark_broken()  # frees the others now: the end of a process may take Ray a while to see
+            ray.kill(self.actors[rank])
+
+    def _start_spares(self) -> None:
+        if self.spares_due_s is not None and time.monotonic() >= self.spares_due_s:
+            self.spares_due_s = None
+            while len(self.spares) < self.group.spares_count:
+                self.spares.append(self.group.actor())
+                self.spares[-1].warm_up.remote([self.function])
+
+    def close(self) -> None:
+        for actor in (*self.actors.values(), *self.spares):
+            ray.kill(actor)
+        self.server.close()
+
+
+class _Member:
+    """The process of one rank, or a spare."""
+
+    def warm_up(self, function: list[Any]) -> None:
+        """Do what takes seconds and needs no rank: the function's module, and torch.distributed's first call."""
+        ray.get(function[0])
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def run(self, place: Place, function: list[Any], args: tuple[Any, ...]) -> Any:
+        """Call the function as this rank, in every generation."""
+        join_meeting(place)
+        return reentrant(ray.get(function[0]))(*args)

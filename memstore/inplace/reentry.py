@@ -1,0 +1,138 @@
+"""The loop around a training function: meet, run, and after a loss leave, meet and run again in the same process.
+
++--> meet --all ranks--> run --return--> wait for the other ranks' return --> done
+|                         | exception          | a rank is lost
+|                         v                    |
++------- yes -- was a rank lost? --no--> raise |
++----------------------------------------------+
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from memstore.inplace.generation import Generation, enter
+from memstore.inplace.gloo_sockets import GlooSockets
+from memstore.inplace.meeting import LOOK_S, NONE, Meeting, Place
+from memstore.inplace.verdict import may_be_loss
+from memstore.inplace.watcher import Watcher, free_all
+from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger("memstore")
+VERDICT_S = 8.0  # Ray looks at its workers every 2 s, and a host's silence takes it longer
+_place: Place | None = None
+
+
+def join_meeting(place: Place | None) -> None:
+    """Say where this process meets the other ranks; a reentrant function that is called afterwards goes there."""
+    global _place
+    _place = place
+
+
+def reentrant(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a training function be entered again in the same process after another rank was lost.
+
+    The function connects, gets, trains and puts as it would anyway; torch.distributed is initialised when it is
+    entered. If a rank is lost it is left by the exception that its collective, its put or its get raises, and entered
+    again once the rank has its replacement. An exception of its own code is raised to the caller.
+
+    Called in a process that `memstore.adapters.ray_train` or `memstore.inplace.ray_actors` has not started, it is the
+    function itself.
+
+    Raises:
+        GatherTimeout: After a loss, no replacement came, or not all ranks did.
+    """
+
+    if hasattr(function, "is_reentrant"):
+        return function
+
+    @functools.wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run_here(lambda: function(*args, **kwargs))
+
+    entered.is_reentrant = True  # type: ignore[attr-defined]
+    return entered
+
+
+def run_here(function: Callable[[], R]) -> R:
+    """Call a function in every generation that this process is to take part in; once if it is to meet no other.
+
+    A function of its own, for pickle: what is sent by value takes a copy of the globals that it names.
+    """
+    return function() if _place is None else _Reentry(_place).run(function)
+
+
+class _Reentry:
+    """Runs a function once in each generation, until it returns."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.meeting, self.sockets = place, Meeting(place), GlooSockets()
+        self.kept: dict[str, Any] = {}
+        self.watcher = Watcher(self.meeting, lambda: free_all(self.sockets, spared_port=place.port))
+
+    def run(self, function: Callable[[], R]) -> R:
+        last, is_first = NONE, True
+        try:
+            while True:
+                last = self.meeting.meet(last)
+                try:
+                    self._begin(last, is_first=is_first)
+                    result = function()
+                    self.watcher.unguard()
+                    if self.meeting.is_over_for_all(last):  # else a replacement would find no rank to go on with
+                        return result
+                except BaseException as error:
+                    self.watcher.unguard()
+                    if not may_be_loss(error) or not self._is_over(last):
+                        raise
+                    log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, error)
+                finally:
+                    self._end()
+                is_first = False
+                # The frames of the exception are gone now, and with them the model if no cycle holds it.
+                threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()
+        finally:
+            self.watcher.close()
+
+    def _begin(self, number: int, *, is_first: bool) -> None:
+        place = self.place
+        enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
+        give_launch(
+            Launch(
+                place.rank, place.world_size, f"in-place:{place.run}:{number}", place.launcher, IN_PLACE,
+                is_in_place=number > 0,
+            )
+        )  # fmt: skip
+        self.sockets.record()
+        dist.init_process_group(
+            place.backend, store=dist.PrefixStore(f"g{number}", self.meeting.store), rank=place.rank,
+            world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
+        )  # fmt: skip
+        self.watcher.guard(number)
+
+    def _end(self) -> None:
+        self.watcher.unguard()
+        enter(None)
+        give_launch(None)
+        self.sockets.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _is_over(self, generation: int) -> bool:
+        deadline_s = time.monotonic() + VERDICT_S
+        while not self.meeting.is_over(generation):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(LOOK_S)
+        return True

@@ -1,0 +1,46 @@
+"""Is the exception that left the training function the loss of a peer, or the user's own bug? Pure.
+
+The text of an exception says little: gloo raises a plain RuntimeError. So only two things count: which code raised
+it, and whether what watches over the ranks says that one is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+# A collective fails in one of these packages; a wait on the store, or on Ray Train's barrier, does too.
+OF_LOSSES = ("torch", "memstore", "ray")
+
+
+def innermost_module(trace: TracebackType | None) -> str:
+    """Return the name of the module whose code raised an exception; "" without a traceback."""
+    name = ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return name
+
+
+def may_be_loss(error: BaseException) -> bool:
+    """Return whether an exception may come of a lost peer: it is worth asking whether one is lost."""
+    if not isinstance(error, Exception):
+        return False  # KeyboardInterrupt, SystemExit: the process is to end
+    return innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES
+
+
+def frozen_ranks(
+    before: Sequence[tuple[int, float]], beats: Sequence[int], now: float, hang_after_s: float
+) -> tuple[list[tuple[int, float]], list[int]]:
+    """Return when each rank last beat, and the ranks that have not for longer than `hang_after_s`.
+
+    Args:
+        before: By rank, its count of beats and the moment at which that was new.
+        beats: By rank, its count now. A rank that has never beaten is on its way.
+        now: Seconds on a monotonic clock.
+        hang_after_s: Longest silence of a healthy rank.
+    """
+    seen = [
+        (count, now) if count != was else (was, since_s) for count, (was, since_s) in zip(beats, before, strict=True)
+    ]
+    return seen, [rank for rank, (count, since_s) in enumerate(seen) if count and now - since_s > hang_after_s]

@@ -1,0 +1,66 @@
+"""A rank's second thread: it beats, and frees the training thread once its generation is over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from memstore.inplace.gloo_sockets import GlooSockets
+from memstore.inplace.meeting import Meeting
+from memstore.shell.rank.holder_link import interrupt_all
+
+log = logging.getLogger("memstore")
+BEAT_S = 0.25
+LOOK_S = 0.05
+
+
+class Watcher:
+    """Watches one generation at a time, from `guard` to `unguard`."""
+
+    def __init__(self, meeting: Meeting, free: Callable[[], None]) -> None:
+        self._meeting, self._free = meeting.again(), free
+        self._lock = threading.Lock()  # a generation that was left is not freed afterwards: the next may have begun
+        self._generation: int | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memstore-generation", daemon=True)
+        self._thread.start()
+
+    def guard(self, generation: int) -> None:
+        """Free the training thread when this generation is over."""
+        with self._lock:
+            self._generation = generation
+
+    def unguard(self) -> None:
+        """Leave the training thread alone."""
+        with self._lock:
+            self._generation = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        looks = 0
+        while not self._end.wait(LOOK_S):
+            try:
+                if looks % round(BEAT_S / LOOK_S) == 0:
+                    self._meeting.beat()
+                looks += 1
+                with self._lock:
+                    generation = self._generation
+                    if generation is not None and self._meeting.is_over(generation):
+                        self._free()  # again and again until it has left: it may wait for something new meanwhile
+            except dist.DistError as exc:
+                log.warning("memstore: the meeting of the ranks is gone, this process is not watched any more: %s", exc)
+                return
+
+
+def free_all(sockets: GlooSockets, *, spared_port: int) -> None:
+    """End every wait of the training thread: in a collective, or on the store."""
+    interrupt_all("a rank of it was lost")
+    if sockets.shut(spared_port=spared_port) == 0 and dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()

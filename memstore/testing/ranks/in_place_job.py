@@ -1,0 +1,83 @@
+"""A training function that is entered again after a loss, with faults at its steps: for tests of in-place recovery."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+import memstore
+from memstore.inplace import generation, reentrant
+
+STEPS, FAULT_AT = 30, 12
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """What a rank returns: its process, its last generation, the losses of the steps that it trained in that."""
+
+    pid: int
+    generation: int
+    is_first_here: bool
+    losses: dict[int, str]
+
+
+_END = msgspec.json.Decoder(RankEnd)
+
+
+def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> RankEnd:
+    """Train to the end.
+
+    Args:
+        store_name: The store to put into.
+        job: The job's name.
+        faults: (generation, rank) -> "exit", "stop" or "raise"; at step FAULT_AT in generation 0, at the next in 1.
+    """
+    now = generation()
+    if now is None:
+        raise RuntimeError("the function is to be called in a generation")
+    weights, losses = torch.zeros(64), {}
+    config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
+    with memstore.connect(job, config=config) as store:
+        got = store.get(into={"weights": weights})
+        for step in range(got.step + 1 if got else 0, STEPS):
+            torch.manual_seed(step * store.world_size + store.rank)
+            gradient = weights - torch.randn(64)
+            dist.all_reduce(gradient)
+            weights -= 0.1 * gradient
+            losses[step] = float(gradient.square().mean()).hex()
+            store.put(step, {"weights": weights})
+            if step == FAULT_AT + now.number:
+                _fail(faults.get((now.number, store.rank), ""), store)
+    return RankEnd(os.getpid(), now.number, now.is_first_here, losses)
+
+
+@reentrant
+def train_worker(args: Mapping[str, Any]) -> None:
+    """Train as a worker of Ray Train: the arguments of `train` by name, and the `folder` for what a rank returns."""
+    faults = {(number, rank): fault for number, rank, fault in args["faults"]}
+    end = train(args["store_name"], args["job"], faults)
+    Path(args["folder"], f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(end))
+
+
+def end_of(folder: Path, rank: int) -> RankEnd:
+    """Return what a rank wrote."""
+    return _END.decode((folder / f"{rank}.json").read_bytes())
+
+
+def _fail(fault: str, store: memstore.Store) -> None:
+    if fault:
+        store.flush()
+    if fault == "exit":
+        os._exit(1)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "raise":
+        raise ValueError("a bug of the user's")

@@ -1,0 +1,78 @@
+"""A lost or frozen rank is replaced; the others keep their processes, and all losses are those of an unbroken run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray.exceptions import RayTaskError  # noqa: E402
+
+from memstore.errors import RecoveryError  # noqa: E402
+from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
+from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
+from memstore.testing.ranks.in_place_job import STEPS, RankEnd, train  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+RANKS = 3
+Faults = dict[tuple[int, int], str]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster({"h1": {}, "h2": {}}, cpus_per_host=4) as made:
+        yield made
+
+
+def run(cluster: EmbeddedCluster, job: str, faults: Faults, **group: Any) -> list[RankEnd]:
+    """Train a new job; return what each rank returned."""
+    actors = InPlaceGroup(RANKS, actor_options={"scheduling_strategy": "SPREAD"}, **group)
+    return actors.run(train, cluster.config.store, job, faults)
+
+
+@pytest.fixture(scope="module")
+def unbroken(cluster: EmbeddedCluster) -> list[dict[int, str]]:
+    """By rank, each step's loss of a run without a fault."""
+    return [end.losses for end in run(cluster, "unbroken", {})]
+
+
+CASES: dict[str, tuple[Faults, dict[str, Any]]] = {
+    "killed": ({(0, 1): "exit"}, {}),
+    "rank-0-killed": ({(0, 0): "exit"}, {}),
+    "spare": ({(0, 1): "exit"}, {"spares": 1}),
+    "frozen": ({(0, 2): "stop"}, {"hang_after_s": 2.0}),
+    "replacement-killed": ({(0, 1): "exit", (1, 1): "exit"}, {}),
+    "two-killed": ({(0, 1): "exit", (0, 2): "exit"}, {}),
+    "all-killed": ({(0, 0): "exit", (0, 1): "exit", (0, 2): "exit"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_keep_their_processes_and_no_loss_changes(
+    cluster: EmbeddedCluster, unbroken: list[dict[int, str]], name: str
+) -> None:
+    """Every step that is trained again, and every later one, has the loss of the unbroken run, bit for bit."""
+    faults, group = CASES[name]
+    ends = run(cluster, name, faults, **group)
+    lost = {rank for _, rank in faults}
+    assert [end.is_first_here for end in ends] == [rank in lost for rank in range(RANKS)]
+    assert len({end.generation for end in ends}) == 1
+    assert ends[0].generation >= 1 + max(number for number, _ in faults)
+    for end, losses in zip(ends, unbroken, strict=True):
+        assert max(end.losses) == STEPS - 1
+        assert end.losses.items() <= losses.items()
+
+
+def test_an_exception_of_the_users_code_is_no_loss(cluster: EmbeddedCluster) -> None:
+    """It ends the run at once, with its traceback: nothing is replaced."""
+    with pytest.raises(RayTaskError, match="a bug of the user's"):
+        run(cluster, "raises", {(0, 1): "raise"})
+
+
+def test_more_losses_than_are_allowed_end_the_run(cluster: EmbeddedCluster) -> None:
+    """The error says how many there were, and how many are replaced."""
+    with pytest.raises(RecoveryError, match="2 ranks were lost, max_losses=1 are replaced"):
+        run(cluster, "many", {(0, 1): "exit", (1, 1): "exit"}, max_losses=1)

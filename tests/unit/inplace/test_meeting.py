@@ -1,0 +1,105 @@
+"""Ranks meet at the generation that is wanted, and go on to the next one if a rank is lost meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from memstore.errors import GatherTimeout
+from memstore.inplace.meeting import NONE, Meeting, MeetingServer, Place
+from memstore.testing.clusters.processes import wait_for
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def server() -> Iterator[MeetingServer]:
+    made = MeetingServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def rank(server: MeetingServer, number: int, *, meet_s: float = WAIT_S) -> Meeting:
+    """Return a rank's way to a meeting of two."""
+    return Meeting(Place("127.0.0.1", server.port, "run", number, 2, "launcher", "gloo", 60.0, meet_s))
+
+
+def test_ranks_meet_once_all_of_them_have_come(server: MeetingServer, threads: ThreadPoolExecutor) -> None:
+    """None goes on alone, and all go on with one number."""
+    first = threads.submit(rank(server, 0).meet, NONE)
+    server.begin(0)
+    assert not first.done()
+    assert rank(server, 1).meet(NONE) == 0
+    assert first.result(WAIT_S) == 0
+
+
+def test_a_loss_during_a_meeting_makes_all_wait_for_the_next_generation(
+    server: MeetingServer, threads: ThreadPoolExecutor
+) -> None:
+    """The survivor has come to generation 1, whose other rank died on its way: it counts in generation 2 again."""
+    server.begin(1)
+    survivor = threads.submit(rank(server, 0).meet, 0)
+    looks = rank(server, 0)
+    wait_for(lambda: looks.store.add("here/1", 0) == 1, "the survivor")
+    server.mark_broken()
+    server.begin(2)
+    assert rank(server, 1).meet(NONE) == 2
+    assert survivor.result(WAIT_S) == 2
+
+
+def test_a_generation_is_over_when_it_has_lost_a_rank_or_a_newer_one_is_wanted(server: MeetingServer) -> None:
+    """A rank that looks only afterwards finds it over all the same."""
+    meeting = rank(server, 0)
+    server.begin(0)
+    assert (meeting.is_over(0), server.is_broken) == (False, False)
+    server.mark_broken()
+    wait_for(lambda: meeting.is_over(0), "the loss")  # the store answers a set before all of its clients see it
+    assert (meeting.is_over(1), server.is_broken) == (False, True)
+    server.begin(1)
+    assert (meeting.is_over(0), meeting.is_over(1), server.is_broken) == (True, False, False)
+
+
+def test_a_rank_that_is_done_waits_for_the_others(server: MeetingServer, threads: ThreadPoolExecutor) -> None:
+    """If one of them is lost, its replacement needs the ranks that were done."""
+    server.begin(0)
+    done = threads.submit(rank(server, 0).is_over_for_all, 0)
+    looks = rank(server, 1)
+    wait_for(lambda: looks.store.add("done/0", 0) == 1, "the first rank")
+    assert not done.done()
+    server.mark_broken()
+    assert done.result(WAIT_S) is False
+    server.begin(1)
+    done = threads.submit(rank(server, 0).is_over_for_all, 1)
+    assert looks.is_over_for_all(1)
+    assert done.result(WAIT_S) is True
+
+
+def test_a_meeting_to_which_a_rank_does_not_come_has_an_end(server: MeetingServer) -> None:
+    """The error says who came, and what started the ranks restarts all of them."""
+    server.begin(1)
+    with pytest.raises(GatherTimeout, match=r"1 of 2 ranks came to generation 1 within 0\.2 s: all ranks must"):
+        rank(server, 0, meet_s=0.2).meet(0)
+    with pytest.raises(GatherTimeout, match=r"nothing replaced it within 0\.2 s"):
+        rank(server, 0, meet_s=0.2).meet(1)
+
+
+def test_beats_are_of_a_process_not_of_the_one_before_it(server: MeetingServer) -> None:
+    """A replacement takes seconds to start: the silence of its predecessor is not its own."""
+    meeting = rank(server, 1)
+    meeting.beat()
+    meeting.beat()
+    wait_for(lambda: server.beats(2) == [0, 2], "the beats")
+    server.forget_beats(1)
+    wait_for(lambda: server.beats(2) == [0, 0], "no beat")
+    replacement = Meeting(replace(meeting.place))
+    replacement.beat()
+    wait_for(lambda: server.beats(2) == [0, 1], "the beat")
