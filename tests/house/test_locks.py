@@ -11,7 +11,7 @@ from repository import ROOT
 LOCKS = ("Lock", "RLock", "Condition", "SafeCondition", "allocate_lock")
 THREADS = ("Thread", "SafeThread", "ThreadPoolExecutor", "OwnThreads", "start_new_thread")
 PRIMITIVES = ("shell/threads/safe_condition.py", "shell/threads/answers.py")  # what others make their locks of
-ROOMS = ("shell", "client", "admin", "exchange", "cli")
+ROOMS = ("shell", "client", "admin", "inplace", "adapters", "exchange", "cli")
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
