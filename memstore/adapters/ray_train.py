@@ -77,12 +77,11 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         if server is None:
             raise RuntimeError("a replacement came before the group did")
         worker_group.execute(_set_torch_distributed_env_vars)
-        ranks = worker_group.execute(
-            come, ray.util.get_node_ip_address(), server.port, self.run_id, backend_config.backend,
-            float(backend_config.timeout_s), backend_config.meet_s,
+        lives = {rank: server.register(rank) for rank in worker_group.execute(own_rank)}
+        worker_group.execute(
+            come, ray.util.get_node_ip_address(), server.port, self.run_id, lives, server.generation + 1,
+            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s,
         )  # fmt: skip
-        for rank in ranks:
-            server.forget_beats(rank)
         server.begin(server.generation + 1)
         if is_whole and backend_config.hang_after_s is not None:
             arguments = (server, worker_group, backend_config.hang_after_s)
@@ -103,7 +102,9 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         while self.server is server:
             time.sleep(LOOK_S)
             now = time.monotonic()
-            if server.is_broken:  # a frozen rank is found once the others have their replacements
+            if server.is_broken or server.is_done(
+                size
+            ):  # a frozen rank is found once the others have their replacements
                 seen = [(0, now)] * size
                 continue
             seen, frozen = frozen_ranks(seen, server.beats(size), now, hang_after_s)
@@ -120,16 +121,23 @@ def _is_whole(worker_group: Any) -> bool:
     return isinstance(worker_group, WorkerGroup)
 
 
-def come(address: str, port: int, run: str, backend: str | None, timeout_s: float, meet_s: float) -> int:
-    """Note in a worker where the ranks meet, and return its rank; the training function runs afterwards."""
+def own_rank() -> int:
+    """Return the rank of the worker that this runs in."""
+    return int(ray.train.get_context().get_world_rank())
+
+
+def come(
+    address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
+    meet_s: float,
+) -> None:  # fmt: skip
+    """Note in a worker where the ranks meet; the training function runs afterwards."""
     import torch
 
     context = ray.train.get_context()
     launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
     join_meeting(
         Place(
-            address, port, run, context.get_world_rank(), context.get_world_size(), launcher,
+            address, port, run, own_rank(), lives[own_rank()], first, context.get_world_size(), launcher,
             backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, meet_s,
         )
     )  # fmt: skip
-    return int(context.get_world_rank())

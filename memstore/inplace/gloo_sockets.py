@@ -20,33 +20,47 @@ class GlooSockets:
 
     def __init__(self) -> None:
         self._inodes: dict[int, str] = {}  # descriptor -> "socket:[inode]": a number is used again after a close
+        self._before: dict[int, str] | None = None  # sockets as the default group's making began
         self._make_group: Callable[..., Any] | None = None
 
     def record(self) -> None:
         """Take the sockets that appear while torch makes a group for gloo's; torch has no hook for it."""
         make_group = self._make_group = c10d._new_process_group_helper
+        self._before = open_sockets()
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             before = open_sockets()
             made = make_group(*args, **kwargs)
-            self._inodes.update({fd: name for fd, name in open_sockets().items() if before.get(fd) != name})
+            self._inodes.update(_new_sockets(before))
             return made
 
         c10d._new_process_group_helper = recorded
+
+    def made(self) -> None:
+        """Note that the default group is there."""
+        self._before = None
 
     def end(self) -> None:
         """Record no more, and forget what was recorded."""
         if self._make_group is not None:
             c10d._new_process_group_helper, self._make_group = self._make_group, None
+        self._before = None
         self._inodes.clear()
 
     def shut(self, *, spared_port: int) -> int:
-        """Shut what is still open, but connections to `spared_port`; return how many. Any thread may call."""
-        count, now = 0, open_sockets()
-        for fd, name in list(self._inodes.items()):
-            if now.get(fd) == name and _shut(fd, spared_port):
-                count += 1
-        return count
+        """Shut what is still open, but connections to `spared_port`; return how many. Any thread may call.
+
+        While the default group is made, all that is new is shut, the connection to the meeting's store included.
+        """
+        before = self._before
+        if before is not None:
+            return sum(_shut(fd, None) for fd in _new_sockets(before))
+        now = open_sockets()
+        return sum(now.get(fd) == name and _shut(fd, spared_port) for fd, name in list(self._inodes.items()))
+
+
+def _new_sockets(before: dict[int, str]) -> dict[int, str]:
+    return {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
 
 
 def open_sockets() -> dict[int, str]:
@@ -62,7 +76,7 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-def _shut(fd: int, spared_port: int) -> bool:
+def _shut(fd: int, spared_port: int | None) -> bool:
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             is_tcp = sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)

@@ -2,7 +2,8 @@
 
 Keys: `wanted` (the generation that ranks are to begin, set once its replacements are there), `broken` (the newest
 generation that lost a rank), `here/N` (ranks that came to generation N), `done/N` (ranks whose function returned in
-it), `beat/R` (beats of rank R), and what the process groups of a generation keep under its own prefix.
+it), `life/R` (the number of the process that is rank R now), `beat/R` (how often it has beaten), and what the process
+groups of a generation keep under its own prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memstore.errors import GatherTimeout
+from memstore.errors import FencedError, GatherTimeout
 
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
@@ -30,6 +31,8 @@ class Place:
     port: int
     run: str  # new for every start of the whole worker group
     rank: int
+    life: int  # the number of this process among those that have been this rank
+    first: int  # the generation that it begins with, or a later one
     world_size: int
     launcher: str  # what would start all ranks again
     backend: str
@@ -45,6 +48,7 @@ class MeetingServer:
         self._lock = threading.Lock()
         self.generation = NONE
         self.broken = NONE  # the newest generation that lost a rank
+        self._lives: dict[int, int] = {}
 
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
@@ -67,10 +71,18 @@ class MeetingServer:
             self.broken = self.generation
             self._store.set("broken", str(self.broken))
 
-    def forget_beats(self, rank: int) -> None:
-        """Take no beat of a process that was lost for one of its replacement."""
+    def register(self, rank: int) -> int:
+        """Return the number of a new process of this rank; the former one, and its beats, count no more."""
         with self._lock:
+            life = self._lives[rank] = self._lives.get(rank, 0) + 1
+            self._store.set(f"life/{rank}", str(life))
             self._store.delete_key(f"beat/{rank}")
+            return life
+
+    def is_done(self, world_size: int) -> bool:
+        """Return whether the function has returned on all ranks: they beat no more."""
+        with self._lock:
+            return bool(self._store.add(f"done/{self.generation}", 0) >= world_size)
 
     @property
     def is_broken(self) -> bool:
@@ -107,6 +119,13 @@ class Meeting:
     def _number(self, key: str) -> int:
         return int(self.store.get(key)) if self.store.check([key]) else NONE
 
+    def _check_life(self) -> None:
+        place, life = self.place, self._number(f"life/{self.place.rank}")
+        if life != place.life:
+            raise FencedError(
+                f"rank {place.rank}: process {life} has taken the place of this one, which is process {place.life}"
+            )
+
     def is_over_for_all(self, generation: int) -> bool:
         """Say that this rank's function has returned, and wait until all ranks' have; False if one is lost first.
 
@@ -127,6 +146,7 @@ class Meeting:
 
         Raises:
             GatherTimeout: The others did not come within `meet_s`.
+            FencedError: Another process is this rank now: this one was frozen, or cut off, and taken for lost.
         """
         place, mine = self.place, NONE
         deadline_s = time.monotonic() + place.meet_s
@@ -135,6 +155,7 @@ class Meeting:
             wanted = self._number("wanted")
             if wanted > after:
                 if wanted != mine:
+                    self._check_life()
                     mine = wanted
                     self.store.add(f"here/{mine}", 1)
                 come = self.store.add(f"here/{mine}", 0)

@@ -33,24 +33,26 @@ class InPlaceGroup:
         spares: Actors that wait, with torch and the function's module imported, to take the place of a lost one.
         hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
         max_losses: Lost ranks, over all of a run, that are replaced; one more ends it.
+        meet_s: Longest wait of the ranks for one another, such as for a replacement that Ray cannot place.
         collective_timeout_s: Of torch.distributed's collectives.
     """
 
     def __init__(
         self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
-        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 100, collective_timeout_s: float = 600.0,
+        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 100, meet_s: float = 300.0,
+        collective_timeout_s: float = 600.0,
     ) -> None:  # fmt: skip
         self.world_size = check_whole("world_size", world_size, low=1)
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
         self._backend, self._hang_after_s, self._max_losses = backend, hang_after_s, max_losses
-        self._collective_timeout_s = collective_timeout_s
+        self._meet_s, self._collective_timeout_s = meet_s, collective_timeout_s
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank, again after each loss, and return what the ranks returned, by rank.
 
         Raises:
-            RecoveryError: More than `max_losses` ranks were lost.
+            RecoveryError: More than `max_losses` ranks were lost, or one after all had returned.
             RayTaskError: The function raised on some rank, with that rank's traceback; all ranks are ended.
         """
         run = _Run(self, function, args)
@@ -60,10 +62,12 @@ class InPlaceGroup:
             run.close()
 
     def place(self, server: MeetingServer, run: str, rank: int) -> Place:
-        """Return what the process of a rank needs to find the others."""
+        """Return what a new process of a rank needs to find the others."""
         return Place(
-            ray.util.get_node_ip_address(), server.port, run, rank, self.world_size,
+            ray.util.get_node_ip_address(), server.port, run, rank, server.register(rank),
+            server.generation + 1, self.world_size,
             f"ray-job:{ray.get_runtime_context().get_job_id()}", self._backend, self._collective_timeout_s,
+            self._meet_s,
         )  # fmt: skip
 
     def actor(self) -> Any:
@@ -112,7 +116,6 @@ class _Run:
 
     def _start(self, rank: int, actor: Any) -> None:
         place = self.group.place(self.server, self.run_id, rank)
-        self.server.forget_beats(rank)
         self.actors[rank] = actor
         self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
 
@@ -133,13 +136,15 @@ class _Run:
         if self.losses > self.group.max_losses:
             raise RecoveryError(f"{self.losses} ranks were lost, max_losses={self.group.max_losses} are replaced")
         self.seen = [(0, time.monotonic())] * self.group.world_size
+        if self.results:
+            raise RecoveryError(f"ranks {ranks} were lost after all had returned: what they returned is lost too")
         for rank in ranks:
             self._start(rank, self.spares.pop(0) if self.spares else self.group.actor())
         self.server.begin(self.server.generation + 1)
         self.spares_due_s = time.monotonic() + SPARE_AFTER_S
 
     def _kill_frozen(self) -> None:
-        if self.group.hang_after_s is None or self.server.is_broken:
+        if self.group.hang_after_s is None or self.server.is_broken or self.server.is_done(self.group.world_size):
             return
         now, beats = time.monotonic(), self.server.beats(self.group.world_size)
         self.seen, frozen = frozen_ranks(self.seen, beats, now, self.group.hang_after_s)

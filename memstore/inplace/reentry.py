@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, NONE, Meeting, Place
+from memstore.inplace.meeting import LOOK_S, Meeting, Place
 from memstore.inplace.verdict import may_be_loss
-from memstore.inplace.watcher import Watcher, free_all
+from memstore.inplace.watcher import Watcher
+from memstore.shell.rank.holder_link import interrupt_all
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
 
 P = ParamSpec("P")
@@ -73,16 +74,21 @@ def run_here(function: Callable[[], R]) -> R:
     return function() if _place is None else _Reentry(_place).run(function)
 
 
+def has_nccl() -> bool:
+    """Return whether the default process group uses NCCL."""
+    return dist.is_initialized() and "nccl" in dist.distributed_c10d.get_backend_config()
+
+
 class _Reentry:
     """Runs a function once in each generation, until it returns."""
 
     def __init__(self, place: Place) -> None:
         self.place, self.meeting, self.sockets = place, Meeting(place), GlooSockets()
         self.kept: dict[str, Any] = {}
-        self.watcher = Watcher(self.meeting, lambda: free_all(self.sockets, spared_port=place.port))
+        self.watcher = Watcher(self.meeting, self._free)
 
     def run(self, function: Callable[[], R]) -> R:
-        last, is_first = NONE, True
+        last, is_first = self.place.first - 1, True
         try:
             while True:
                 last = self.meeting.meet(last)
@@ -96,7 +102,8 @@ class _Reentry:
                     self.watcher.unguard()
                     if not may_be_loss(error) or not self._is_over(last):
                         raise
-                    log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, error)
+                    text = str(error)  # a log record that kept the exception would keep its frames, and so the model
+                    log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
                     self._end()
                 is_first = False
@@ -115,11 +122,19 @@ class _Reentry:
             )
         )  # fmt: skip
         self.sockets.record()
+        self.watcher.guard(number)
+        # Over a connection of its own: if a rank is lost now, the wait for its address ends only with the connection.
         dist.init_process_group(
-            place.backend, store=dist.PrefixStore(f"g{number}", self.meeting.store), rank=place.rank,
+            place.backend, store=dist.PrefixStore(f"g{number}", Meeting(place).store), rank=place.rank,
             world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
         )  # fmt: skip
-        self.watcher.guard(number)
+        self.sockets.made()
+
+    def _free(self) -> None:
+        """End every wait of the training thread: in a collective, for a process group, or on the store."""
+        interrupt_all("a rank of it was lost")
+        if self.sockets.shut(spared_port=self.place.port) == 0 and has_nccl():
+            dist.distributed_c10d._abort_process_group()
 
     def _end(self) -> None:
         self.watcher.unguard()

@@ -6,6 +6,7 @@ it, and whether what watches over the ranks says that one is lost.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -22,11 +23,22 @@ def innermost_module(trace: TracebackType | None) -> str:
     return name
 
 
+def is_of_raise(trace: TracebackType | None) -> bool:
+    """Return whether a `raise` of Python code made an exception, not a call of C code, such as `work.wait()`."""
+    if trace is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
 def may_be_loss(error: BaseException) -> bool:
     """Return whether an exception may come of a lost peer: it is worth asking whether one is lost."""
     if not isinstance(error, Exception):
         return False  # KeyboardInterrupt, SystemExit: the process is to end
-    return innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES
+    if innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES:
+        return True
+    return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
 
 
 def frozen_ranks(

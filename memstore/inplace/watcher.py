@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import Meeting
-from memstore.shell.rank.holder_link import interrupt_all
 
 log = logging.getLogger("memstore")
 BEAT_S = 0.25
@@ -57,10 +55,3 @@ class Watcher:
             except dist.DistError as exc:
                 log.warning("memstore: the meeting of the ranks is gone, this process is not watched any more: %s", exc)
                 return
-
-
-def free_all(sockets: GlooSockets, *, spared_port: int) -> None:
-    """End every wait of the training thread: in a collective, or on the store."""
-    interrupt_all("a rank of it was lost")
-    if sockets.shut(spared_port=spared_port) == 0 and dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()

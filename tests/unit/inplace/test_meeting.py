@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from memstore.errors import GatherTimeout
+from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace.meeting import NONE, Meeting, MeetingServer, Place
 from memstore.testing.clusters.processes import wait_for
 
@@ -18,6 +18,7 @@ WAIT_S = 30.0
 @pytest.fixture
 def server() -> Iterator[MeetingServer]:
     made = MeetingServer()
+    assert [made.register(number) for number in range(2)] == [1, 1]
     yield made
     made.close()
 
@@ -28,9 +29,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def rank(server: MeetingServer, number: int, *, meet_s: float = WAIT_S) -> Meeting:
+def rank(server: MeetingServer, number: int, *, life: int = 1, meet_s: float = WAIT_S) -> Meeting:
     """Return a rank's way to a meeting of two."""
-    return Meeting(Place("127.0.0.1", server.port, "run", number, 2, "launcher", "gloo", 60.0, meet_s))
+    return Meeting(Place("127.0.0.1", server.port, "run", number, life, 0, 2, "launcher", "gloo", 60.0, meet_s))
 
 
 def test_ranks_meet_once_all_of_them_have_come(server: MeetingServer, threads: ThreadPoolExecutor) -> None:
@@ -51,8 +52,9 @@ def test_a_loss_during_a_meeting_makes_all_wait_for_the_next_generation(
     looks = rank(server, 0)
     wait_for(lambda: looks.store.add("here/1", 0) == 1, "the survivor")
     server.mark_broken()
+    assert server.register(1) == 2
     server.begin(2)
-    assert rank(server, 1).meet(NONE) == 2
+    assert rank(server, 1, life=2).meet(1) == 2
     assert survivor.result(WAIT_S) == 2
 
 
@@ -83,6 +85,27 @@ def test_a_rank_that_is_done_waits_for_the_others(server: MeetingServer, threads
     assert done.result(WAIT_S) is True
 
 
+def test_a_process_whose_place_was_taken_does_not_meet(server: MeetingServer) -> None:
+    """It was frozen, and is awake again: two processes would believe to be rank 1."""
+    assert server.register(1) == 2
+    server.begin(1)
+    with pytest.raises(FencedError, match="rank 1: process 2 has taken the place of this one, which is process 1"):
+        rank(server, 1, life=1).meet(0)
+    assert rank(server, 0).store.add("here/1", 0) == 0
+
+
+def test_all_are_done_once_the_function_has_returned_on_each_rank(
+    server: MeetingServer, threads: ThreadPoolExecutor
+) -> None:
+    """From then on ranks beat no more: their silence is no sign of a frozen process."""
+    server.begin(0)
+    first = threads.submit(rank(server, 0).is_over_for_all, 0)
+    assert not server.is_done(2)
+    assert rank(server, 1).is_over_for_all(0)
+    assert first.result(WAIT_S)
+    assert server.is_done(2)
+
+
 def test_a_meeting_to_which_a_rank_does_not_come_has_an_end(server: MeetingServer) -> None:
     """The error says who came, and what started the ranks restarts all of them."""
     server.begin(1)
@@ -98,7 +121,7 @@ def test_beats_are_of_a_process_not_of_the_one_before_it(server: MeetingServer) 
     meeting.beat()
     meeting.beat()
     wait_for(lambda: server.beats(2) == [0, 2], "the beats")
-    server.forget_beats(1)
+    assert server.register(1) == 2
     wait_for(lambda: server.beats(2) == [0, 0], "no beat")
     replacement = Meeting(replace(meeting.place))
     replacement.beat()

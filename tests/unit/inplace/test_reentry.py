@@ -1,0 +1,127 @@
+"""The loop around a training function: what a loss frees, what is kept, and what an exception means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from memstore.errors import GatherTimeout
+from memstore.inplace import generation, reentrant, reentry
+from memstore.inplace.meeting import Meeting, MeetingServer, Place
+from memstore.inplace.reentry import join_meeting
+from memstore.shell.rank.launch import detect_launch
+from memstore.testing.clusters.processes import wait_for
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def server() -> Iterator[MeetingServer]:
+    made = MeetingServer()
+    yield made
+    join_meeting(None)
+    made.close()
+
+
+def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = WAIT_S) -> Place:
+    return Place(
+        "127.0.0.1", server.port, "run", rank, server.register(rank), 0, world_size, "launcher", "gloo", 600.0, meet_s
+    )  # fmt: skip
+
+
+def test_outside_of_a_group_a_reentrant_function_is_the_function_itself() -> None:
+    """So a script runs as before where nothing replaces ranks."""
+
+    @reentrant
+    def train(first: int, *, second: int) -> tuple[int, int, object]:
+        return first, second, generation()
+
+    assert train(1, second=2) == (1, 2, None)
+    assert reentrant(train) is train
+
+
+def test_the_function_runs_in_a_process_group_and_a_launch_of_its_generation(server: MeetingServer) -> None:
+    """connect() takes rank, size and key from it; afterwards nothing of it is left in the process."""
+    make_group = c10d._new_process_group_helper
+    join_meeting(place(server, 0, 1))
+    server.begin(0)
+
+    @reentrant
+    def train() -> tuple[int, str | None, bool]:
+        now = generation()
+        assert now is not None
+        dist.all_reduce(torch.ones(1))
+        launch = detect_launch(env={})
+        assert (launch.rank, launch.world_size, launch.launcher) == (0, 1, "launcher")
+        return now.number, launch.key, launch.is_in_place
+
+    assert train() == (0, "in-place:run:0", False)
+    assert generation() is None
+    assert not dist.is_initialized()
+    assert c10d._new_process_group_helper is make_group
+    assert not [thread for thread in threading.enumerate() if thread.name == "memstore-generation"]
+
+
+def test_an_exception_of_the_functions_own_code_is_raised_without_a_question(
+    server: MeetingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is lost by it, so there is no verdict to wait for."""
+
+    def asked(self: Meeting, number: int) -> bool:
+        raise AssertionError("whether a rank is lost was asked for")
+
+    join_meeting(place(server, 0, 1))
+    monkeypatch.setattr(reentry._Reentry, "_is_over", asked)
+    server.begin(0)
+
+    @reentrant
+    def train() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        train()
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_is_lost_while_the_group_is_made_frees_the_others(server: MeetingServer) -> None:
+    """They wait for its address, by torch for as long as a collective may take; a loss cuts that short."""
+    join_meeting(place(server, 0, 2, meet_s=5.0))
+    other = Meeting(place(server, 1, 2))
+    server.begin(0)
+    with ThreadPoolExecutor(1) as threads:
+        survivor = threads.submit(reentrant(lambda: None))
+        assert other.meet(-1) == 0  # and dies
+        wait_for(lambda: server.beats(2)[0] > 0, "the survivor's beat")
+        server.mark_broken()
+        server.begin(1)
+        wait_for(lambda: other.store.add("here/1", 0) == 1, "the survivor in the next generation")
+        with pytest.raises(GatherTimeout, match="1 of 2 ranks came to generation 1"):
+            survivor.result(WAIT_S)
+
+
+def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
+    """A collective fails, a loss is reported, and the same process goes on in the next generation."""
+    join_meeting(place(server, 0, 1))
+    server.begin(0)
+    seen: list[tuple[int, bool, object]] = []
+
+    @reentrant
+    def train() -> str:
+        now = generation()
+        assert now is not None
+        seen.append((now.number, now.is_first_here, now.kept.get("compiled")))
+        now.kept["compiled"] = "code"
+        if now.number == 0:
+            server.mark_broken()
+            server.begin(1)
+            dist.broadcast(torch.ones(1), src=7)  # torch raises: there is no rank 7
+        return "done"
+
+    assert train() == "done"
+    assert seen == [(0, True, None), (1, False, "code")]
