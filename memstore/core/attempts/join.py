@@ -218,7 +218,7 @@ class Attempts:
         is_known = job is not None and bool(job.attempts)
         if is_known or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
             return frozenset()
-        return frozenset(self.view.late_hosts())
+        return frozenset(self.view.late_hosts() - self.state.hosts.states.keys())
 
     def list_markers(
         self, now: float, name: str, gathering: Gathering, durable: DurablePlace, on_listed: Callable[[str], None]

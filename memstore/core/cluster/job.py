@@ -274,14 +274,18 @@ class Job:
         """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22).
 
         One that only durable storage remembers is newer where the hosts that knew it are gone and an older one is back.
-        An attempt that began when no host there knew the job, and committed nothing, gives way to one that did.
+        An attempt that began before a late host brought newer history, and committed nothing, gives way to that.
         """
         committed = {step.attempt for step in (*self.commits, *self.markers)}
         for attempt_number in sorted({*self.attempts, *self.past}, reverse=True):
             attempt = self.attempts.get(attempt_number)
-            if attempt_number in committed or (attempt is not None and attempt.parent is not None):
+            has_adopted = attempt is not None and attempt.parent is not None and attempt.has_restored
+            if attempt_number in committed or has_adopted:
                 return attempt_number
-            if attempt is not None and not attempt.is_fresh and not any(n < attempt_number for n in committed):
+            before = max((number for number in committed if number < attempt_number), default=None)
+            if attempt is None or attempt.is_fresh:
+                continue
+            if before is None or before in {span.attempt for span in self.spans(attempt_number)}:
                 return attempt_number
         return self.newest_number if self.newest is None and self.newest_number else None
 

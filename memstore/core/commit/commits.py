@@ -106,7 +106,9 @@ class StepCommits:
             attempt.has_put = True
             member = attempt.members.get(shard.rank)
             if member is not None:
-                member.last_active_s, member.step = now, max(member.step, shard.step)
+                member.step = max(member.step, shard.step)
+                if member.is_alive:  # a copy that a host lists again says nothing of a process that is missed
+                    member.last_active_s = now
                 if copy.host == member.host_id:
                     attempt.pace.reached(shard.step, now)
                     member.sealed_step = max(member.sealed_step, shard.step)

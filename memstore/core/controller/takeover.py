@@ -38,6 +38,7 @@ class Takeover:
         self.newcomers: set[str] = set()  # that no fact knows yet: those of a tick are recorded together
         self.copies: dict[str, tuple[Copy, ...]] = {}
         self.ranks: dict[str, tuple[str, ...]] = {}  # host -> nonces of the processes that live there
+        self.present: set[str] = set()  # nonces of processes that a host has reported since this controller began
         self.missed: dict[str, AttemptMember] = {}  # nonce -> a process that its host did not know when the host came
         self.dropped: dict[str, Mapping[str, str]] = {}  # host -> its removal records of jobs
         self.early: list[Event] = []  # calls that came while settling
@@ -56,6 +57,7 @@ class Takeover:
             self.copies[host] = event.copies
             if event.ranks is not None:
                 self.ranks[host] = event.ranks
+                self.present.update(event.ranks)
         elif isinstance(event, HostBeat):
             hosts.heartbeat(state.now, event)
         elif isinstance(event, Tick):
@@ -120,8 +122,20 @@ class Takeover:
                     member.last_active_s = -math.inf
                     self.missed[member.nonce] = member
 
+    def _look_for_learned(self, jobs: list[Job]) -> None:
+        """Note ranks of attempts that a late host has just brought, and that no host has reported: see above.
+
+        Else they would count as active for a minute, and keep every other launch out.
+        """
+        for job in jobs:
+            for member in job.newest.members.values() if job.newest is not None else ():
+                if member.nonce not in self.present and not member.is_gone:
+                    member.last_active_s = -math.inf
+                    self.missed[member.nonce] = member
+
     def rank_here(self, nonce: str) -> None:
         """Note that a process has connected to its host: it may be the one of a rank that was missed."""
+        self.present.add(nonce)
         member = self.missed.pop(nonce, None)
         if member is not None:
             member.last_active_s = max(member.last_active_s, self.state.now)
@@ -170,11 +184,13 @@ class Takeover:
         parts.journal.log.forget(host)
         parts.sent_orders.forget_host(host)
         journal = parts.journal.log.read(event.journal)
+        newest = {name: job.newest for name, job in state.jobs.items()}
         is_news = self._merge(journal)
         for job in state.jobs.values():
             job.drop_host(host)
         parts.drops.forget_host(host)
         if event.ranks is not None:
+            self.present.update(event.ranks)
             self._look_for_ranks({host: event.ranks})
         parts.orphans.reported(host, event.dropped)
         self.newcomers.add(host)
@@ -183,6 +199,7 @@ class Takeover:
         self.send_initial_state([host])
         for copy in sorted(event.copies, key=lambda c: c.shard):  # in order, or older steps would look passed over
             parts.steps.sealed(state.now, copy)
+        self._look_for_learned([job for name, job in state.jobs.items() if job.newest is not newest.get(name)])
         self.membership.changed(changes)
 
     def _is_outdated(self, event: HostUp) -> bool:

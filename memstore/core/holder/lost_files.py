@@ -39,7 +39,7 @@ class HolderFiles(Protocol):
         ...
 
     def write_again(self) -> None:
-        """Write the files that a successor adopts; MemstoreError or OSError if not all of them could be written."""
+        """Write the files that a successor adopts; any error if not all of them could be written."""
         ...
 
     def end(self, why: str) -> None:
@@ -82,6 +82,6 @@ def look(files: HolderFiles, loss: FileLoss) -> None:
 def _written_again(files: HolderFiles) -> str:
     try:
         files.write_again()
-    except (MemstoreError, OSError) as exc:
+    except Exception as exc:  # its connections have ended, so it ends whatever happens
         return f"not all of it could be written again ({exc}); the rest is for peers to bring"
     return "written again, for another holder to adopt"

@@ -68,3 +68,48 @@ def test_what_such_a_launch_committed_is_what_the_next_one_goes_on_from() -> Non
     assert world.put_all(ranks, 1)
     answers = world.get(world.launch(2, takeover=True))
     assert {(answer["attempt"], answer["step"]) for answer in answers} == {(1001, 1)}
+
+
+def test_a_launch_that_only_connected_and_the_next_one_give_way_too() -> None:
+    """Neither has got anything: the launch after them restores what the late host brought meanwhile."""
+    world = restarted_without_memory()
+    assert world.launch(2)[0].attempt == 1001
+    assert world.launch(2, takeover=True)[0].attempt == 1002
+    world.return_host("h1")
+    world.run(3.0)
+    ranks = world.launch(2, takeover=True)
+    assert {(answer["attempt"], answer["step"]) for answer in world.get(ranks)} == {(1, 3)}
+
+
+def test_newer_history_of_a_known_job_is_what_the_next_launch_goes_on_from() -> None:
+    """h0 knows attempt 1, the late h1 attempt 2: a launch of h0 alone that got nothing gives way to attempt 2."""
+    world, _ = trained(2, last=3)
+    world.kill_host("h0", keep_memory=True)
+    world.run(7.0)
+    ranks = world.launch(2, takeover=True)
+    world.get(ranks)
+    assert world.put_all(ranks, 5)
+    world.run(1.0)
+    world.crash_controller(restart_after_s=None)
+    world.kill_host("h1", keep_memory=True)
+    world.return_host("h0")
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 20.0)
+    assert world.launch(2, takeover=True)[0].attempt == 1002
+    world.return_host("h1")
+    world.run(3.0)
+    answers = world.get(world.launch(2, takeover=True))
+    world.check_restored(answers)
+    assert {(answer["attempt"], answer["step"]) for answer in answers} == {(2, 5)}
+
+
+def test_ranks_that_only_a_late_host_knows_keep_no_other_launcher_out() -> None:
+    """All machines were restarted, so they are dead; a launch of another name waits for their host, and goes on."""
+    world = restarted_without_memory()
+    first = world.join(0, 2, "again", host="h0", launcher="another")
+    world.run(1.0)
+    world.return_host("h1")
+    world.run(3.0)
+    second = world.join(1, 2, "again", host="h0", launcher="another")
+    assert world.run_until(lambda: first.attempt > 0 and second.attempt > 0, 5.0), (first.errors, second.errors)
+    assert {first.attempt, second.attempt} == {2}
