@@ -124,7 +124,8 @@ class FakeHolder:
     def hello(self) -> HostUp:
         """Return the first event of a session: inventory and journal."""
         self.pages.clear()
-        seen = {"idle_s": self.idle_s, "dropped": dict(self.stories)}
+        alive = tuple(nonce for nonce, rank in self.ranks.items() if not rank.is_dead)
+        seen = {"ranks": alive, "idle_s": self.idle_s, "dropped": dict(self.stories)}
         return HostUp(self.info, tuple(self.copies.values()), tuple(self.journal), **seen)  # type: ignore[arg-type]
 
     def restart(self, *, keep_memory: bool) -> None:
