@@ -48,6 +48,9 @@ fsdp_size: int
 def train_step(*arguments: Any) -> None: ...
 
 
+def train(config: dict[str, int]) -> None: ...
+
+
 def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return batch
 """
