@@ -48,7 +48,7 @@ SHELL: dict[str, str] = {
     "codec": "device tensors threads",
     "durable": "",
     "rank": "arena codec device host net tensors threads",
-    "peer": "arena net",
+    "peer": "arena net threads",
     "holder": "arena durable host net peer threads",
     "controller": "net",
     "on_ray": "arena controller holder host net rank",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from memstore.core.arena.replica_index import IncomingReplica
@@ -23,6 +23,7 @@ from memstore.shell.holder.rank_connections import RankConnection, RankConnectio
 from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.peer.client import Peer, RateLimit
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
+from memstore.shell.threads.pool_work import await_ended
 
 log = logging.getLogger("memstore")
 RANGE_THREADS = 16  # of durable storage, over all shards: an object store is fast only by many requests at once
@@ -88,7 +89,7 @@ class EffectCalls:
     def _(self, effect: effects.ReceiveDurable) -> list[int]:
         read = functools.partial(self._read_durable, open_tier(effect.place), effect)
         futures = [self.ranges.submit(read, index) for index in effect.chunks]
-        wait(futures)  # none may still write to the incoming replica when it is given up
+        await_ended(futures)  # none may still write to the incoming replica when it is given up
         return [index for future in futures for index in future.result()]
 
     def _read_durable(self, tier: DurableTier, effect: effects.ReceiveDurable, index: int) -> list[int]:

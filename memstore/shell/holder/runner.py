@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from memstore.core.holder.effects import Effect, Procedure, Together, WaitFor
 from memstore.shell.holder.chunk_notifier import NOTIFY_S
+from memstore.shell.threads.pool_work import await_ended
 
 T = TypeVar("T")
 SIDE_THREADS = 8
@@ -90,8 +91,7 @@ class Runner:
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
         notify = effect.notifier.notify if effect.notifier is not None else lambda: None
         notify()
-        pending = set(futures)
-        while pending:
-            pending = wait(pending, NOTIFY_S if effect.notifier is not None else None).not_done
+        while not await_ended(futures, NOTIFY_S if effect.notifier is not None else None):
             notify()
+        notify()
         return [future.result() for future in futures]

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
@@ -31,6 +31,7 @@ from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
+from memstore.shell.threads.pool_work import await_ended
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -156,7 +157,7 @@ class Peer:
         except RuntimeError as exc:  # its workers are shut down
             raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
         finally:
-            wait(futures)
+            await_ended(futures)
         for future in futures:
             if future.cancelled():  # its workers were shut down meanwhile: the peer has moved or is dead
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
