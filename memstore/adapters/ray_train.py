@@ -26,7 +26,7 @@ from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars,
 from memstore.adapters.ray_train_names import missing
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting
-from memstore.inplace.verdict import frozen_ranks
+from memstore.inplace.verdict import frozen_ranks, has_paused
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.25
@@ -38,7 +38,7 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
 
     Attributes:
         hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
-        meet_s: Longest wait of the ranks that are left for a replacement; then Ray restarts all of them.
+        meet_s: Longest wait of the ranks that are left for the next replacement; then Ray replaces them, too.
     """
 
     hang_after_s: float | None = 3.0
@@ -98,13 +98,14 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
     def _watch(self, server: MeetingServer, worker_group: Any, hang_after_s: float) -> None:
         """Kill workers that give no sign of life, which makes Ray replace them."""
         size = len(worker_group)
-        seen = [(0, time.monotonic())] * size
+        looked_s = time.monotonic()
+        seen = [(0, looked_s)] * size
         while self.server is server:
             time.sleep(LOOK_S)
             now = time.monotonic()
-            if server.is_broken or server.is_done(
-                size
-            ):  # a frozen rank is found once the others have their replacements
+            is_paused, looked_s = has_paused(looked_s, now, hang_after_s), now
+            # A rank that is frozen while one is replaced is found afterwards.
+            if server.is_broken or is_paused or server.is_done(size):
                 seen = [(0, now)] * size
                 continue
             seen, frozen = frozen_ranks(seen, server.beats(size), now, hang_after_s)

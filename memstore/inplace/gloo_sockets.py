@@ -22,6 +22,7 @@ class GlooSockets:
         self._inodes: dict[int, str] = {}  # descriptor -> "socket:[inode]": a number is used again after a close
         self._before: dict[int, str] | None = None  # sockets as the default group's making began
         self._make_group: Callable[..., Any] | None = None
+        self._recorded: Callable[..., Any] | None = None
 
     def record(self) -> None:
         """Take the sockets that appear while torch makes a group for gloo's; torch has no hook for it."""
@@ -34,7 +35,7 @@ class GlooSockets:
             self._inodes.update(_new_sockets(before))
             return made
 
-        c10d._new_process_group_helper = recorded
+        c10d._new_process_group_helper = self._recorded = recorded
 
     def made(self) -> None:
         """Note that the default group is there."""
@@ -42,8 +43,9 @@ class GlooSockets:
 
     def end(self) -> None:
         """Record no more, and forget what was recorded."""
-        if self._make_group is not None:
-            c10d._new_process_group_helper, self._make_group = self._make_group, None
+        if self._make_group is not None and c10d._new_process_group_helper is self._recorded:
+            c10d._new_process_group_helper = self._make_group  # else another library has put its own over ours
+        self._make_group = None
         self._before = None
         self._inodes.clear()
 

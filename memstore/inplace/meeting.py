@@ -2,8 +2,8 @@
 
 Keys: `wanted` (the generation that ranks are to begin, set once its replacements are there), `broken` (the newest
 generation that lost a rank), `here/N` (ranks that came to generation N), `done/N` (ranks whose function returned in
-it), `life/R` (the number of the process that is rank R now), `beat/R` (how often it has beaten), and what the process
-groups of a generation keep under its own prefix.
+it), `life/R` (the number of the process that is rank R now), `beat/R/L` (how often process L of rank R has beaten), and
+what the process groups of a generation keep under its own prefix.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class MeetingServer:
             self._store.set("broken", str(self.broken))
 
     def register(self, rank: int) -> int:
-        """Return the number of a new process of this rank; the former one, and its beats, count no more."""
+        """Return the number of a new process of this rank; the former one counts no more."""
         with self._lock:
             life = self._lives[rank] = self._lives.get(rank, 0) + 1
             self._store.set(f"life/{rank}", str(life))
-            self._store.delete_key(f"beat/{rank}")
             return life
 
     def is_done(self, world_size: int) -> bool:
@@ -92,7 +91,7 @@ class MeetingServer:
     def beats(self, world_size: int) -> list[int]:
         """Return by rank how often its process has beaten; 0 for one that is on its way."""
         with self._lock:
-            return [self._store.add(f"beat/{rank}", 0) for rank in range(world_size)]
+            return [self._store.add(f"beat/{rank}/{self._lives.get(rank, 0)}", 0) for rank in range(world_size)]
 
 
 class Meeting:
@@ -110,7 +109,11 @@ class Meeting:
 
     def beat(self) -> None:
         """Say that this process runs."""
-        self.store.add(f"beat/{self.place.rank}", 1)
+        self.store.add(f"beat/{self.place.rank}/{self.place.life}", 1)
+
+    def stop_beating(self) -> None:
+        """Take the beats back: a process that has left its function is not frozen."""
+        self.store.delete_key(f"beat/{self.place.rank}/{self.place.life}")
 
     def is_over(self, generation: int) -> bool:
         """Return whether a generation has lost a rank, or a newer one is wanted."""
@@ -145,7 +148,7 @@ class Meeting:
         A rank that is lost meanwhile makes the others wait for the generation of its replacement.
 
         Raises:
-            GatherTimeout: The others did not come within `meet_s`.
+            GatherTimeout: The others did not come within `meet_s` of the last replacement.
             FencedError: Another process is this rank now: this one was frozen, or cut off, and taken for lost.
         """
         place, mine = self.place, NONE
@@ -155,6 +158,7 @@ class Meeting:
             wanted = self._number("wanted")
             if wanted > after:
                 if wanted != mine:
+                    deadline_s = time.monotonic() + place.meet_s  # replacements may come one after another
                     self._check_life()
                     mine = wanted
                     self.store.add(f"here/{mine}", 1)

@@ -16,10 +16,11 @@ from memstore.config import check_whole
 from memstore.errors import RecoveryError
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting, reentrant
-from memstore.inplace.verdict import frozen_ranks
+from memstore.inplace.verdict import frozen_ranks, has_paused
 
 log = logging.getLogger("memstore")
 POLL_S = 0.05
+HANG_LOOK_S = 0.25
 SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
 
 
@@ -39,7 +40,7 @@ class InPlaceGroup:
 
     def __init__(
         self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
-        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 100, meet_s: float = 300.0,
+        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, meet_s: float = 300.0,
         collective_timeout_s: float = 600.0,
     ) -> None:  # fmt: skip
         self.world_size = check_whole("world_size", world_size, low=1)
@@ -95,7 +96,8 @@ class _Run:
         self.actors: dict[int, Any] = {}  # by rank
         self.waiting: dict[Any, int] = {}  # the end of each rank's function -> rank
         self.results: dict[int, Any] = {}
-        self.spares: list[Any] = []
+        self.spares: dict[Any, Any] = {}  # the end of a spare's warm-up -> the spare
+        self.looked_s = time.monotonic()  # for frozen ranks
         self.spares_due_s: float | None = None
         self.losses = 0
         self.seen = [(0, 0.0)] * group.world_size
@@ -136,17 +138,35 @@ class _Run:
         if self.losses > self.group.max_losses:
             raise RecoveryError(f"{self.losses} ranks were lost, max_losses={self.group.max_losses} are replaced")
         self.seen = [(0, time.monotonic())] * self.group.world_size
-        if self.results:
+        if self.server.is_done(self.group.world_size):
             raise RecoveryError(f"ranks {ranks} were lost after all had returned: what they returned is lost too")
         for rank in ranks:
-            self._start(rank, self.spares.pop(0) if self.spares else self.group.actor())
+            ray.kill(self.actors[rank])  # it may be alive, and only out of Ray's reach
+            self._start(rank, self._spare() or self.group.actor())
         self.server.begin(self.server.generation + 1)
         self.spares_due_s = time.monotonic() + SPARE_AFTER_S
+
+    def _spare(self) -> Any:
+        """Return a spare that is ready; None if there is none."""
+        ready, _ = ray.wait(list(self.spares), num_returns=1, timeout=0) if self.spares else ([], [])
+        for ref in ready:
+            actor = self.spares.pop(ref)
+            try:
+                ray.get(ref)
+            except RayActorError:
+                return self._spare()
+            return actor
+        return None
 
     def _kill_frozen(self) -> None:
         if self.group.hang_after_s is None or self.server.is_broken or self.server.is_done(self.group.world_size):
             return
-        now, beats = time.monotonic(), self.server.beats(self.group.world_size)
+        now = time.monotonic()
+        if now - self.looked_s < HANG_LOOK_S:
+            return
+        if has_paused(self.looked_s, now, self.group.hang_after_s):
+            self.seen = [(0, now)] * self.group.world_size
+        self.looked_s, beats = now, self.server.beats(self.group.world_size)
         self.seen, frozen = frozen_ranks(self.seen, beats, now, self.group.hang_after_s)
         for rank in set(frozen).intersection(self.waiting.values()):
             log.warning("memstore: rank %d has not beaten for %g s: it is killed", rank, self.group.hang_after_s)
@@ -158,11 +178,11 @@ class _Run:
         if self.spares_due_s is not None and time.monotonic() >= self.spares_due_s:
             self.spares_due_s = None
             while len(self.spares) < self.group.spares_count:
-                self.spares.append(self.group.actor())
-                self.spares[-1].warm_up.remote([self.function])
+                actor = self.group.actor()
+                self.spares[actor.warm_up.remote([self.function])] = actor
 
     def close(self) -> None:
-        for actor in (*self.actors.values(), *self.spares):
+        for actor in (*self.actors.values(), *self.spares.values()):
             ray.kill(actor)
         self.server.close()
 

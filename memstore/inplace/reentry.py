@@ -140,6 +140,7 @@ class _Reentry:
         self.watcher.unguard()
         enter(None)
         give_launch(None)
+        self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
         if dist.is_initialized():
             dist.destroy_process_group()

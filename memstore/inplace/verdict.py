@@ -41,6 +41,11 @@ def may_be_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
 
 
+def has_paused(last_look_s: float, now: float, hang_after_s: float) -> bool:
+    """Return whether the process that looks for frozen ranks was paused itself, as a whole machine or container is."""
+    return now - last_look_s > hang_after_s / 2
+
+
 def frozen_ranks(
     before: Sequence[tuple[int, float]], beats: Sequence[int], now: float, hang_after_s: float
 ) -> tuple[list[tuple[int, float]], list[int]]:

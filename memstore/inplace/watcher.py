@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -40,6 +41,8 @@ class Watcher:
         """End the thread."""
         self._end.set()
         self._thread.join()
+        with contextlib.suppress(dist.DistError):
+            self._meeting.stop_beating()
 
     def _run(self) -> None:
         looks = 0
@@ -55,3 +58,5 @@ class Watcher:
             except dist.DistError as exc:
                 log.warning("memstore: the meeting of the ranks is gone, this process is not watched any more: %s", exc)
                 return
+            except Exception:  # what ends the waits met something of the training thread: it is tried again
+                log.exception("memstore: the waits of a generation that is over could not all be ended")

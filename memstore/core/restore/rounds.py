@@ -303,8 +303,7 @@ class Rounds:
     def _is_no_verdict(attempt: Attempt | None) -> bool:
         """Return whether the end of an attempt says nothing of the step that it restored (R25).
 
-        All its ranks closed it, or it began in place because ranks were lost: what their own code raises, again and
-        again, ends such a job with the third time.
+        All its ranks closed it, or it began in place because ranks were lost; what replaces ranks limits their number.
         """
         return attempt is not None and (attempt.phase == "closed" or attempt.is_in_place)
 

@@ -123,6 +123,6 @@ def test_beats_are_of_a_process_not_of_the_one_before_it(server: MeetingServer) 
     wait_for(lambda: server.beats(2) == [0, 2], "the beats")
     assert server.register(1) == 2
     wait_for(lambda: server.beats(2) == [0, 0], "no beat")
-    replacement = Meeting(replace(meeting.place))
+    replacement = Meeting(replace(meeting.place, life=2))
     replacement.beat()
     wait_for(lambda: server.beats(2) == [0, 1], "the beat")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.verdict import frozen_ranks, innermost_module, may_be_loss
+from memstore.inplace.verdict import frozen_ranks, has_paused, innermost_module, may_be_loss
 
 
 def error_of(code: str, module: str) -> BaseException:
@@ -70,3 +70,9 @@ def test_no_rank_that_beats_in_time_is_frozen(looks: list[tuple[int, float]], ha
             count, beat_s = count + beats, now
         seen, frozen = frozen_ranks(seen, [count], now, hang_after_s)
         assert bool(frozen) == (count > 0 and now - beat_s > hang_after_s)
+
+
+def test_a_pause_of_the_process_that_looks_is_no_silence_of_the_ranks() -> None:
+    """A machine or container that is paused as a whole wakes with old counts: no rank is to be killed for it."""
+    assert not has_paused(10.0, 10.3, 3.0)
+    assert has_paused(10.0, 14.0, 3.0)
