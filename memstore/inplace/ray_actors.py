@@ -46,7 +46,7 @@ class InPlaceGroup:
         self.world_size = check_whole("world_size", world_size, low=1)
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
-        self._backend, self._hang_after_s, self._max_losses = backend, hang_after_s, max_losses
+        self._backend, self.hang_after_s, self.max_losses = backend, hang_after_s, max_losses
         self._meet_s, self._collective_timeout_s = meet_s, collective_timeout_s
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -74,16 +74,6 @@ class InPlaceGroup:
     def actor(self) -> Any:
         """Start an actor."""
         return ray.remote(**self._options)(_Member).remote()
-
-    @property
-    def hang_after_s(self) -> float | None:
-        """Return how long a healthy process may be silent."""
-        return self._hang_after_s
-
-    @property
-    def max_losses(self) -> int:
-        """Return how many losses a run may have."""
-        return self._max_losses
 
 
 class _Run:

@@ -29,9 +29,11 @@ def await_own(state: HolderState, shard: ShardId) -> Procedure[None]:
 def compare(state: HolderState, shard: ShardId) -> Procedure[None]:
     """Compare a shard that was sealed here with the others of its step; notify ranks that differ, or no longer do."""
     known = state.shared_shards
+    puts = [put for put in known.newest.values() if put.shared_count is not None and _step(put.shard) == _step(shard)]
+    if not puts:
+        return  # no rank here has a shard as others do: most jobs, at every seal
     with state.store.lock:
         copies = [each for each in state.store.index.shards.values() if _step(each.shard) == _step(shard)]
-    puts = [put for put in known.newest.values() if _step(put.shard) == _step(shard)]
     for copy in copies:
         for put in puts:
             event = known.compare(put, copy) if shard in (put.shard, copy.shard) else None
