@@ -13,7 +13,6 @@ replacement all of the data. If all workers are lost at once, Ray starts the who
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars,
 from memstore.adapters.ray_train_names import missing
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting
-from memstore.inplace.verdict import frozen_ranks, has_paused
 
 log = logging.getLogger("memstore")
-LOOK_S = 0.25
+LOOK_S = 0.1
 
 
 @dataclass
@@ -63,7 +61,6 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.server: MeetingServer | None = None
-        self.run_id = ""
 
     def on_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Begin with a whole group, or go on with the replacement of one worker.
@@ -72,19 +69,20 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         """
         is_whole = _is_whole(worker_group)
         if is_whole:
-            self.server, self.run_id = MeetingServer(), secrets.token_hex(8)
+            self.server = MeetingServer(backend_config.hang_after_s)
         server = self.server
         if server is None:
             raise RuntimeError("a replacement came before the group did")
         worker_group.execute(_set_torch_distributed_env_vars)
         lives = {rank: server.register(rank) for rank in worker_group.execute(own_rank)}
         worker_group.execute(
-            come, ray.util.get_node_ip_address(), server.port, self.run_id, lives, server.generation + 1,
-            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s,
+            come, ray.util.get_node_ip_address(), server.port, server.run, lives, server.generation + 1,
+            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s, server.lifeline_port,
+            backend_config.hang_after_s,
         )  # fmt: skip
         server.begin(server.generation + 1)
         if is_whole and backend_config.hang_after_s is not None:
-            arguments = (server, worker_group, backend_config.hang_after_s)
+            arguments = (server, worker_group)
             threading.Thread(target=self._watch, args=arguments, name="memstore-hangs", daemon=True).start()
 
     def on_training_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
@@ -95,25 +93,15 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         if self.server is not None and not _is_whole(worker_group):
             self.server.mark_broken()
 
-    def _watch(self, server: MeetingServer, worker_group: Any, hang_after_s: float) -> None:
-        """Kill workers that give no sign of life, which makes Ray replace them."""
-        size = len(worker_group)
-        looked_s = time.monotonic()
-        seen = [(0, looked_s)] * size
+    def _watch(self, server: MeetingServer, worker_group: Any) -> None:
+        """Kill the workers that are lost and of which Ray does not know yet, which makes Ray replace them."""
         while self.server is server:
             time.sleep(LOOK_S)
-            now = time.monotonic()
-            is_paused, looked_s = has_paused(looked_s, now, hang_after_s), now
-            # A rank that is frozen while one is replaced is found afterwards.
-            if server.is_broken or is_paused or server.is_done(size):
-                seen = [(0, now)] * size
-                continue
-            seen, frozen = frozen_ranks(seen, server.beats(size), now, hang_after_s)
-            for rank in frozen:
-                log.warning("memstore: rank %d has not beaten for %g s: it is killed", rank, hang_after_s)
-                seen[rank] = (0, now)
-                server.mark_broken()
-                ray.kill(worker_group.get_workers()[rank].actor)
+            for rank, end in server.take_lost(time.monotonic()).items():
+                if not server.is_done(len(worker_group)):
+                    log.warning("memstore: rank %d is lost: %s", rank, end.value)
+                    server.mark_broken()
+                    ray.kill(worker_group.get_workers()[rank].actor)
 
 
 def _is_whole(worker_group: Any) -> bool:
@@ -129,7 +117,7 @@ def own_rank() -> int:
 
 def come(
     address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
-    meet_s: float,
+    meet_s: float, lifeline_port: int, hang_after_s: float | None,
 ) -> None:  # fmt: skip
     """Note in a worker where the ranks meet; the training function runs afterwards."""
     import torch
@@ -140,5 +128,6 @@ def come(
         Place(
             address, port, run, own_rank(), lives[own_rank()], first, context.get_world_size(), launcher,
             backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, meet_s,
+            lifeline_port, hang_after_s,
         )
     )  # fmt: skip

@@ -2,12 +2,13 @@
 
 Keys: `wanted` (the generation that ranks are to begin, set once its replacements are there), `broken` (the newest
 generation that lost a rank), `here/N` (ranks that came to generation N), `done/N` (ranks whose function returned in
-it), `life/R` (the number of the process that is rank R now), `beat/R/L` (how often process L of rank R has beaten), and
-what the process groups of a generation keep under its own prefix.
+it), `life/R` (the number of the process that is rank R now), and what the process groups of a generation keep under its
+own prefix.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from memstore.errors import FencedError, GatherTimeout
+from memstore.inplace.lifelines import End, Lifelines
 
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
@@ -38,13 +40,17 @@ class Place:
     backend: str
     collective_timeout_s: float
     meet_s: float = 60.0  # longest wait for the other ranks; then what started the ranks restarts them all
+    lifeline_port: int = 0  # where this rank's watchdog connects to
+    hang_after_s: float | None = None  # longest silence of a healthy process; None: any
 
 
 class MeetingServer:
     """The meeting's store, in the process that starts ranks and replaces them."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_after_s: float | None = None) -> None:
+        self.run = secrets.token_hex(8)
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
         self._lock = threading.Lock()
         self.generation = NONE
         self.broken = NONE  # the newest generation that lost a rank
@@ -53,11 +59,18 @@ class MeetingServer:
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
         del self._store
+        if self._lifelines is not None:
+            self._lifelines.close()
 
     @property
     def port(self) -> int:
         """Return the port that the store listens at."""
         return int(self._store.port)
+
+    @property
+    def lifeline_port(self) -> int:
+        """Return the port that the ranks' watchdogs connect to; 0 if ranks have none."""
+        return 0 if self._lifelines is None else self._lifelines.port
 
     def begin(self, generation: int) -> None:
         """Let all ranks meet for a generation: its replacements are there, or about to be."""
@@ -79,7 +92,7 @@ class MeetingServer:
             return life
 
     def is_done(self, world_size: int) -> bool:
-        """Return whether the function has returned on all ranks: they beat no more."""
+        """Return whether the function has returned on all ranks: what ends now is no loss."""
         with self._lock:
             return bool(self._store.add(f"done/{self.generation}", 0) >= world_size)
 
@@ -88,10 +101,13 @@ class MeetingServer:
         """Return whether the present generation has lost a rank."""
         return self.broken >= self.generation
 
-    def beats(self, world_size: int) -> list[int]:
-        """Return by rank how often its process has beaten; 0 for one that is on its way."""
+    def take_lost(self, now: float) -> dict[int, End]:
+        """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
+        if self._lifelines is None:
+            return {}
         with self._lock:
-            return [self._store.add(f"beat/{rank}/{self._lives.get(rank, 0)}", 0) for rank in range(world_size)]
+            lives = dict(self._lives)
+        return self._lifelines.take_lost(lives, now)
 
 
 class Meeting:
@@ -106,14 +122,6 @@ class Meeting:
     def again(self) -> Meeting:
         """Return another connection to the same meeting, for another thread."""
         return Meeting(self.place)
-
-    def beat(self) -> None:
-        """Say that this process runs."""
-        self.store.add(f"beat/{self.place.rank}/{self.place.life}", 1)
-
-    def stop_beating(self) -> None:
-        """Take the beats back: a process that has left its function is not frozen."""
-        self.store.delete_key(f"beat/{self.place.rank}/{self.place.life}")
 
     def is_over(self, generation: int) -> bool:
         """Return whether a generation has lost a rank, or a newer one is wanted."""

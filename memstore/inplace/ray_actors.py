@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +15,9 @@ from memstore.config import check_whole
 from memstore.errors import RecoveryError
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting, reentrant
-from memstore.inplace.verdict import frozen_ranks, has_paused
 
 log = logging.getLogger("memstore")
 POLL_S = 0.05
-HANG_LOOK_S = 0.25
 SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
 
 
@@ -62,13 +59,13 @@ class InPlaceGroup:
         finally:
             run.close()
 
-    def place(self, server: MeetingServer, run: str, rank: int) -> Place:
+    def place(self, server: MeetingServer, rank: int) -> Place:
         """Return what a new process of a rank needs to find the others."""
         return Place(
-            ray.util.get_node_ip_address(), server.port, run, rank, server.register(rank),
+            ray.util.get_node_ip_address(), server.port, server.run, rank, server.register(rank),
             server.generation + 1, self.world_size,
             f"ray-job:{ray.get_runtime_context().get_job_id()}", self._backend, self._collective_timeout_s,
-            self._meet_s,
+            self._meet_s, server.lifeline_port, self.hang_after_s,
         )  # fmt: skip
 
     def actor(self) -> Any:
@@ -82,15 +79,13 @@ class _Run:
     def __init__(self, group: InPlaceGroup, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.group, self.args = group, args
         self.function = ray.put(function)
-        self.server, self.run_id = MeetingServer(), secrets.token_hex(8)
+        self.server = MeetingServer(group.hang_after_s)
         self.actors: dict[int, Any] = {}  # by rank
         self.waiting: dict[Any, int] = {}  # the end of each rank's function -> rank
         self.results: dict[int, Any] = {}
         self.spares: dict[Any, Any] = {}  # the end of a spare's warm-up -> the spare
-        self.looked_s = time.monotonic()  # for frozen ranks
         self.spares_due_s: float | None = None
         self.losses = 0
-        self.seen = [(0, 0.0)] * group.world_size
 
     def to_the_end(self) -> list[Any]:
         for rank in range(self.group.world_size):
@@ -102,12 +97,12 @@ class _Run:
             lost = [rank for rank in map(self._ended, done) if rank is not None]
             if lost:
                 self._replace(lost)
-            self._kill_frozen()
+            self._end_lost()
             self._start_spares()
         return [self.results[rank] for rank in range(self.group.world_size)]
 
     def _start(self, rank: int, actor: Any) -> None:
-        place = self.group.place(self.server, self.run_id, rank)
+        place = self.group.place(self.server, rank)
         self.actors[rank] = actor
         self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
 
@@ -127,7 +122,6 @@ class _Run:
         self.losses += len(ranks)
         if self.losses > self.group.max_losses:
             raise RecoveryError(f"{self.losses} ranks were lost, max_losses={self.group.max_losses} are replaced")
-        self.seen = [(0, time.monotonic())] * self.group.world_size
         if self.server.is_done(self.group.world_size):
             raise RecoveryError(f"ranks {ranks} were lost after all had returned: what they returned is lost too")
         for rank in ranks:
@@ -148,21 +142,13 @@ class _Run:
             return actor
         return None
 
-    def _kill_frozen(self) -> None:
-        if self.group.hang_after_s is None or self.server.is_broken or self.server.is_done(self.group.world_size):
-            return
-        now = time.monotonic()
-        if now - self.looked_s < HANG_LOOK_S:
-            return
-        if has_paused(self.looked_s, now, self.group.hang_after_s):
-            self.seen = [(0, now)] * self.group.world_size
-        self.looked_s, beats = now, self.server.beats(self.group.world_size)
-        self.seen, frozen = frozen_ranks(self.seen, beats, now, self.group.hang_after_s)
-        for rank in set(frozen).intersection(self.waiting.values()):
-            log.warning("memstore: rank %d has not beaten for %g s: it is killed", rank, self.group.hang_after_s)
-            self.seen[rank] = (0, now)
-            self.server.mark_broken()  # frees the others now: the end of a process may take Ray a while to see
-            ray.kill(self.actors[rank])
+    def _end_lost(self) -> None:
+        """End the actors that are lost and of which Ray does not know yet."""
+        for rank, end in self.server.take_lost(time.monotonic()).items():
+            if rank in self.waiting.values() and not self.server.is_done(self.group.world_size):
+                log.warning("memstore: rank %d is lost: %s", rank, end.value)
+                self.server.mark_broken()  # frees the others now: Ray may take a while to see it
+                ray.kill(self.actors[rank])
 
     def _start_spares(self) -> None:
         if self.spares_due_s is not None and time.monotonic() >= self.spares_due_s:

@@ -7,7 +7,6 @@ it, and whether what watches over the ranks says that one is lost.
 from __future__ import annotations
 
 import dis
-from collections.abc import Sequence
 from types import TracebackType
 
 # A collective fails in one of these packages; a wait on the store, or on Ray Train's barrier, does too.
@@ -39,25 +38,3 @@ def may_be_loss(error: BaseException) -> bool:
     if innermost_module(error.__traceback__).split(".")[0] in OF_LOSSES:
         return True
     return isinstance(error, RuntimeError) and not is_of_raise(error.__traceback__)
-
-
-def has_paused(last_look_s: float, now: float, hang_after_s: float) -> bool:
-    """Return whether the process that looks for frozen ranks was paused itself, as a whole machine or container is."""
-    return now - last_look_s > hang_after_s / 2
-
-
-def frozen_ranks(
-    before: Sequence[tuple[int, float]], beats: Sequence[int], now: float, hang_after_s: float
-) -> tuple[list[tuple[int, float]], list[int]]:
-    """Return when each rank last beat, and the ranks that have not for longer than `hang_after_s`.
-
-    Args:
-        before: By rank, its count of beats and the moment at which that was new.
-        beats: By rank, its count now. A rank that has never beaten is on its way.
-        now: Seconds on a monotonic clock.
-        hang_after_s: Longest silence of a healthy rank.
-    """
-    seen = [
-        (count, now) if count != was else (was, since_s) for count, (was, since_s) in zip(beats, before, strict=True)
-    ]
-    return seen, [rank for rank, (count, since_s) in enumerate(seen) if count and now - since_s > hang_after_s]

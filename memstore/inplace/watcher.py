@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -10,10 +9,10 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from memstore.inplace.meeting import Meeting
+from memstore.inplace.watchdog_process import WatchdogProcess
 
 log = logging.getLogger("memstore")
-BEAT_S = 0.25
-LOOK_S = 0.05
+LOOK_S = 0.05  # shorter than a tick of the watchdog, which expects a beat at each
 
 
 class Watcher:
@@ -23,6 +22,7 @@ class Watcher:
         self._meeting, self._free = meeting.again(), free
         self._lock = threading.Lock()  # a generation that was left is not freed afterwards: the next may have begun
         self._generation: int | None = None
+        self._watchdog = WatchdogProcess(meeting.place)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memstore-generation", daemon=True)
         self._thread.start()
@@ -38,25 +38,26 @@ class Watcher:
             self._generation = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and the watchdog."""
         self._end.set()
         self._thread.join()
-        with contextlib.suppress(dist.DistError):
-            self._meeting.stop_beating()
 
     def _run(self) -> None:
-        looks = 0
-        while not self._end.wait(LOOK_S):
-            try:
-                if looks % round(BEAT_S / LOOK_S) == 0:
-                    self._meeting.beat()
-                looks += 1
-                with self._lock:
-                    generation = self._generation
-                    if generation is not None and self._meeting.is_over(generation):
-                        self._free()  # again and again until it has left: it may wait for something new meanwhile
-            except dist.DistError as exc:
-                log.warning("memstore: the meeting of the ranks is gone, this process is not watched any more: %s", exc)
+        try:
+            while not self._end.wait(LOOK_S):
+                self._watchdog.beat()
+                self._look()
+        except dist.DistError as exc:
+            log.warning("memstore: the meeting of the ranks is gone, no loss will be seen any more: %s", exc)
+        finally:
+            self._watchdog.close()
+
+    def _look(self) -> None:
+        with self._lock:
+            generation = self._generation
+            if generation is None or not self._meeting.is_over(generation):
                 return
+            try:
+                self._free()  # again and again until it has left: it may wait for something new meanwhile
             except Exception:  # what ends the waits met something of the training thread: it is tried again
                 log.exception("memstore: the waits of a generation that is over could not all be ended")

@@ -1,0 +1,174 @@
+"""Connections from the ranks' watchdogs, in the process that replaces lost ranks: their ends say who is lost.
+
+Nothing is sent to and fro: the kernels probe an idle connection (SO_KEEPALIVE), and end it once the other one has not
+answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor are all of them when
+this process is paused; a host that is frozen or cut off is.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from memstore.inplace.watchdog import BYE, GONE, MAX_LINE_BYTES
+
+PROBE_S = 1  # the shortest that the kernel takes
+UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+Process = tuple[int, int]  # a rank, and which of the processes that have been this rank
+
+
+class End(Enum):
+    """Why a connection of a watchdog ended."""
+
+    GONE = "its process has ended"
+    SILENT = "its host does not answer"
+    BROKEN = "its process and its watchdog have both ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The line that a watchdog begins with."""
+
+    run: str
+    process: Process
+
+
+def parse_hello(line: bytes) -> Hello | None:
+    """Read a watchdog's first line; None if it is no watchdog's."""
+    match line.removesuffix(b"\n").split(b" "):
+        case [run, rank, life] if line.endswith(b"\n") and run.isalnum() and rank.isdigit() and life.isdigit():
+            return Hello(run.decode("ascii", "replace"), (int(rank), int(life)))
+    return None
+
+
+class Roll:
+    """Which processes of ranks are lost. Pure: what happened is reported to it, with its time.
+
+    unknown --hello--> watched --`bye`--> unknown
+                        |   ^
+             BROKEN     v   | hello
+                     unwatched --UNWATCHED_S--> lost
+    watched --GONE, SILENT--> lost
+    """
+
+    def __init__(self) -> None:
+        self._broken_s: dict[Process, float] = {}
+        self._lost: dict[Process, End] = {}
+
+    def hello(self, process: Process) -> None:
+        """Note that a process has a watchdog, or another one."""
+        self._broken_s.pop(process, None)
+
+    def ended(self, process: Process, end: End, now: float) -> None:
+        """Note that a connection ended without `bye`, at a moment in seconds on a monotonic clock."""
+        if end is End.BROKEN:
+            self._broken_s[process] = now
+        else:
+            self._lost[process] = end
+
+    def take_lost(self, lives: Mapping[int, int], now: float) -> dict[int, End]:
+        """Return the ranks that are lost and were not returned before.
+
+        Args:
+            lives: By rank, the number of the process that is this rank now; former ones do not count.
+            now: Seconds on a monotonic clock.
+        """
+        late = [process for process, since_s in self._broken_s.items() if now - since_s > UNWATCHED_S]
+        for process in late:
+            del self._broken_s[process]
+        lost = {**dict.fromkeys(late, End.BROKEN), **self._lost}
+        self._lost.clear()
+        return {rank: end for (rank, life), end in lost.items() if lives.get(rank) == life}
+
+
+@dataclass(slots=True)
+class _Line:
+    """What came over a connection and was not read as a line yet, and whose connection it is."""
+
+    process: Process | None = None
+    received: bytes = b""
+
+    def take_lines(self) -> list[bytes]:
+        """Return the whole lines."""
+        *lines, self.received = self.received.split(b"\n")
+        return [line + b"\n" for line in lines]
+
+
+class Lifelines:
+    """The connections; one thread looks."""
+
+    def __init__(self, run: str, hang_after_s: float) -> None:
+        self._run, self._timeout_ms = run, max(1, round(hang_after_s * 1000))
+        self._roll = Roll()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server(("0.0.0.0", 0), backlog=4096)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def port(self) -> int:
+        """Return the port that watchdogs connect to."""
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """End all connections."""
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            self._end(key.fileobj)
+        self._selector.close()
+
+    def take_lost(self, lives: Mapping[int, int], now: float) -> dict[int, End]:
+        """Look at all connections, and return the ranks that were lost since the last look."""
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._read(key, now)
+        return self._roll.take_lost(lives, now)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # no connection waits any more
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._timeout_ms)
+            self._selector.register(sock, selectors.EVENT_READ, _Line())
+
+    def _read(self, key: selectors.SelectorKey, now: float) -> None:
+        sock, line = key.fileobj, key.data
+        assert isinstance(sock, socket.socket)
+        end = None
+        try:
+            received = sock.recv(MAX_LINE_BYTES)
+            line.received += received
+            end = None if received else End.BROKEN
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            end = End.SILENT if exc.errno in SILENT else End.BROKEN
+        said = line.take_lines()
+        if line.process is None and said:
+            hello = parse_hello(said.pop(0))
+            if hello is None or hello.run != self._run:
+                return self._end(sock)
+            line.process = hello.process
+            self._roll.hello(hello.process)
+        if said or end is not None or len(line.received) > MAX_LINE_BYTES:
+            self._end(sock)
+            if line.process is not None and said[:1] != [BYE]:
+                self._roll.ended(line.process, End.GONE if said[:1] == [GONE] else end or End.BROKEN, now)
+        return None
+
+    def _end(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        sock.close()

@@ -1,0 +1,113 @@
+"""A process beside each rank: it kills the rank once that is frozen, and says when the rank has ended.
+
+A rank is frozen if its beats stop for `hang_after_s` and hardly any of its threads goes on, wants a core, or waits for
+a disk meanwhile. On a starved host beats stop too, and while one call holds the interpreter for long; then some thread
+does, and the rank is left alone. A host that is frozen or cut off is seen at the other end of the watchdog's
+connection (`lifelines.py`).
+
+A script that imports the standard library only: it starts at once, and needs 10 MB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TICK_S = 0.25
+BUSY_SHARE = 0.25
+GOES_ON = "RDt"  # runs or wants a core; waits for a disk; is held by a debugger
+BEAT, LAST_BEAT = b".", b"q"
+GONE, BYE = b"gone\n", b"bye\n"
+MAX_LINE_BYTES = 200
+CONNECT_S = 2.0
+
+
+def is_frozen(looks: Sequence[bool], limit: int) -> bool:
+    """Return whether a rank is frozen.
+
+    Args:
+        looks: By tick since its last beat, whether some thread of it went on or wanted to.
+        limit: Ticks without a beat that a healthy rank may have.
+    """
+    recent = looks[-limit:]
+    return len(recent) == limit and sum(recent) <= BUSY_SHARE * limit
+
+
+def goes_on(pid: int) -> bool:
+    """Return whether some thread of a process goes on, or would if it had a core, its disk, or its debugger let it."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if stat.read_text("ascii", "replace").rpartition(")")[2].split()[0] in GOES_ON:
+                return True
+    return False
+
+
+class Watchdog:
+    """Watches the process that started it, until that ends or beats for the last time."""
+
+    def __init__(self, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float) -> None:
+        self._pid = os.getppid()
+        self._to, self._rank = (address, port), rank
+        self._hello = f"{run} {rank} {life}\n".encode("ascii")
+        self._limit = max(2, round(hang_after_s / TICK_S))
+        self._looks: list[bool] = []
+        self._line: socket.socket | None = None
+
+    def run(self) -> None:
+        """Watch to the end."""
+        while os.getppid() == self._pid:
+            line = self._connected()
+            waited_for: list[int | socket.socket] = [0] if line is None else [0, line]
+            ready, _, _ = select.select(waited_for, [], [], TICK_S)
+            if line in ready:
+                self._line = None  # nothing is ever sent this way: it is broken
+            if 0 not in ready:
+                self._look()
+                continue
+            beats = os.read(0, 4096)
+            if beats.endswith(LAST_BEAT):
+                return self._say(BYE)
+            if not beats:
+                break  # the process has ended, or is about to
+            self._looks.clear()
+        return self._say(GONE)
+
+    def _look(self) -> None:
+        self._looks.append(goes_on(self._pid))
+        if is_frozen(self._looks, self._limit):
+            silent_s = len(self._looks) * TICK_S
+            sys.stderr.write(f"memstore: rank {self._rank} is frozen: no beat for {silent_s:g} s. It is killed\n")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._looks.clear()
+
+    def _connected(self) -> socket.socket | None:
+        """Return the connection to the process that replaces lost ranks; None if there is no way to it now."""
+        if self._line is None:
+            with contextlib.suppress(OSError):
+                line = socket.create_connection(self._to, timeout=CONNECT_S)
+                line.sendall(self._hello)
+                self._line = line
+        return self._line
+
+    def _say(self, word: bytes) -> None:
+        line = self._connected()
+        with contextlib.suppress(OSError):  # no way to it: the end of the connection says as much
+            if line is not None:
+                line.sendall(word)
+
+
+def main(address: str, port: str, run: str, rank: str, life: str, hang_after_s: str) -> None:
+    """Watch the process that started this one; a Ctrl-C in its terminal is for it, not for its watchdog."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Watchdog(address, int(port), run, int(rank), int(life), float(hang_after_s)).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,68 @@
+"""The rank's side of its watchdog: starts it, beats, and starts another if it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+
+from memstore.inplace import watchdog
+from memstore.inplace.meeting import Place
+
+log = logging.getLogger("memstore")
+MAX_STARTS = 5
+
+
+class WatchdogProcess:
+    """The watchdog of this process; one thread beats."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._starts_left = 0 if place.hang_after_s is None else MAX_STARTS
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+
+    def beat(self) -> None:
+        """Say that this process goes on; start a watchdog if there is none."""
+        if self._process is not None and self._process.poll() is not None:
+            log.warning("memstore: the watchdog of rank %d ended: %d", self._place.rank, self._process.returncode)
+            self._forget()
+        if self._process is None and self._starts_left:
+            self._starts_left -= 1
+            self._start()
+        self._write(watchdog.BEAT)
+
+    def close(self) -> None:
+        """Beat for the last time: this process may be silent from now on."""
+        self._write(watchdog.LAST_BEAT)
+        if self._process is not None:
+            self._process.wait()
+            self._forget()
+
+    def _start(self) -> None:
+        place = self._place
+        arguments = (place.address, place.lifeline_port, place.run, place.rank, place.life, place.hang_after_s)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", watchdog.__file__, *map(str, arguments)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError as exc:
+            log.warning("memstore: rank %d has no watchdog, so a freeze of it is not seen: %s", place.rank, exc)
+            self._starts_left = 0
+            return
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin.fileno()
+        os.set_blocking(self._pipe, False)  # a stopped watchdog must not stop the rank
+
+    def _write(self, beat: bytes) -> None:
+        if self._process is not None:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has beats enough; it has ended
+                os.write(self._pipe, beat)
+
+    def _forget(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None

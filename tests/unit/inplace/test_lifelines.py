@@ -1,0 +1,99 @@
+"""Which ranks count as lost by how their watchdogs' connections ended."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.inplace.lifelines import UNWATCHED_S, End, Lifelines, Roll, parse_hello
+from memstore.inplace.watchdog import BYE, GONE
+from memstore.testing.clusters.processes import wait_for
+
+
+def test_a_rank_whose_process_ended_is_lost_at_once_and_named_once() -> None:
+    """So is one whose host does not answer."""
+    roll = Roll()
+    roll.hello((0, 1))
+    roll.hello((1, 1))
+    roll.ended((0, 1), End.GONE, 5.0)
+    roll.ended((1, 1), End.SILENT, 5.0)
+    assert roll.take_lost({0: 1, 1: 1, 2: 1}, 5.0) == {0: End.GONE, 1: End.SILENT}
+    assert roll.take_lost({0: 1, 1: 1, 2: 1}, 500.0) == {}
+
+
+def test_a_rank_whose_watchdog_was_killed_is_lost_only_if_no_other_comes() -> None:
+    """The rank starts another one, if it lives."""
+    roll = Roll()
+    roll.ended((0, 1), End.BROKEN, 5.0)
+    roll.ended((1, 1), End.BROKEN, 5.0)
+    assert roll.take_lost({0: 1, 1: 1}, 5.0 + UNWATCHED_S) == {}
+    roll.hello((0, 1))
+    assert roll.take_lost({0: 1, 1: 1}, 5.1 + UNWATCHED_S) == {1: End.BROKEN}
+    assert roll.take_lost({0: 1, 1: 1}, 500.0) == {}
+
+
+@given(st.sampled_from(End), st.integers(1, 5), st.integers(1, 5))
+def test_the_end_of_a_former_process_is_not_that_of_the_rank(end: End, life: int, now_life: int) -> None:
+    """A replacement takes seconds to start, and says hello later."""
+    roll = Roll()
+    roll.ended((0, life), end, 0.0)
+    assert (roll.take_lost({0: now_life}, 2 * UNWATCHED_S) == {0: end}) == (life == now_life)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"\n", b"run 1\n", b"run 1 1", b"run -1 1\n", b"run 1 x\n", b"run 1 1 1\n", b"\xff\xfe 1 1\n", b"x" * 300],
+)
+def test_a_line_that_is_no_watchdogs_is_dropped(line: bytes) -> None:
+    """Any process can connect."""
+    assert parse_hello(line) is None
+
+
+class Ranks:
+    """Connections as a watchdog makes them."""
+
+    def __init__(self, lifelines: Lifelines) -> None:
+        self.lifelines = lifelines
+        self.found: dict[int, End] = {}
+
+    def connect(self, line: bytes) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.lifelines.port), timeout=30.0)
+        sock.sendall(line)
+        return sock
+
+    def look(self) -> dict[int, End]:
+        """Return all ranks that were found lost, those of earlier looks too."""
+        self.found |= self.lifelines.take_lost({0: 1, 1: 1, 2: 1}, 0.0)
+        return self.found
+
+
+def test_the_last_line_of_a_connection_says_what_its_end_means() -> None:
+    """A rank whose watchdog says `bye` is not lost, nor is one by the connection of a stranger."""
+    ranks = Ranks(Lifelines("run", 60.0))
+    left, gone, stranger = (ranks.connect(line) for line in (b"run 0 1\n", b"run 1 1\n", b"old 2 1\n"))
+    assert ranks.look() == {}
+    wait_for(lambda: ranks.look() == {} and stranger.recv(1) == b"", "the stranger to be sent away")
+    left.sendall(BYE)
+    gone.sendall(GONE)
+    wait_for(lambda: ranks.look() == {1: End.GONE}, "the end of rank 1")
+    assert left.recv(1) == gone.recv(1) == b""
+    ranks.lifelines.close()
+    for sock in (left, gone, stranger):
+        sock.close()
+
+
+def test_all_lines_may_come_at_once_or_in_parts() -> None:
+    """This process looks late, or the network divides what a watchdog sent."""
+    ranks = Ranks(Lifelines("run", 60.0))
+    at_once, in_parts = ranks.connect(b"run 0 1\ngone\n"), ranks.connect(b"run 1")
+    wait_for(lambda: ranks.look() == {0: End.GONE}, "the end of rank 0")
+    in_parts.sendall(b" 1\ngo")
+    assert 1 not in ranks.look()
+    in_parts.sendall(b"ne\n")
+    wait_for(lambda: ranks.look() == {0: End.GONE, 1: End.GONE}, "the end of rank 1")
+    ranks.lifelines.close()
+    at_once.close()
+    in_parts.close()

@@ -1,0 +1,155 @@
+"""A rank that is frozen is killed by its watchdog; one that computes, is starved or pauses is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.inplace.watchdog import is_frozen
+
+HANG_S = 1.0
+ARRIVES_S = 30.0
+RANK = """
+import ctypes, sys, threading, time
+from memstore.inplace.meeting import Place
+from memstore.inplace.watchdog_process import WatchdogProcess
+watchdog = WatchdogProcess(Place("127.0.0.1", 0, "run", 7, 2, 0, 8, "", "gloo", 60.0, 60.0, int(sys.argv[1]), 1.0))
+def beat():
+    while not is_over.wait(0.05):
+        watchdog.beat()
+    watchdog.close()
+is_over = threading.Event()
+thread = threading.Thread(target=beat)
+thread.start()
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "compute\\n":  # one call, in which no other thread of this process runs Python
+        begin_s = time.monotonic()
+        3 ** 9_000_000
+        print(time.monotonic() - begin_s, flush=True)
+    if line == "sleep\\n":  # PyDLL keeps the interpreter
+        ctypes.PyDLL(None).sleep(30)
+is_over.set()
+thread.join()
+"""
+
+
+def test_a_process_is_frozen_if_it_is_silent_and_none_of_its_threads_goes_on() -> None:
+    """Silence alone is what a starved host or a long computation shows as well."""
+    assert is_frozen([False] * 12, 12)
+    assert not is_frozen([False] * 11, 12)
+    assert not is_frozen([True] * 12, 12)
+    assert is_frozen([True, *[False] * 11], 12)
+    assert not is_frozen([True, False, False] * 4, 12)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(2, 20))
+def test_however_long_a_process_computed_it_is_frozen_once_it_did_nothing_for_long_enough(
+    looks: list[bool], limit: int
+) -> None:
+    """Only what was seen within the limit counts."""
+    assert is_frozen([*looks, *[False] * limit], limit)
+    assert not is_frozen([*looks, *[True] * limit], limit)
+
+
+class Line:
+    """What a rank's watchdogs say, as the process that replaces lost ranks gets it."""
+
+    def __init__(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(ARRIVES_S)
+
+    def next_watchdog(self) -> None:
+        """Wait for the next watchdog: it is there, and watches."""
+        sock, _ = self.server.accept()
+        sock.settimeout(ARRIVES_S)
+        self.file = sock.makefile()
+        sock.close()  # once the file is
+        assert self.file.readline() == "run 7 2\n"
+
+    def last_word(self) -> str:
+        """Return what the watchdog says at its end."""
+        with self.file:
+            return self.file.read()
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def rank(line: Line) -> Iterator[subprocess.Popen[str]]:
+    """A process with a watchdog; it does what a line of its input says."""
+    port = str(line.server.getsockname()[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        line.next_watchdog()
+        yield process
+        process.kill()
+
+
+def tell(rank: subprocess.Popen[str], what: str) -> None:
+    """Let a rank do something."""
+    assert rank.stdin is not None
+    rank.stdin.write(f"{what}\n")
+    rank.stdin.flush()
+
+
+def test_a_stopped_rank_is_killed(rank: subprocess.Popen[str], line: Line) -> None:
+    """SIGKILL ends a stopped process, so its peers' connections break at once."""
+    rank.send_signal(signal.SIGSTOP)
+    assert rank.wait(ARRIVES_S) == -signal.SIGKILL
+    assert line.last_word() == "gone\n"
+
+
+def test_a_rank_that_waits_while_it_holds_the_interpreter_is_killed(rank: subprocess.Popen[str], line: Line) -> None:
+    """Nothing of it goes on, though its process is not stopped."""
+    tell(rank, "sleep")
+    assert rank.wait(ARRIVES_S) == -signal.SIGKILL
+    assert line.last_word() == "gone\n"
+
+
+def test_a_rank_that_computes_while_it_holds_the_interpreter_is_left_alone(
+    rank: subprocess.Popen[str], line: Line
+) -> None:
+    """It says nothing for longer than the limit, but it goes on."""
+    tell(rank, "compute")
+    assert rank.stdin is not None
+    assert rank.stdout is not None
+    assert float(rank.stdout.readline()) > 1.5 * HANG_S
+    rank.stdin.close()
+    assert rank.wait(ARRIVES_S) == 0
+    assert line.last_word() == "bye\n"
+
+
+def test_a_rank_that_dies_is_gone_at_once(rank: subprocess.Popen[str], line: Line) -> None:
+    """Its watchdog outlives it for as long as it takes to say so."""
+    rank.kill()
+    assert line.last_word() == "gone\n"
+
+
+def test_a_watchdog_that_is_killed_is_started_again(rank: subprocess.Popen[str], line: Line) -> None:
+    """A rank without one would freeze unseen."""
+    threads = Path(f"/proc/{rank.pid}/task").glob("*/children")
+    (watchdog,) = [int(pid) for thread in threads for pid in thread.read_text().split()]
+    os.kill(watchdog, signal.SIGKILL)
+    assert line.last_word() == ""
+    line.next_watchdog()
+    rank.send_signal(signal.SIGSTOP)
+    assert rank.wait(ARRIVES_S) == -signal.SIGKILL
+    assert line.last_word() == "gone\n"
