@@ -26,16 +26,16 @@ class AttemptNumbers:
         here. So may any host that is expected and has not come, of a job that no host here knows. Two launches of one
         number would be taken for one, and their shards for one step: their numbers are left free.
         """
-        job = self.state.jobs.get(name)
+        job, known_job = self.state.jobs.get(name), self.state.known_job(name)
         unapplied = [x.attempt for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
         known = job.newest_number if job is not None else 0
         attempt_number = max([known, self.state.removed.get(name, 0), *unapplied]) + 1
-        is_known = job is not None and bool(job.attempts)
-        absent = set() if name in self._opened else self._absent(job) if job is not None and is_known else self._late()
+        is_first = name not in self._opened
+        absent = (self._absent(known_job) if known_job is not None else self._late()) if is_first else set()
         self._opened.add(name)
         if not absent:
             return attempt_number
-        why = "had its newest steps and may know of launches" if is_known else "may know the job"
+        why = "had its newest steps and may know of launches" if known_job is not None else "may know the job"
         why = f"{named_hosts(absent)}, not here yet, {why}"
         self.out.log(f"job {name!r}: attempt {attempt_number + LEFT_FREE} follows {known}: {why}", "warning")
         return attempt_number + LEFT_FREE

@@ -214,9 +214,7 @@ class Attempts:
 
     def _late_hosts(self, now: float, name: str, gathering: Gathering) -> frozenset[str]:
         """Return the hosts that a complete launch waits for."""
-        job = self.state.jobs.get(name)
-        is_known = job is not None and bool(job.attempts)
-        if is_known or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
+        if self.state.known_job(name) is not None or gathering.joins[0].is_fresh or now >= gathering.opens_by_s:
             return frozenset()
         return frozenset(self.view.late_hosts() - self.state.hosts.states.keys())
 
@@ -240,8 +238,7 @@ class Attempts:
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
         """Open the attempt; if storage could not be read, no rank may start from nothing (R23)."""
-        job = self.state.jobs.get(name)
-        if why and (job is None or not job.attempts):
+        if why and self.state.known_job(name) is None:
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
         else:
             self.open(name, gathering)

@@ -65,6 +65,11 @@ class ClusterState:
         """Return how long ago a moment of a wall clock was; 0 for a moment to come, as after a clock was set back."""
         return max(0.0, self.wall_s - moment_s)
 
+    def known_job(self, name: str) -> Job | None:
+        """Return the job if a host that is here knows an attempt of it (R20)."""
+        job = self.jobs.get(name)
+        return job if job is not None and job.newest is not None else None
+
     def is_draining(self, host: str) -> bool:
         """Return whether a host has notice of its end."""
         return host in self.draining
