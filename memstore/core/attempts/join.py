@@ -195,6 +195,8 @@ class Attempts:
         Of a job that no host here knows, hosts that are announced and have not come may know attempts and steps. If
         the launch began without them, it would take the number of one of theirs, and start from nothing.
         """
+        if self._is_asked_again(now, name, gathering):
+            return
         late = self._late_hosts(now, name, gathering)
         if late and gathering.level_asked is None:
             gathering.level_asked = self._level_asked(gathering, None)
@@ -207,6 +209,22 @@ class Attempts:
             self.open(name, gathering)
             return
         self.list_markers(now, name, gathering, durable, lambda why: self._markers_listed(name, gathering, why))
+
+    def _is_asked_again(self, now: float, name: str, gathering: Gathering) -> bool:
+        """Let the ranks of a complete launch join once more if a host has made the job known meanwhile (R20).
+
+        They may be in an attempt of it already, or be kept out by ranks that live on the host.
+        """
+        is_known = self.state.known_job(name) is not None
+        if not is_known or not gathering.was_unknown:
+            gathering.was_unknown = not is_known
+            return False
+        del self.gatherings[name]
+        for entrant in gathering.joins.values():
+            call, request = entrant.call, entrant.call.request
+            if isinstance(request, Join):  # a rewind is of a known job
+                self.join(now, Call(call.host_id, call.call_id, request, call.since_s))
+        return True
 
     def _level_asked(self, gathering: Gathering, before: str | None) -> str:
         hosts = [entrant.call.host_id for entrant in gathering.joins.values()]
@@ -238,6 +256,8 @@ class Attempts:
 
     def _markers_listed(self, name: str, gathering: Gathering, why: str) -> None:
         """Open the attempt; if storage could not be read, no rank may start from nothing (R23)."""
+        if self._is_asked_again(self.state.now, name, gathering):
+            return
         if why and self.state.known_job(name) is None:
             self.dismiss(name, "RecoveryError", _unreadable(name, why))
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from memstore.core.wire.orders import ListMarkers, Order
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 
@@ -113,3 +116,37 @@ def test_ranks_that_only_a_late_host_knows_keep_no_other_launcher_out() -> None:
     second = world.join(1, 2, "again", host="h0", launcher="another")
     assert world.run_until(lambda: first.attempt > 0 and second.attempt > 0, 5.0), (first.errors, second.errors)
     assert {first.attempt, second.attempt} == {2}
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+@pytest.mark.parametrize("phase", ["gathering", "listing"])
+def test_a_launch_that_waits_is_asked_again_once_the_job_is_known(
+    phase: str, monkeypatch: pytest.MonkeyPatch, *, takeover: bool
+) -> None:
+    """The late host was only out of reach: the rank that trains there is fenced by a takeover alone (R20)."""
+    world, trains = trained(2, last=3)
+    world.crash_controller(restart_after_s=None)
+    world.silence("h1")
+    world.kill_host("h0")
+    world.return_host("h0")
+    world.start_controller()
+    assert world.run_until(lambda: world.served.is_settled, 20.0)
+    config = {**world.config, "durable": "/durable" if phase == "listing" else None}
+    first, lists, held = world.holders["h0"], world.holders["h0"].obey, list[Order]()
+    monkeypatch.setattr(first, "obey", lambda order: (held.append if isinstance(order, ListMarkers) else lists)(order))
+    ranks = [
+        world.join(rank, 2, "again", host="h0", launcher="another", takeover=takeover, config=config)
+        for rank in range(2)
+    ]
+    assert world.run_until(lambda: [row["phase"] for row in world.status()["launches"]] == [phase], 12.0)
+    world.thaw("h1")
+    assert world.run_until(lambda: JOB in world.served.state.jobs, 2.0)
+    monkeypatch.undo()
+    for order in held:
+        first.obey(order)
+    assert world.run_until(lambda: all(rank.attempt or rank.errors for rank in ranks), 8.0)
+    if takeover:
+        assert ({rank.attempt for rank in ranks}, trains[1].is_fenced) == ({2}, True)
+    else:
+        assert ["rank 1 of attempt 1 is alive on host h1" in rank.error("join") for rank in ranks] == [True, True]
+        assert (world.job().newest_number, trains[1].is_fenced) == (1, False)
