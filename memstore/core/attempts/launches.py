@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memstore.core.attempts.gathering import Entrant, Gathering
-from memstore.core.attempts.join import FENCE_DEADLINE_S, Attempts
+from memstore.core.attempts.join import FENCE_DEADLINE_S, MARKERS_DEADLINE_S, Attempts
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, named_hosts, plural
@@ -32,18 +32,19 @@ def launch(state: ClusterState, attempts: Attempts, name: str) -> LaunchRow | No
 
 def _gathering(state: ClusterState, name: str, gathering: Gathering) -> LaunchRow:
     missing = [rank for rank in range(gathering.world_size) if rank not in gathering.joins]
+    waiting = list(gathering.joins.values())
     awaited = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
+    until_s = min(each.call.since_s + each.limit_s for each in waiting)
     if gathering.markers_call:
+        until_s = gathering.listing_since_s + MARKERS_DEADLINE_S
         awaited = f"host {gathering.joins[0].call.host_id} to list what durable storage has of the job"
     elif gathering.late_hosts and not missing:
+        until_s = min(gathering.opens_by_s, state.late_until_s)
         awaited = f"{named_hosts(gathering.late_hosts)}, which may know the job"
-    waiting = list(gathering.joins.values())
-    until_s = min(each.call.since_s + each.limit_s for each in waiting) if missing else gathering.opens_by_s
-    left_s = None if gathering.markers_call else max(0.0, until_s - state.now)
     return LaunchRow(
         job=name, phase="listing" if gathering.markers_call else "gathering", since_s=_since_s(state, waiting),
         awaited=awaited, ranks=len(waiting), world_size=gathering.world_size, missing=missing[:LISTED_MAX],
-        is_rewind=gathering.rewind is not None, left_s=left_s,
+        is_rewind=gathering.rewind is not None, left_s=max(0.0, until_s - state.now),
     )  # fmt: skip
 
 

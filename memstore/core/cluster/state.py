@@ -61,6 +61,11 @@ class ClusterState:
         """Wall-clock seconds, for facts that outlive this controller."""
         return self.now + self.wall_offset_s
 
+    @property
+    def late_until_s(self) -> float:
+        """Return until when an announced host that has not come counts as late, on the clock of `now` (R24)."""
+        return self.started_s + self.rules.recovery_grace_s
+
     def age_s(self, moment_s: float) -> float:
         """Return how long ago a moment of a wall clock was; 0 for a moment to come, as after a clock was set back."""
         return max(0.0, self.wall_s - moment_s)

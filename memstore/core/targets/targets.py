@@ -248,7 +248,7 @@ class ClusterView:
 
     def late_hosts(self) -> set[str]:
         """Return the announced hosts that have not come yet, just after a start: any of them may know any job."""
-        is_early = self.state.now - self.state.started_s < self.state.rules.recovery_grace_s
+        is_early = self.state.now < self.state.late_until_s
         return self._silent(self.state.expected_hosts) if is_early else set()
 
     def _silent(self, names: set[str]) -> set[str]:

@@ -38,6 +38,18 @@ def test_a_launch_waits_for_the_host_that_has_everything() -> None:
     assert {(answer["attempt"], answer["step"]) for answer in answers} == {(1, 3)}
 
 
+@pytest.mark.parametrize("connect_s", [4.0, 20.0])
+def test_status_says_how_long_such_a_launch_still_waits(connect_s: float) -> None:
+    """Until half of its connect is over, or the time for late hosts, whichever comes first."""
+    world = restarted_without_memory()
+    ranks = [world.join(rank, 2, "again", host="h0", limit_s=connect_s) for rank in range(2)]
+    world.run(0.5)
+    [row] = world.status()["launches"]
+    says_s = world.now + row["left_s"]
+    assert world.run_until(lambda: all(rank.attempt for rank in ranks), 12.0)
+    assert world.now == pytest.approx(says_s, abs=1.0)
+
+
 def test_a_fresh_launch_waits_for_no_host() -> None:
     """It wants nothing of the past; its number is none that the late host may know."""
     world = restarted_without_memory()
