@@ -69,8 +69,12 @@ class HolderSharedShards:
         return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
 
     def gave_up(self, shard: ShardId, own: int) -> None:
-        """Note that an offer waited for a local rank in vain: none waits for it until it has sealed again (D104)."""
-        self.late[shard.job, own] = shard.attempt
+        """Note that an offer waited for a local rank in vain: none waits for it until it has sealed again (D104).
+
+        It may have sealed since the wait ended, or its attempt may be over: then it is not late.
+        """
+        if self.own_of(shard) == own and not self.is_over(shard, own):
+            self.late[shard.job, own] = shard.attempt
 
     def forget(self, job: str, attempt: int) -> None:
         """Forget a job that was removed after this attempt."""

@@ -55,6 +55,8 @@ class SimSharedShards(HolderSharedShards):
 
     def gave_up(self, shard: ShardId, own: int) -> None:
         """Look at a wait in vain."""
+        if self.is_over(shard, own):
+            return
         self._look_at_late(shard, own)
         self._look_at_wait(shard, own)
         super().gave_up(shard, own)

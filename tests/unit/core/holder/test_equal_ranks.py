@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,27 @@ def test_all_offers_that_wait_for_one_rank_go_with_the_first() -> None:
     assert not first.is_waiting
     first.time_is_over()
     assert host.known.late == {("job", 0): 1}
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda known: known.put_sealed(stored(0, 2), 2),
+        lambda known: known.declare(copying(2)),
+        lambda known: known.forget("job", 1),
+    ],
+    ids=["sealed", "newer attempt", "removed"],
+)
+def test_what_happened_after_the_wait_ended_counts(happens: Callable[[HolderSharedShards], object]) -> None:
+    """An offer's time is over, and before it goes on the rank has sealed, or its attempt is over: it is not late."""
+    host = Host()
+    host.known.declare(copying(1))
+    offer = host.offer(2)
+    is_there = offer.effect.is_there()
+    happens(host.known)
+    with pytest.raises(StopIteration):
+        offer.steps.send(is_there)
+    assert not host.known.late
 
 
 def test_no_rank_is_late_because_the_holder_stops() -> None:
