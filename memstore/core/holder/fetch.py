@@ -1,6 +1,7 @@
 """Brings chunks of a shard, and its manifest, to this host from peers and from durable storage (R23, R25).
 
     chunk: asked of its planned source, three times --> then of the shard's other holders in turn --> here
+             |--the source is silent--> asked of the others before it is asked again
              '--the source says that it lacks it--> lost: evidence for the next plan
 
 All sources are asked at once. A broken connection or a deadline is no evidence about the bytes: another try follows,
@@ -9,8 +10,10 @@ until the deadline is over, the holder stops, or the same rank's restore has gon
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections.abc import Iterable
 from functools import partial
+from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
@@ -31,13 +34,15 @@ from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import Bring, DurablePlace, StageShard
 from memstore.core.wire.peer_messages import FetchManifest, ManifestFound, Verified, Verify
-from memstore.errors import DigestMismatch, IntegrityError, PeerUnreachable, TransportError
+from memstore.errors import DigestMismatch, IntegrityError, PeerTimeout, PeerUnreachable, TransportError
 from recovery.inventory import ShardId
 
 RETRY_S = 0.2
 RETRY_LIMIT_S = 10.0  # and at least twice dead_after_s: a dead source is known dead before its fetch fails a get
 SOURCE_TRIES = 3  # before the other holders of the shard are asked as well
+SILENT_S = 300.0  # after a question that it left unanswered, other copies are asked before a source: each costs 30 s
 DURABLE = "durable"  # names durable storage among sources, in reports
+T = TypeVar("T")
 
 
 def deadline_s(state: HolderState) -> float:
@@ -82,9 +87,9 @@ def brought_manifest(
     lacking: set[str] = set()
     while True:
         problems = []
-        for source in sources:
+        for source in _silent_last(state, sources):
             try:
-                return (yield from _manifest_of(order, source, shard, digest)), lacking
+                return (yield from _answered(state, source, _manifest_of(order, source, shard, digest))), lacking
             except IntegrityError:
                 lacking.add(source)
             except TransportError as exc:
@@ -110,6 +115,23 @@ def _manifest_of(order: Bring, source: str, shard: ShardId, digest: str) -> Proc
             shard=str(shard), holder=source,
         )  # fmt: skip
     return data
+
+
+def _silent_last(state: HolderState, sources: Iterable[str]) -> list[str]:
+    """Return sources in their order, but those that were silent just now behind the others."""
+    asked_s = state.stages.unanswered_s
+    return sorted(sources, key=lambda source: state.now() - asked_s.get(source, -math.inf) < SILENT_S)
+
+
+def _answered(state: HolderState, source: str, question: Procedure[T]) -> Procedure[T]:
+    """Ask a source, and note whether it answers."""
+    try:
+        answer = yield from question
+    except PeerTimeout:
+        state.stages.unanswered_s[source] = state.now()
+        raise
+    state.stages.unanswered_s.pop(source, None)
+    return answer
 
 
 def chunks(
@@ -154,14 +176,15 @@ def _from_planned(
     Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
     """
     others = [host for host in order.holders if host not in (source, state.host_id)]
-    turns = [source] * SOURCE_TRIES + (others if source != DURABLE else [])
+    turns: list[str] = []
     lost: set[int] = set()
     problem = ""
-    for turn in itertools.count():
-        host = turns[turn % len(turns)]
+    while True:
+        turns = turns or [source] * SOURCE_TRIES + (others if source != DURABLE else [])
+        host, *turns = _silent_last(state, turns)
         todo = [i for i in indices if replica.slots[i] is None and i not in lost]
         try:
-            lacking = yield from _from(order, host, replica, todo, sizes)
+            lacking = yield from _answered(state, host, _from(order, host, replica, todo, sizes))
             problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
         except IntegrityError:
             lacking = todo
@@ -172,7 +195,7 @@ def _from_planned(
             lost.update(lacking)
         if all(replica.slots[i] is not None or i in lost for i in indices):
             return sorted(lost), ""
-        if not (yield from may_wait(state, order, until_s if turn + 1 >= len(turns) else float("inf"))):
+        if not (yield from may_wait(state, order, float("inf") if turns else until_s)):
             break
     return sorted(lost), problem
 

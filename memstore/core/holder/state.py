@@ -170,6 +170,7 @@ class Stages:
 
     reading: dict[tuple[ShardId, str], Reading] = field(default_factory=dict)  # shard and digest -> who fetches it
     newest: dict[tuple[str, int], int] = field(default_factory=dict)  # (job, rank) -> round ordered last
+    unanswered_s: dict[str, float] = field(default_factory=dict)  # source -> when it last left a question unanswered
 
 
 @dataclass(frozen=True)

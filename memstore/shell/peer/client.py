@@ -22,7 +22,7 @@ from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
-from memstore.errors import PeerRefused, PeerUnreachable, ProtocolError
+from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
@@ -147,13 +147,24 @@ class Peer:
     ) -> None:
         """Run `work` on every batch over the streams; the first error is raised after all have ended.
 
+        Once the peer was silent, batches that have not begun are left out: each would wait as long for it.
         `before` waits for a batch's chunks in the caller's thread: all pushes and fetches share the streams.
         """
         futures: list[Future[None]] = []
+        silent = threading.Event()
+
+        def unless_silent(batch: list[int]) -> None:
+            try:
+                if not silent.is_set():
+                    work(batch)
+            except PeerTimeout:
+                silent.set()
+                raise
+
         try:
             for batch in requests:
                 before(batch)
-                futures.append(self._workers.submit(work, batch))
+                futures.append(self._workers.submit(unless_silent, batch))
         except RuntimeError as exc:  # its workers are shut down
             raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id) from exc
         finally:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memstore.core.wire.handshake import HolderIdentity
-from memstore.errors import PeerUnreachable
+from memstore.errors import PeerTimeout, PeerUnreachable, TransportError
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
@@ -39,12 +39,17 @@ def test_an_error_of_the_work_is_no_error_of_the_wait() -> None:
     assert isinstance(late.exception(), TimeoutError)
 
 
-def test_a_push_to_a_peer_that_goes_ends() -> None:
-    """Batches that wait for a stream are cancelled; their push would keep one of the few threads for ever."""
-    peer = Peer(
+def peer_of_one_stream() -> Peer:
+    """Return the client of a host that nothing has to answer for."""
+    return Peer(
         "h2", "127.0.0.1", 1, secret=b"s", store="s", identity=HolderIdentity(host="h1", incarnation=1),
         streams=1, damage=Damage(), pacing=Pacing(0, 0, 4 << 20),
     )  # fmt: skip
+
+
+def test_a_push_to_a_peer_that_goes_ends() -> None:
+    """Batches that wait for a stream are cancelled; their push would keep one of the few threads for ever."""
+    peer = peer_of_one_stream()
     is_begun, go = threading.Event(), threading.Event()
 
     def send(batch: list[int]) -> None:
@@ -58,3 +63,20 @@ def test_a_push_to_a_peer_that_goes_ends() -> None:
         go.set()
         with pytest.raises(PeerUnreachable, match="host h2 is gone"):
             push.result(WAIT_S)
+
+
+@pytest.mark.parametrize(("error", "begun"), [(PeerTimeout("silent"), [[0]]), (PeerUnreachable("reset"), [[0], [1]])])
+def test_a_silence_is_paid_for_once(error: TransportError, begun: list[list[int]]) -> None:
+    """Batches that have not begun would each wait as long for the same peer; after a reset they are sent."""
+    done = []
+
+    def fetch(batch: list[int]) -> None:
+        done.append(batch)
+        if batch == [0]:
+            raise error
+
+    peer = peer_of_one_stream()
+    with pytest.raises(type(error), match=str(error)):
+        peer.over_streams([[0], [1]], fetch)
+    peer.close()
+    assert done == begun

@@ -18,8 +18,8 @@ from memstore.core.holder.state import HolderState, Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import DurablePlace, Run, StageShard
-from memstore.core.wire.peer_messages import Verified
-from memstore.errors import IntegrityError, MemstoreError, PeerUnreachable
+from memstore.core.wire.peer_messages import FetchManifest, Verified
+from memstore.errors import IntegrityError, MemstoreError, PeerTimeout, PeerUnreachable
 from recovery.inventory import ShardId, ShardSpec
 
 SHARD = ShardId("job", 1, 2, 0)
@@ -48,6 +48,8 @@ class Host:
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
     lacking: list[int] = field(default_factory=list)  # at a peer that digests its own bytes again
     meanwhile: Callable[[], None] = lambda: None  # happens during every wait
+    holders: tuple[str, ...] = ORDER.holders
+    manifests: list[str] = field(default_factory=list)  # sources that were asked for it; none has it now
 
     def __post_init__(self) -> None:
         self.replica = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
@@ -78,6 +80,11 @@ class Host:
             return [self.play(steps) for steps in effect.procedures]
         if isinstance(effect, effects.Reach):
             return effect.host
+        if isinstance(effect, effects.ReadDurableManifest) or isinstance(
+            getattr(effect, "request", None), FetchManifest
+        ):
+            self.manifests.append(getattr(effect, "peer", fetch.DURABLE))
+            raise PeerUnreachable("reset")
         if isinstance(effect, effects.CallPeer):
             return Verified(missing=tuple(self.lacking))
         if isinstance(effect, effects.ReceiveChunks | effects.ReceiveDurable):
@@ -101,7 +108,7 @@ class Host:
 
     def fetch(self, *runs: Run) -> tuple[dict[str, list[int]], list[str]]:
         """Fetch both chunks, planned from peer a; b and c have the shard as well."""
-        order = structs.replace(ORDER, runs=runs or ORDER.runs)
+        order = structs.replace(ORDER, runs=runs or ORDER.runs, holders=self.holders)
         begin(self.state, order)
         lost, problems = self.play(fetch.chunks(self.state, order, self.replica, [8, 8], fetch.deadline_s(self.state)))
         return lost, problems
@@ -120,6 +127,38 @@ def test_the_planned_source_is_asked_three_times_before_the_others() -> None:
     host = Host(lambda source, chunks: [] if source == "c" else PeerUnreachable("reset"))
     assert host.fetch() == ({}, [])
     assert [source for source, _ in host.asked] == ["a", "a", "a", "b", "c"]
+
+
+def test_other_copies_are_asked_before_a_silent_source_is_asked_again() -> None:
+    """Its silence has cost half a minute; the next fetch does not begin with it either, until it has had time."""
+    host = Host(lambda source, chunks: [] if source == "c" else PeerTimeout("no answer for 30 s"))
+    assert host.fetch() == ({}, [])
+    host.replica.slots[:] = [None, None]
+    assert host.fetch() == ({}, [])
+    assert [source for source, _ in host.asked] == ["a", "b", "c", "c"]
+    host.now += fetch.SILENT_S
+    host.replica.slots[:] = [None, None]
+    host.answer = lambda source, chunks: []
+    assert host.fetch() == ({}, [])
+    assert host.asked[-1][0] == "a"
+
+
+def test_a_silent_source_without_another_copy_is_asked_again() -> None:
+    """Nothing else can bring the chunks."""
+    answers: Iterator[list[int] | MemstoreError] = iter([PeerTimeout("no answer"), PeerTimeout("no answer"), []])
+    host = Host(lambda source, chunks: next(answers), holders=("a", "me"))
+    assert host.fetch() == ({}, [])
+    assert [source for source, _ in host.asked] == ["a", "a", "a"]
+
+
+def test_a_manifest_is_asked_last_of_a_source_that_was_silent() -> None:
+    """So its silence is paid for once, not once for the manifest and once for each shard's chunks."""
+    host = Host(lambda source, chunks: [] if source == "b" else PeerTimeout("no answer for 30 s"))
+    assert host.fetch() == ({}, [])
+    begin(host.state, ORDER)
+    with pytest.raises(PeerUnreachable):
+        host.play(fetch.brought_manifest(host.state, ORDER, SHARD, SPEC.digest, 0.0))
+    assert host.manifests == ["b", "c", fetch.DURABLE, "a"]
 
 
 def test_what_the_source_lacks_on_its_own_word_is_evidence_and_not_asked_again() -> None:
