@@ -130,8 +130,8 @@ def check_destroyed(folder: str, before: tuple[int, int] | None) -> None:
         )
 
 
-def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
-    """Raise DrillError if a holder of the store still answers at the victim's address.
+def check_silent(host: str, record: dict[str, Any], config: Config, secret: bytes) -> None:
+    """Raise DrillError if the holder of a host still answers at the victim's address.
 
     Another program may have got the port since; so an open port proves nothing, only a handshake with the store's
     secret does.
@@ -139,7 +139,7 @@ def check_silent(record: dict[str, Any], config: Config, secret: bytes) -> None:
     with contextlib.suppress(TransportError):
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=secret, store=config.store,
-            identity=ProbeIdentity(), timeout_s=PROBE_S, tls=Tls.load(config),
+            identity=ProbeIdentity(), timeout_s=PROBE_S, host=host, tls=Tls.load(config),
         ).close()  # fmt: skip
         raise DrillError(
             f"the holder at {record['address']}:{record['port']} still answers: the fault did not take effect"

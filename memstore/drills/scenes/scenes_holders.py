@@ -35,7 +35,7 @@ class KillHolder(Scene):
         if self.is_beyond:
             return words
         secret = self.site.do(self.victim_host, "secret_of", self.site.folder(self.victim_host))
-        self.site.do(self.victim_host, "check_silent", self.record, self.site.config, secret)
+        self.site.do(self.victim_host, "check_silent", self.victim_host, self.record, self.site.config, secret)
         return f"{words}, its port does not answer (checked)"
 
     def recover(self) -> None:

@@ -184,7 +184,7 @@ class Site:
         self.do(host, "wait_gone", victims)
         nbytes = int(self.do(host, "destroy_arena", folder))
         self.do(host, "check_destroyed", folder, before)
-        self.do(host, "check_silent", record, self.config, secret)
+        self.do(host, "check_silent", host, record, self.config, secret)
         return nbytes
 
     def lose_host(self, host: str, ranks: list[Rank]) -> str:
@@ -242,7 +242,7 @@ class EmbeddedSite(Site):
         done = self.cluster.lose_host(host)
         wait_gone(victims)
         faults.check_destroyed(folder, before)
-        faults.check_silent(record, self.config, secret)
+        faults.check_silent(host, record, self.config, secret)
         gone = size_text(done["nbytes"])
         return f"SIGKILL to all {len(victims)} processes of {host}, arena file destroyed ({gone} gone)"
 

@@ -210,7 +210,7 @@ class Controller:
         try:
             channel = connect_tcp(
                 str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-                identity=ControllerIdentity(term=self.term), timeout_s=CONNECT_S, tls=self.tls,
+                identity=ControllerIdentity(term=self.term), timeout_s=CONNECT_S, host=host, tls=self.tls,
             )  # fmt: skip
             session = Session(host, int(record["incarnation"]), channel, self._received, asked_s=asked_s)
             with self.lock:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from memstore import errors
-from memstore.core.wire.handshake import Identity
+from memstore.core.wire.codec import tag_of
+from memstore.core.wire.handshake import HolderIdentity, Identity
 from memstore.shell.net import auth
 from memstore.shell.net.channel import Channel, describe_peer
 from memstore.shell.net.tls import Tls
@@ -258,9 +259,10 @@ def connect_tcp(
     store: str,
     identity: Identity,
     timeout_s: float,
+    host: str | None = None,
     tls: Tls | None = None,
 ) -> Channel:
-    """Connect and prove both ends within `timeout_s`.
+    """Connect and prove both ends within `timeout_s`; AuthenticationError unless `host`, if given, is who answers.
 
     Raises PeerUnreachable, PeerTimeout, AuthenticationError or ProtocolError.
     """
@@ -274,7 +276,14 @@ def connect_tcp(
             channel.close()
             raise
     left_s = max(0.0, started + timeout_s - time.monotonic())
-    auth.authenticate_client(channel, secret, store=store, identity=identity, timeout_s=left_s)
+    found = auth.authenticate_client(channel, secret, store=store, identity=identity, timeout_s=left_s)
+    if host is not None and not (isinstance(found, HolderIdentity) and found.host == host):
+        channel.close()
+        who = f"host {found.host!r}" if isinstance(found, HolderIdentity) else f"a {tag_of(found)}"
+        raise errors.AuthenticationError(
+            f"{who} answers at {channel.peer}, where host {host!r} is looked for: that address is out of date",
+            peer=channel.peer, host=host,
+        )  # fmt: skip
     return channel
 
 

@@ -92,15 +92,15 @@ class HolderActor:
         try:
             if record is None:
                 return False
-            self._probe(record)
+            self._probe(self.identity.host_id, record)
             return True
         except TransportError:
             return False
 
-    def _probe(self, record: dict[str, Any]) -> None:
+    def _probe(self, host: str, record: dict[str, Any]) -> None:
         connect_tcp(
             str(record["address"]), int(record["port"]), secret=self.secret, store=self.config.store,
-            identity=ProbeIdentity(), timeout_s=PROBE_S, tls=Tls.load(self.config),
+            identity=ProbeIdentity(), timeout_s=PROBE_S, host=host, tls=Tls.load(self.config),
         ).close()  # fmt: skip
 
     def _refuse_double(self, host: str) -> None:
@@ -109,7 +109,7 @@ class HolderActor:
         if record is None or record.get("machine") in (None, self.identity.machine):
             return
         try:
-            self._probe(record)
+            self._probe(host, record)
         except TransportError:
             return
         here = ray.util.get_node_ip_address()

@@ -87,7 +87,7 @@ class Peer:
         if channel is None:
             channel = connect_tcp(
                 self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
-                timeout_s=CONNECT_TIMEOUT_S, tls=self._tls,
+                timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
             )  # fmt: skip
             self._pacing.enter(channel)
         with self._lock:

@@ -67,6 +67,17 @@ def works(where: Listener) -> bool:
         return channel.request(b"1", timeout_s=5).data == b"1" + repr(PROBE).encode()
 
 
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["proved", "named"])
+def test_another_host_than_the_one_that_is_called_is_refused(secret: bytes | None) -> None:
+    """Its address is out of date: what is sent there would be taken for the other host's (R1)."""
+    with serve(secret=secret) as here:
+        connect(here, secret=secret, host="a").close()
+        with pytest.raises(errors.AuthenticationError, match=r"host 'a' answers at .* where host 'b' is looked for"):
+            connect(here, secret=secret, host="b")
+    with serve(identity=lambda: PROBE) as here, pytest.raises(errors.AuthenticationError, match="a probe answers at"):
+        connect(here, host="b")
+
+
 def test_peers_that_know_the_secret_are_served_and_know_each_other() -> None:
     """Both identities arrive; many clients are served at once."""
     with serve() as server:
