@@ -199,7 +199,7 @@ class Attempts:
             return
         late = self._late_hosts(now, name, gathering)
         if late and gathering.level_asked is None:
-            gathering.level_asked = self._level_asked(gathering, None)
+            gathering.level_asked = self._level_asked(gathering, ())
             self.out.log(f"job {name!r}: its launch waits for {named_hosts(late)}, which may know the job")
         gathering.late_hosts = late
         if late:
@@ -226,7 +226,7 @@ class Attempts:
                 self.join(now, Call(call.host_id, call.call_id, request, call.since_s))
         return True
 
-    def _level_asked(self, gathering: Gathering, before: str | None) -> str:
+    def _level_asked(self, gathering: Gathering, before: Iterable[str]) -> str:
         hosts = [entrant.call.host_id for entrant in gathering.joins.values()]
         return self.view.asked_level(hosts, int(gathering.joins[0].config["replicas"]), before)
 
@@ -269,7 +269,9 @@ class Attempts:
         joins = [gathering.joins[rank] for rank in range(gathering.world_size)]
         first, job = joins[0], self.state.jobs.get(name)
         hosts = tuple(entrant.call.host_id for entrant in joins)
-        before = job.newest.level_asked if job is not None and job.newest is not None else gathering.level_asked
+        before = {each.level_asked for each in job.attempts.values()} if job is not None else set()
+        if gathering.level_asked is not None:
+            before.add(gathering.level_asked)
         level = self._level_asked(gathering, before)
         parent = job.parent_for_next() if job is not None and not first.is_fresh else None
         attempt_number = self.unsigned.next(name)

@@ -19,7 +19,7 @@ from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
 from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets
-from placement.domains import is_finer, levels_of, spread_level
+from placement.domains import levels_of, spread_level
 from placement.groups import Placement, Strategy, place
 from placement.rebalance import rebalance
 from recovery.planner import RecoveryPlan
@@ -87,8 +87,10 @@ class ClusterView:
         leaving.sort(key=lambda h: (h not in wanted, h not in kept, h))
         return chosen | set(leaving[: max(0, replicas - len(chosen))])
 
-    def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: str | None) -> str:
+    def asked_level(self, rank_hosts: Iterable[str], replicas: int, before: Iterable[str]) -> str:
         """Return the coarsest spread level the job ever had, by which fewer racks are measured (R18).
+
+        `before` are those of its attempts: one that began without knowing of an older one may have a finer level.
 
         A job that spreads over every live host would spread over the dead ones too: racks that are lost at its begin
         count. A host that went with notice is no loss.
@@ -98,9 +100,8 @@ class ClusterView:
         if eligible.issuperset(hosts.live_ids()):
             eligible.update(h for h in hosts.states if not drains.went(h))
         level = spread_level(hosts.topology(sorted(eligible)), replicas).level
-        if before is None or before not in levels_of(hosts.failure_domains):
-            return level
-        return before if is_finer(level, before, hosts.failure_domains) else level
+        levels = levels_of(hosts.failure_domains)
+        return min([level, *(each for each in before if each in levels)], key=levels.index)
 
     def with_writers(self, fact: AttemptOpened) -> AttemptOpened:
         """Return the fact of an attempt with its writers, for the hosts that its ranks are on."""

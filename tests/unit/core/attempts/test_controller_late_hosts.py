@@ -73,6 +73,26 @@ def test_a_launch_that_no_late_host_joined_begins_with_half_of_its_time_left() -
     assert {(answer["attempt"], answer["step"]) for answer in world.get(ranks)} == {(1, 3)}
 
 
+def test_such_a_launch_does_not_take_the_racks_that_the_job_asked_for() -> None:
+    """It knew of none, and sits in one rack; once the late host is here, the next one asks for racks again (R18)."""
+    labels = {"h0": {"rack": "r0"}, "h1": {"rack": "r1"}, "h2": {"rack": "r0"}, "h3": {"rack": "r0"}}
+    world = ControllerWorld(4, labels=labels)
+    world.get(world.launch(2))
+    world.crash_controller(restart_after_s=None)
+    for host in world.holders:
+        world.kill_host(host, keep_memory=host == "h1")
+    for host in ("h0", "h2", "h3"):
+        world.return_host(host)
+    world.start_controller()
+    for number in (1001, 1002):
+        ranks = [world.join(rank, 2, str(number), host=host, takeover=True) for rank, host in enumerate(("h0", "h2"))]
+        assert world.run_until(lambda ranks=ranks: all(rank.attempt for rank in ranks), 15.0)
+        world.return_host("h1")
+        world.run(3.0)
+    asked = {number: attempt.level_asked for number, attempt in world.job().attempts.items()}
+    assert asked == {1: "rack", 1001: "host", 1002: "rack"}
+
+
 def test_what_such_a_launch_committed_is_what_the_next_one_goes_on_from() -> None:
     """Two lineages have steps: the newest attempt's counts, and the late host's stays for a rewind."""
     world = restarted_without_memory()
