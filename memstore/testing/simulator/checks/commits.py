@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from memstore.core.attempts.attempt_numbers import LEFT_FREE
 from memstore.core.cluster.facts import AttemptOpened, StepCommitted
 from memstore.core.journal.records import entry_from_record, place_of_record
 from memstore.testing.simulator.checks.hosts import racks_of
@@ -25,7 +26,8 @@ class Commits:
         self.world, self.observed, self.shared_shards = world, observed, shared_shards
         self._terms: dict[StepId, int] = {}  # commit -> the term that wrote it
         self._journals: dict[StepId, set[str]] = {}  # commit -> hosts that ever had its fact
-        self._is_narrow: dict[int, bool] = {}  # attempt -> it asks for hosts alone, as it left living hosts out
+        self._asked: dict[int, str] = {}  # attempt -> the spread level that it asks for
+        self._is_narrow: dict[int, bool] = {}  # attempt -> it asks for hosts alone, and may
 
     def journalled(self, holder: Holder) -> None:
         """Read a journal that was written to: its last fact must not have a lower term than one before it (R17)."""
@@ -44,11 +46,26 @@ class Commits:
                 self._journals.setdefault(step, set()).add(holder.host_id)
 
     def _opened(self, fact: AttemptOpened) -> None:
-        """Note whether a launch asks for no racks: R18.3 counts lost ones only if it spreads over every live host."""
-        if fact.attempt not in self._is_narrow:
-            controller = self.world.served()
-            live = set(controller.machine.hosts.live_ids()) if controller is not None else set()
-            self._is_narrow[fact.attempt] = fact.level_asked == "host" and not live.issubset(fact.hosts)
+        """Note whether a launch may ask for no racks (R18).
+
+        Its own hosts must be too few, and leave living ones out: lost racks count only if it spreads over every live
+        host. And no attempt before it that was known may have asked for racks; one whose numbers are left free knew
+        none (R20).
+        """
+        if fact.attempt in self._asked:
+            return
+        self._asked[fact.attempt] = fact.level_asked
+        controller = self.world.served()
+        machine = controller.machine if controller is not None else None
+        live = set(machine.hosts.live_ids()) if machine is not None else set()
+        job = machine.jobs.get(fact.job) if machine is not None else None
+        older = [number for number in job.attempts if number < fact.attempt] if job is not None else []
+        knew = older if fact.attempt - max(older, default=0) <= LEFT_FREE else []
+        asked = [number for number in knew if self._asked.get(number, "host") != "host"]
+        if fact.level_asked == "host" and asked:
+            raise Violation("R18", f"attempt {fact.attempt} asks for hosts alone, attempt {asked[-1]} asked for racks")
+        is_short = len(racks_of(self.world, live.intersection(fact.hosts))) < self.world.scenario.racks_wanted
+        self._is_narrow[fact.attempt] = fact.level_asked == "host" and is_short and not live.issubset(fact.hosts)
 
     def commit_reported(self, rank: Rank, step_number: int, *, is_degraded: bool) -> None:
         """Look at a commit that a ticket is sent for the first time."""

@@ -94,6 +94,13 @@ def one_rack() -> Iterator[None]:
         yield
 
 
+@planted("level-forgotten", "R18", "R18", Fault(4.0, "kill-host", (1,), for_s=6.0), hosts=4, racks=2, world_size=2,
+         at=(ClusterView, "asked_level"))  # fmt: skip
+def level_forgotten(real: Any, self: ClusterView, rank_hosts: Any, replicas: int, before: Any) -> Any:
+    """A launch that sits in one rack asks for hosts alone, although the attempt before it asked for racks."""
+    return real(self, rank_hosts, replicas, ())
+
+
 @planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3,
          at=(StepCommits, "commit_rule"))  # fmt: skip
 def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
