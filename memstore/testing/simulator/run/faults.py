@@ -12,6 +12,7 @@ from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
 
 STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
+LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
 LAUNCH_LATER_S = 2.0
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
@@ -244,7 +245,7 @@ def _reboot_all(cluster: Cluster, each: Fault) -> None:
         cluster.kill_rank(rank, "Ray was restarted")
     late = _names(cluster, each)[0]
     for name in sorted(cluster.holders):
-        cluster.kill_holder(name, back_after_s=min(each.for_s, SHORT_S) + 2.0 if name == late else 0.5)
+        cluster.kill_holder(name, back_after_s=min(each.for_s, SHORT_S) + LATE_S if name == late else 0.5)
     cluster.at(0.5, cluster.start_controller)
 
 
@@ -395,9 +396,10 @@ def _step_clock(cluster: Cluster, each: Fault) -> None:
 
 @fault("days-pass")
 def _days_pass(cluster: Cluster, each: Fault) -> None:
-    """Let days pass without a connect; then end every process, and launch once all hosts are back (R5)."""
+    """Let days pass without a connect; then end every process. Launch once all hosts are back, or before (R5)."""
     cluster.idle_days_s += 2 * 86_400.0
-    cluster.launches_from_s = cluster.now + 1.0 + min(each.for_s, SHORT_S) + 2.0 + LAUNCH_LATER_S
+    back_s = 1.0 + min(each.for_s, SHORT_S) + LATE_S
+    cluster.launches_from_s = cluster.now + (back_s + LAUNCH_LATER_S if each.count % 2 else back_s - LATE_S / 2)
     cluster.at(1.0, lambda: _reboot_all(cluster, each))
 
 
