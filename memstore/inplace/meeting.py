@@ -1,9 +1,6 @@
 """Where ranks meet: a torch TCPStore in the process that replaces lost ranks, so that no rank's death takes it away.
 
-Keys: `wanted` (the generation that ranks are to begin, set once its replacements are there), `broken` (the newest
-generation that lost a rank), `here/N` (ranks that came to generation N), `done/N` (ranks whose function returned in
-it), `life/R` (the number of the process that is rank R now), and what the process groups of a generation keep under its
-own prefix.
+Keys: those of `membership.py`, and what the process groups of a generation keep under its own prefix.
 """
 
 from __future__ import annotations
@@ -16,13 +13,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memstore.errors import FencedError, GatherTimeout
+from memstore.inplace import membership
 from memstore.inplace.lifelines import End, Lifelines
+from memstore.inplace.membership import NONE as NONE
+from memstore.inplace.membership import Coming, Membership
 
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
 CALL_S = 20.0  # longest wait for one answer of the store: its process lives, or the job is over
-NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,25 @@ class Place:
     hang_after_s: float | None = None  # longest silence of a healthy process; None: any
 
 
+class StoreBoard:
+    """The board of a meeting: the numbers in its store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def number(self, key: str) -> int:
+        """Return a number that was put there; NONE if none was."""
+        return int(self._store.get(key)) if self._store.check([key]) else NONE
+
+    def put(self, key: str, number: int) -> None:
+        """Put a number there."""
+        self._store.set(key, str(number))
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a count, which begins at 0; return what it is then."""
+        return self._store.add(key, more)
+
+
 class MeetingServer:
     """The meeting's store, in the process that starts ranks and replaces them."""
 
@@ -52,13 +69,11 @@ class MeetingServer:
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
         self._lock = threading.Lock()
-        self.generation = NONE
-        self.broken = NONE  # the newest generation that lost a rank
-        self._lives: dict[int, int] = {}
+        self._members = Membership(StoreBoard(self._store))
 
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
-        del self._store
+        del self._store, self._members
         if self._lifelines is not None:
             self._lifelines.close()
 
@@ -72,41 +87,42 @@ class MeetingServer:
         """Return the port that the ranks' watchdogs connect to; 0 if ranks have none."""
         return 0 if self._lifelines is None else self._lifelines.port
 
+    @property
+    def generation(self) -> int:
+        """Return the generation that is wanted."""
+        return self._members.generation
+
     def begin(self, generation: int) -> None:
         """Let all ranks meet for a generation: its replacements are there, or about to be."""
         with self._lock:
-            self.generation = generation
-            self._store.set("wanted", str(generation))
+            self._members.begin(generation)
 
     def mark_broken(self) -> None:
         """Tell all ranks that the present generation has lost one."""
         with self._lock:
-            self.broken = self.generation
-            self._store.set("broken", str(self.broken))
+            self._members.mark_broken()
 
     def register(self, rank: int) -> int:
         """Return the number of a new process of this rank; the former one counts no more."""
         with self._lock:
-            life = self._lives[rank] = self._lives.get(rank, 0) + 1
-            self._store.set(f"life/{rank}", str(life))
-            return life
+            return self._members.register(rank)
 
     def is_done(self, world_size: int) -> bool:
         """Return whether the function has returned on all ranks: what ends now is no loss."""
         with self._lock:
-            return bool(self._store.add(f"done/{self.generation}", 0) >= world_size)
+            return self._members.is_done(world_size)
 
     @property
     def is_broken(self) -> bool:
         """Return whether the present generation has lost a rank."""
-        return self.broken >= self.generation
+        return self._members.is_broken
 
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
         if self._lifelines is None:
             return {}
         with self._lock:
-            lives = dict(self._lives)
+            lives = dict(self._members.lives)
         return self._lifelines.take_lost(lives, now)
 
 
@@ -118,6 +134,7 @@ class Meeting:
         self.store = dist.TCPStore(
             place.address, place.port, is_master=False, timeout=timedelta(seconds=CALL_S), wait_for_workers=False
         )
+        self.board = StoreBoard(self.store)
 
     def again(self) -> Meeting:
         """Return another connection to the same meeting, for another thread."""
@@ -125,29 +142,19 @@ class Meeting:
 
     def is_over(self, generation: int) -> bool:
         """Return whether a generation has lost a rank, or a newer one is wanted."""
-        return max(self._number("broken"), self._number("wanted") - 1) >= generation
-
-    def _number(self, key: str) -> int:
-        return int(self.store.get(key)) if self.store.check([key]) else NONE
-
-    def _check_life(self) -> None:
-        place, life = self.place, self._number(f"life/{self.place.rank}")
-        if life != place.life:
-            raise FencedError(
-                f"rank {place.rank}: process {life} has taken the place of this one, which is process {place.life}"
-            )
+        return membership.is_over(self.board, generation)
 
     def is_over_for_all(self, generation: int) -> bool:
         """Say that this rank's function has returned, and wait until all ranks' have; False if one is lost first.
 
         There is no limit: another rank may work on for as long as it likes.
         """
-        ranks = self.store.add(f"done/{generation}", 1)
+        ranks = self.board.count(f"done/{generation}", 1)
         while ranks < self.place.world_size:
             if self.is_over(generation):
                 return False
             time.sleep(DONE_LOOK_S)
-            ranks = self.store.add(f"done/{generation}", 0)
+            ranks = self.board.count(f"done/{generation}")
         return True
 
     def meet(self, after: int) -> int:
@@ -159,23 +166,11 @@ class Meeting:
             GatherTimeout: The others did not come within `meet_s` of the last replacement.
             FencedError: Another process is this rank now: this one was frozen, or cut off, and taken for lost.
         """
-        place, mine = self.place, NONE
-        deadline_s = time.monotonic() + place.meet_s
-        come = 0
-        while time.monotonic() < deadline_s:
-            wanted = self._number("wanted")
-            if wanted > after:
-                if wanted != mine:
-                    deadline_s = time.monotonic() + place.meet_s  # replacements may come one after another
-                    self._check_life()
-                    mine = wanted
-                    self.store.add(f"here/{mine}", 1)
-                come = self.store.add(f"here/{mine}", 0)
-                if come >= place.world_size:
-                    return mine
+        place = self.place
+        coming = Coming(
+            self.board, rank=place.rank, life=place.life, world_size=place.world_size, after=after,
+            meet_s=place.meet_s, now=time.monotonic(),
+        )  # fmt: skip
+        while (number := coming.look(time.monotonic())) is None:
             time.sleep(LOOK_S)
-        what = f"{come} of {place.world_size} ranks came to generation {mine}" if mine > NONE else "nothing replaced it"
-        raise GatherTimeout(
-            f"rank {place.rank}: a rank of generation {after} was lost, and {what} within {place.meet_s:g} s: all "
-            "ranks must be restarted"
-        )
+        return number

@@ -1,0 +1,122 @@
+"""Which generation is wanted, who came to it, and which process is a rank now. Pure: numbers on a board.
+
+    the server  begin --> wanted N --a rank is lost--> broken N --its new process is registered--> wanted N+1
+    a rank      waits for a generation newer than the one it left --> here/N --all ranks are here--> begins N
+
+What all ranks see is a board of numbers: `wanted` (the generation that ranks are to begin, set once its replacements
+are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N), `done/N`
+(ranks whose function returned in it), `life/R` (the number of the process that is rank R now).
+
+The server registers a new process before it wants the generation to which that process comes. A rank reads them the
+other way round: so a process that sees the new generation sees as well that it has lost its place.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memstore.errors import FencedError, GatherTimeout
+
+NONE = -1
+
+
+class Board(Protocol):
+    """Numbers that the server and all ranks see, by key."""
+
+    def number(self, key: str) -> int:
+        """Return a number that was put there; NONE if none was."""
+
+    def put(self, key: str, number: int) -> None:
+        """Put a number there."""
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a count, which begins at 0; return what it is then."""
+
+
+class Membership:
+    """The server's side: the one that replaces processes."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.generation = NONE
+        self.broken = NONE  # the newest generation that lost a rank
+        self.lives: dict[int, int] = {}  # rank -> the number of its newest process
+
+    def begin(self, generation: int) -> None:
+        """Let all ranks meet for a generation: its replacements are there, or about to be."""
+        self.generation = generation
+        self._board.put("wanted", generation)
+
+    def mark_broken(self) -> None:
+        """Tell all ranks that the present generation has lost one."""
+        self.broken = self.generation
+        self._board.put("broken", self.broken)
+
+    def register(self, rank: int) -> int:
+        """Return the number of a new process of this rank; the former one counts no more."""
+        life = self.lives[rank] = self.lives.get(rank, 0) + 1
+        self._board.put(f"life/{rank}", life)
+        return life
+
+    def is_done(self, world_size: int) -> bool:
+        """Return whether the function has returned on all ranks."""
+        return self._board.count(f"done/{self.generation}") >= world_size
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether the present generation has lost a rank."""
+        return self.broken >= self.generation
+
+
+def is_over(board: Board, generation: int) -> bool:
+    """Return whether a generation has lost a rank, or a newer one is wanted."""
+    return max(board.number("broken"), board.number("wanted") - 1) >= generation
+
+
+class Coming:
+    """One process on its way to a generation newer than `after`, until all ranks have come to one."""
+
+    def __init__(
+        self, board: Board, *, rank: int, life: int, world_size: int, after: int, meet_s: float, now: float
+    ) -> None:
+        self.board, self.rank, self.life, self.world_size = board, rank, life, world_size
+        self.after, self.meet_s = after, meet_s
+        self.mine, self.come = NONE, 0  # the generation that it came to, and how many ranks did
+        self.deadline_s = now + meet_s
+
+    def look(self, now: float) -> int | None:
+        """Come to the generation that is wanted; return its number once all ranks have come, None before.
+
+        A rank that is lost meanwhile makes the others come to the generation of its replacement.
+
+        Raises:
+            GatherTimeout: The others did not come within `meet_s` of the last replacement.
+            FencedError: Another process is this rank now: this one was frozen, or cut off, and taken for lost.
+        """
+        if now >= self.deadline_s:
+            raise GatherTimeout(self._who_lacks())
+        wanted = self.board.number("wanted")
+        if wanted <= self.after:
+            return None
+        if wanted != self.mine:
+            self.deadline_s = now + self.meet_s  # replacements may come one after another
+            self._check_life()
+            self.mine = wanted
+            self.board.count(f"here/{wanted}", 1)
+        self.come = self.board.count(f"here/{wanted}")
+        return wanted if self.come >= self.world_size else None
+
+    def _check_life(self) -> None:
+        life = self.board.number(f"life/{self.rank}")
+        if life != self.life:
+            raise FencedError(
+                f"rank {self.rank}: process {life} has taken the place of this one, which is process {self.life}"
+            )
+
+    def _who_lacks(self) -> str:
+        came = f"{self.come} of {self.world_size} ranks came to generation {self.mine}"
+        what = came if self.mine > NONE else "nothing replaced it"
+        return (
+            f"rank {self.rank}: a rank of generation {self.after} was lost, and {what} within {self.meet_s:g} s: all "
+            "ranks must be restarted"
+        )
