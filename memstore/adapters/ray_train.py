@@ -36,10 +36,13 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
 
     Attributes:
         hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
+        leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
+            its own; then its process is killed and replaced, too.
         meet_s: Longest wait of the ranks that are left for the next replacement; then Ray replaces them, too.
     """
 
     hang_after_s: float | None = 3.0
+    leave_s: float = 30.0
     meet_s: float = 120.0
 
     @property
@@ -69,7 +72,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         """
         is_whole = _is_whole(worker_group)
         if is_whole:
-            self.server = MeetingServer(backend_config.hang_after_s)
+            self.server = MeetingServer(len(worker_group), backend_config.hang_after_s)
         server = self.server
         if server is None:
             raise RuntimeError("a replacement came before the group did")
@@ -77,10 +80,11 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         lives = {rank: server.register(rank) for rank in worker_group.execute(own_rank)}
         worker_group.execute(
             come, ray.util.get_node_ip_address(), server.port, server.run, lives, server.generation + 1,
-            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s, server.lifeline_port,
-            backend_config.hang_after_s,
+            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s, backend_config.leave_s,
+            server.lifeline_port, backend_config.hang_after_s,
         )  # fmt: skip
-        server.begin(server.generation + 1)
+        if not server.is_done():
+            server.begin(server.generation + 1)
         if is_whole and backend_config.hang_after_s is not None:
             arguments = (server, worker_group)
             threading.Thread(target=self._watch, args=arguments, name="memstore-hangs", daemon=True).start()
@@ -98,7 +102,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         while self.server is server:
             time.sleep(LOOK_S)
             for rank, end in server.take_lost(time.monotonic()).items():
-                if not server.is_done(len(worker_group)):
+                if not server.is_done():
                     log.warning("memstore: rank %d is lost: %s", rank, end.value)
                     server.mark_broken()
                     ray.kill(worker_group.get_workers()[rank].actor)
@@ -117,7 +121,7 @@ def own_rank() -> int:
 
 def come(
     address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
-    meet_s: float, lifeline_port: int, hang_after_s: float | None,
+    meet_s: float, leave_s: float, lifeline_port: int, hang_after_s: float | None,
 ) -> None:  # fmt: skip
     """Note in a worker where the ranks meet; the training function runs afterwards."""
     import torch
@@ -128,6 +132,6 @@ def come(
         Place(
             address, port, run, own_rank(), lives[own_rank()], first, context.get_world_size(), launcher,
             backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, meet_s,
-            lifeline_port, hang_after_s,
+            leave_s, lifeline_port, hang_after_s,
         )
     )  # fmt: skip

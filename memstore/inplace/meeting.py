@@ -38,6 +38,7 @@ class Place:
     backend: str
     collective_timeout_s: float
     meet_s: float = 60.0  # longest wait for the other ranks; then what started the ranks restarts them all
+    leave_s: float = 30.0  # longest wait for this rank to leave a generation that is over; then its process is killed
     lifeline_port: int = 0  # where this rank's watchdog connects to
     hang_after_s: float | None = None  # longest silence of a healthy process; None: any
 
@@ -64,12 +65,12 @@ class StoreBoard:
 class MeetingServer:
     """The meeting's store, in the process that starts ranks and replaces them."""
 
-    def __init__(self, hang_after_s: float | None = None) -> None:
+    def __init__(self, world_size: int, hang_after_s: float | None = None) -> None:
         self.run = secrets.token_hex(8)
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
         self._lock = threading.Lock()
-        self._members = Membership(StoreBoard(self._store))
+        self._members = Membership(StoreBoard(self._store), world_size)
 
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
@@ -98,7 +99,7 @@ class MeetingServer:
             self._members.begin(generation)
 
     def mark_broken(self) -> None:
-        """Tell all ranks that the present generation has lost one."""
+        """Tell all ranks that the present generation has lost one, unless all of them had returned before."""
         with self._lock:
             self._members.mark_broken()
 
@@ -107,15 +108,10 @@ class MeetingServer:
         with self._lock:
             return self._members.register(rank)
 
-    def is_done(self, world_size: int) -> bool:
+    def is_done(self) -> bool:
         """Return whether the function has returned on all ranks: what ends now is no loss."""
         with self._lock:
-            return self._members.is_done(world_size)
-
-    @property
-    def is_broken(self) -> bool:
-        """Return whether the present generation has lost a rank."""
-        return self._members.is_broken
+            return self._members.is_done()
 
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
@@ -149,16 +145,16 @@ class Meeting:
 
         There is no limit: another rank may work on for as long as it likes.
         """
-        ranks = self.board.count(f"done/{generation}", 1)
-        while ranks < self.place.world_size:
-            if self.is_over(generation):
-                return False
+        done = self.board.count(f"done/{generation}", 1)
+        while (is_over := membership.is_over_for_all(self.board, generation, done, self.place.world_size)) is None:
             time.sleep(DONE_LOOK_S)
-            ranks = self.board.count(f"done/{generation}")
-        return True
+            done = self.board.count(f"done/{generation}")
+        return is_over
 
     def meet(self, after: int) -> int:
         """Wait until all ranks have come to a generation newer than `after`, and return its number.
+
+        NONE if the function has returned on all ranks: there will be no other generation.
 
         A rank that is lost meanwhile makes the others wait for the generation of its replacement.
 

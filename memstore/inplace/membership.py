@@ -2,10 +2,18 @@
 
     the server  begin --> wanted N --a rank is lost--> broken N --its new process is registered--> wanted N+1
     a rank      waits for a generation newer than the one it left --> here/N --all ranks are here--> begins N
+                function returns --> done/N --all are done--> goes home
+                                      | broken N
+                                      v
+                                    waits for a generation newer than N
 
 What all ranks see is a board of numbers: `wanted` (the generation that ranks are to begin, set once its replacements
 are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N), `done/N`
-(ranks whose function returned in it), `life/R` (the number of the process that is rank R now).
+(ranks whose function returned in it; plus BROKEN once it has lost one), `life/R` (the number of the process that is
+rank R now), `finished` (the generation in which all ranks had returned before one was lost).
+
+A rank may be lost while others return. Whether all were done first is decided by one addition: the server adds BROKEN
+to `done/N`, and what was there before says it. So no rank goes home while another one waits for it.
 
 The server registers a new process before it wants the generation to which that process comes. A rank reads them the
 other way round: so a process that sees the new generation sees as well that it has lost its place.
@@ -18,6 +26,7 @@ from typing import Protocol
 from memstore.errors import FencedError, GatherTimeout
 
 NONE = -1
+BROKEN = 1 << 30  # more than ranks
 
 
 class Board(Protocol):
@@ -36,10 +45,11 @@ class Board(Protocol):
 class Membership:
     """The server's side: the one that replaces processes."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, world_size: int) -> None:
+        self._board, self._world_size = board, world_size
         self.generation = NONE
         self.broken = NONE  # the newest generation that lost a rank
+        self.finished = NONE  # the generation in which all ranks had returned before one was lost
         self.lives: dict[int, int] = {}  # rank -> the number of its newest process
 
     def begin(self, generation: int) -> None:
@@ -48,9 +58,15 @@ class Membership:
         self._board.put("wanted", generation)
 
     def mark_broken(self) -> None:
-        """Tell all ranks that the present generation has lost one."""
-        self.broken = self.generation
-        self._board.put("broken", self.broken)
+        """Tell all ranks that the present generation has lost one, unless all of them had returned before."""
+        if self.generation in (self.broken, self.finished):
+            return
+        if self._board.count(f"done/{self.generation}", BROKEN) - BROKEN >= self._world_size:
+            self.finished = self.generation
+            self._board.put("finished", self.finished)
+        else:
+            self.broken = self.generation
+            self._board.put("broken", self.broken)
 
     def register(self, rank: int) -> int:
         """Return the number of a new process of this rank; the former one counts no more."""
@@ -58,19 +74,32 @@ class Membership:
         self._board.put(f"life/{rank}", life)
         return life
 
-    def is_done(self, world_size: int) -> bool:
+    def is_done(self) -> bool:
         """Return whether the function has returned on all ranks."""
-        return self._board.count(f"done/{self.generation}") >= world_size
-
-    @property
-    def is_broken(self) -> bool:
-        """Return whether the present generation has lost a rank."""
-        return self.broken >= self.generation
+        done = self._board.count(f"done/{self.generation}")
+        return self.finished == self.generation or self._world_size <= done < BROKEN
 
 
 def is_over(board: Board, generation: int) -> bool:
     """Return whether a generation has lost a rank, or a newer one is wanted."""
     return max(board.number("broken"), board.number("wanted") - 1) >= generation
+
+
+def is_over_for_all(board: Board, generation: int, done: int, world_size: int) -> bool | None:
+    """Return whether a rank that is done may go home; None if it is to look again.
+
+    Args:
+        board: What all ranks see.
+        generation: In which this rank's function has returned.
+        done: What `done/N` was when this rank looked last.
+        world_size: Number of ranks.
+
+    Returns:
+        True if all ranks are done, False if one was lost before they all were, None if neither is known.
+    """
+    if world_size <= done < BROKEN or board.number("finished") == generation:
+        return True
+    return False if is_over(board, generation) else None
 
 
 class Coming:
@@ -87,6 +116,8 @@ class Coming:
     def look(self, now: float) -> int | None:
         """Come to the generation that is wanted; return its number once all ranks have come, None before.
 
+        NONE if the function has returned on all ranks.
+
         A rank that is lost meanwhile makes the others come to the generation of its replacement.
 
         Raises:
@@ -95,6 +126,8 @@ class Coming:
         """
         if now >= self.deadline_s:
             raise GatherTimeout(self._who_lacks())
+        if self.board.number("finished") != NONE:
+            return NONE
         wanted = self.board.number("wanted")
         if wanted <= self.after:
             return None

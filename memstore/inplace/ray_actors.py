@@ -31,20 +31,22 @@ class InPlaceGroup:
         spares: Actors that wait, with torch and the function's module imported, to take the place of a lost one.
         hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
         max_losses: Lost ranks, over all of a run, that are replaced; one more ends it.
+        leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
+            its own; then its process is killed and replaced, too.
         meet_s: Longest wait of the ranks for one another, such as for a replacement that Ray cannot place.
         collective_timeout_s: Of torch.distributed's collectives.
     """
 
     def __init__(
         self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
-        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, meet_s: float = 300.0,
-        collective_timeout_s: float = 600.0,
+        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, leave_s: float = 30.0,
+        meet_s: float = 300.0, collective_timeout_s: float = 600.0,
     ) -> None:  # fmt: skip
         self.world_size = check_whole("world_size", world_size, low=1)
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
         self._backend, self.hang_after_s, self.max_losses = backend, hang_after_s, max_losses
-        self._meet_s, self._collective_timeout_s = meet_s, collective_timeout_s
+        self._leave_s, self._meet_s, self._collective_timeout_s = leave_s, meet_s, collective_timeout_s
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank, again after each loss, and return what the ranks returned, by rank.
@@ -65,7 +67,7 @@ class InPlaceGroup:
             ray.util.get_node_ip_address(), server.port, server.run, rank, server.register(rank),
             server.generation + 1, self.world_size,
             f"ray-job:{ray.get_runtime_context().get_job_id()}", self._backend, self._collective_timeout_s,
-            self._meet_s, server.lifeline_port, self.hang_after_s,
+            self._meet_s, self._leave_s, server.lifeline_port, self.hang_after_s,
         )  # fmt: skip
 
     def actor(self) -> Any:
@@ -79,7 +81,7 @@ class _Run:
     def __init__(self, group: InPlaceGroup, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.group, self.args = group, args
         self.function = ray.put(function)
-        self.server = MeetingServer(group.hang_after_s)
+        self.server = MeetingServer(group.world_size, group.hang_after_s)
         self.actors: dict[int, Any] = {}  # by rank
         self.waiting: dict[Any, int] = {}  # the end of each rank's function -> rank
         self.results: dict[int, Any] = {}
@@ -122,7 +124,7 @@ class _Run:
         self.losses += len(ranks)
         if self.losses > self.group.max_losses:
             raise RecoveryError(f"{self.losses} ranks were lost, max_losses={self.group.max_losses} are replaced")
-        if self.server.is_done(self.group.world_size):
+        if self.server.is_done():
             raise RecoveryError(f"ranks {ranks} were lost after all had returned: what they returned is lost too")
         for rank in ranks:
             ray.kill(self.actors[rank])  # it may be alive, and only out of Ray's reach
@@ -145,7 +147,7 @@ class _Run:
     def _end_lost(self) -> None:
         """End the actors that are lost and of which Ray does not know yet."""
         for rank, end in self.server.take_lost(time.monotonic()).items():
-            if rank in self.waiting.values() and not self.server.is_done(self.group.world_size):
+            if rank in self.waiting.values() and not self.server.is_done():
                 log.warning("memstore: rank %d is lost: %s", rank, end.value)
                 self.server.mark_broken()  # frees the others now: Ray may take a while to see it
                 ray.kill(self.actors[rank])

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, Meeting, Place
+from memstore.inplace.meeting import LOOK_S, NONE, Meeting, Place
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.holder_link import interrupt_all
@@ -88,10 +88,14 @@ class _Reentry:
         self.watcher = Watcher(self.meeting, self._free)
 
     def run(self, function: Callable[[], R]) -> R:
+        """Return what the function returned; None if it had returned on all ranks before this process was there."""
         last, is_first = self.place.first - 1, True
         try:
             while True:
                 last = self.meeting.meet(last)
+                if last == NONE:
+                    log.warning("memstore: rank %d was lost after all had returned: nothing is left", self.place.rank)
+                    return cast(R, None)
                 try:
                     self._begin(last, is_first=is_first)
                     result = function()
@@ -106,6 +110,7 @@ class _Reentry:
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
                     self._end()
+                    self.watcher.left()
                 is_first = False
                 # The frames of the exception are gone now, and with them the model if no cycle holds it.
                 threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()

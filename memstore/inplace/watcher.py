@@ -1,9 +1,21 @@
-"""A rank's second thread: it beats, and frees the training thread once its generation is over."""
+"""A rank's second thread: it beats, and frees the training thread once its generation is over.
+
+                       the generation is over              it has left        all of it is torn down
+unguarded --guard--> guarded -----> its waits are ended, again and again --unguard--> leaving --left--> unguarded
+                                     | leave_s                                          | leave_s
+                                     v                                                  v
+                                   the process is killed, and replaced like the lost one
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -16,12 +28,14 @@ LOOK_S = 0.05  # shorter than a tick of the watchdog, which expects a beat at ea
 
 
 class Watcher:
-    """Watches one generation at a time, from `guard` to `unguard`."""
+    """Watches one generation at a time, from `guard` to `left`."""
 
     def __init__(self, meeting: Meeting, free: Callable[[], None]) -> None:
         self._meeting, self._free = meeting.again(), free
         self._lock = threading.Lock()  # a generation that was left is not freed afterwards: the next may have begun
         self._generation: int | None = None
+        self._is_freed = False  # the training thread has left: it is freed no more
+        self._over_s: float | None = None  # since when the generation is seen to be over
         self._watchdog = WatchdogProcess(meeting.place)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memstore-generation", daemon=True)
@@ -30,10 +44,15 @@ class Watcher:
     def guard(self, generation: int) -> None:
         """Free the training thread when this generation is over."""
         with self._lock:
-            self._generation = generation
+            self._generation, self._is_freed, self._over_s = generation, False, None
 
     def unguard(self) -> None:
-        """Leave the training thread alone."""
+        """Leave the training thread alone: it has left the function."""
+        with self._lock:
+            self._is_freed = True
+
+    def left(self) -> None:
+        """Note that all of the generation is torn down."""
         with self._lock:
             self._generation = None
 
@@ -57,7 +76,22 @@ class Watcher:
             generation = self._generation
             if generation is None or not self._meeting.is_over(generation):
                 return
+            self._over_s = self._over_s or time.monotonic()
+            if time.monotonic() - self._over_s > self._meeting.place.leave_s:
+                self._kill(generation)
+            if self._is_freed:
+                return
             try:
                 self._free()  # again and again until it has left: it may wait for something new meanwhile
             except Exception:  # what ends the waits met something of the training thread: it is tried again
                 log.exception("memstore: the waits of a generation that is over could not all be ended")
+
+    def _kill(self, generation: int) -> None:
+        """End this process, which cannot be freed: other ranks wait for it, and what replaces ranks sees its end."""
+        place = self._meeting.place
+        log.critical(
+            "memstore: rank %d has not left generation %d, which is over, for %g s: its process is killed and "
+            "replaced. What its threads were doing follows.", place.rank, generation, place.leave_s,
+        )  # fmt: skip
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        os.kill(os.getpid(), signal.SIGKILL)

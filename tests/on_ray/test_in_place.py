@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Faults, dict[str, Any]]] = {
     "frozen": ({(0, 2): "stop"}, {"hang_after_s": 2.0}),
     "replacement-killed": ({(0, 1): "exit", (1, 1): "exit"}, {}),
     "two-killed": ({(0, 1): "exit", (0, 2): "exit"}, {}),
+    "cannot-leave": ({(0, 1): "exit", (0, 2): "wait"}, {"leave_s": 2.0}),
     "all-killed": ({(0, 0): "exit", (0, 1): "exit", (0, 2): "exit"}, {}),
 }
 

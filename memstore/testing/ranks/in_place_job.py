@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,8 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
     Args:
         store_name: The store to put into.
         job: The job's name.
-        faults: (generation, rank) -> "exit", "stop" or "raise"; at step FAULT_AT in generation 0, at the next in 1.
+        faults: (generation, rank) -> "exit", "stop", "raise" or "wait"; at step FAULT_AT in generation 0, at the
+            next one in generation 1.
     """
     now = generation()
     if now is None:
@@ -79,5 +81,7 @@ def _fail(fault: str, store: memstore.Store) -> None:
         os._exit(1)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "wait":  # in no collective and on no store: nothing can end it
+        threading.Event().wait()
     if fault == "raise":
         raise ValueError("a bug of the user's")

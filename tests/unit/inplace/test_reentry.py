@@ -23,7 +23,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def server() -> Iterator[MeetingServer]:
-    made = MeetingServer()
+    made = MeetingServer(2)
     yield made
     join_meeting(None)
     made.close()

@@ -22,7 +22,8 @@ RANK = """
 import ctypes, sys, threading, time
 from memstore.inplace.meeting import Place
 from memstore.inplace.watchdog_process import WatchdogProcess
-watchdog = WatchdogProcess(Place("127.0.0.1", 0, "run", 7, 2, 0, 8, "", "gloo", 60.0, 60.0, int(sys.argv[1]), 1.0))
+place = Place("127.0.0.1", 0, "run", 7, 2, 0, 8, "", "gloo", 60.0, 60.0, 60.0, int(sys.argv[1]), 1.0)
+watchdog = WatchdogProcess(place)
 def beat():
     while not is_over.wait(0.05):
         watchdog.beat()
