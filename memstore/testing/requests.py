@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from msgpack import unpackb
@@ -11,8 +11,8 @@ from msgspec.structs import fields
 
 from memstore.core.report.json_rows import event_fields, status_fields
 from memstore.core.wire.calls import RankCall, decode_call
-from memstore.core.wire.codec import encode, tag_of
-from memstore.core.wire.replies import Events, NothingStored, Status, decode_passed
+from memstore.core.wire.codec import Message, encode, tag_of
+from memstore.core.wire.replies import Events, NothingStored, Status
 
 KINDS: Mapping[str, Any] = {tag_of(kind): kind for kind in get_args(RankCall)}
 UNSAID: Mapping[str, Any] = {
@@ -36,9 +36,8 @@ def request_of(tag: str, who: Mapping[str, Any], **said: Any) -> RankCall:
     return decode_call(encode(kind(**unsaid, **given)))
 
 
-def reply_fields(request: RankCall, data: bytes, decode: Callable[[Any, bytes], Any] = decode_passed) -> dict[str, Any]:
-    """Return the fields of a reply as plain values; ProtocolError if `decode` cannot read it."""
-    reply = decode(request, data)
+def reply_fields(reply: Message, data: bytes) -> dict[str, Any]:
+    """Return the fields of a reply, and of the body that it travelled as, as plain values."""
     if isinstance(reply, Status):
         return status_fields(reply)
     fields: dict[str, Any] = unpackb(data)

@@ -31,7 +31,7 @@ from memstore.core.wire.messages import (
     HostUp,
     Report,
 )
-from memstore.core.wire.replies import HostVerified, decode_passed
+from memstore.core.wire.replies import HostVerified, Joined, Skipped, decode_passed
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.durable import Durable, list_markers, persist
 from memstore.testing.requests import reply_fields
@@ -159,13 +159,13 @@ class FakeHolder:
         if error is not None or data is None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
             return
-        rank.last_reply, body = decode_passed(request, data), reply_fields(request, data)
-        rank.answers.setdefault(verb, []).append(body)
-        if isinstance(request, calls.Join | calls.Rewind | calls.AssignRanks):
-            rank.attempt, rank.rank = int(body["attempt"]), int(body["rank"])
-            rank.resume_step = max(rank.resume_step, int(body["resume_step"]))
-        elif isinstance(request, calls.SkipStep):
-            rank.resume_step = max(rank.resume_step, int(body["resume"]))
+        reply = rank.last_reply = decode_passed(request, data)
+        rank.answers.setdefault(verb, []).append(reply_fields(reply, data))
+        if isinstance(reply, Joined):
+            rank.attempt, rank.rank = reply.attempt, reply.rank
+            rank.resume_step = max(rank.resume_step, reply.resume_step)
+        elif isinstance(reply, Skipped):
+            rank.resume_step = max(rank.resume_step, reply.resume)
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
         """Report a step that a rank has submitted and push it to the targets (R13)."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.wire.replies import Joined, NothingStored, ShardPlaced, StepAgreed
 from memstore.testing.simulator.checks.observed import Observed
-from memstore.testing.simulator.world.processes import Rank
+from memstore.testing.simulator.world.processes import Rank, ShardRead
 from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
-
-Body = dict[str, Any]
 
 
 class Restores:
@@ -23,10 +21,10 @@ class Restores:
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
         self._processes: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
-    def ordered(self, rank: Rank, answer: Body) -> None:
+    def ordered(self, rank: Rank, answer: Joined) -> None:
         """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
         orders = self._orders.setdefault(rank.attempt, set())
-        orders.add(tuple(answer["order"]))
+        orders.add(answer.order)
         if self._processes.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
             self._processes[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
         other = self._processes[rank.attempt, rank.rank]
@@ -53,36 +51,37 @@ class Restores:
         if wrong and spoilt.keys().isdisjoint(slots):
             raise Violation("R27", f"rank {rank.rank} got chunks {wrong} of {manifest.shard} with other bytes")
 
-    def read_ranges(self, rank: Rank, answer: Body) -> None:
+    def read_ranges(self, rank: Rank, answer: ShardRead) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""
-        shard = decode_manifest(answer["manifest"]).shard
+        shard = decode_manifest(answer.placed.manifest).shard
         puts = self.observed.contents.get(shard, [])
-        if not any(all(put[index] == data for index, data in answer["read"].items()) for put in puts):
+        if not any(all(put[index] == data for index, data in answer.chunks.items()) for put in puts):
             raise Violation("I3", f"rank {rank.rank} was given chunks of {shard} that no rank put")
 
-    def restored(self, rank: Rank, answer: Body) -> int:
+    def restored(self, rank: Rank, answer: NothingStored | ShardRead) -> int:
         """Look at the answer to a get; return the step to go on after, 0 for a start from nothing (I3)."""
-        got = self.chosen(rank, answer)
-        if got is None:
+        got = self.chosen(rank, answer.placed if isinstance(answer, ShardRead) else answer)
+        if got is None or not isinstance(answer, ShardRead):
             return 0
         shard = ShardId(rank.job, got.attempt, got.step, rank.rank)
-        if answer["read"] not in self.observed.contents.get(shard, []):
+        if answer.whole not in self.observed.contents.get(shard, []):
             raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
 
-    def chosen(self, rank: Rank, answer: Body) -> StepId | None:
+    def chosen(self, rank: Rank, answer: NothingStored | ShardPlaced | StepAgreed) -> StepId | None:
         """Look at the step that a get or an agreement chose (I1, I2).
 
         It is the same for all ranks. Within the promise no acknowledged step is newer.
         """
         self.observed.restores += 1
-        got = None if answer["step"] is None else StepId(int(answer["attempt"]), int(answer["step"]))
+        report = None if isinstance(answer, NothingStored) else answer.report
+        got = None if isinstance(answer, NothingStored) else StepId(answer.attempt, answer.step)
         known = self.observed.decided.setdefault((rank.attempt, rank.key), got)
         if known != got:
             raise Violation("I2", f"attempt {rank.attempt}: rank {rank.rank} got {got}, another rank {known}")
         newest = max(self.observed.acked, default=None)
         if self.world.scenario.is_strict and newest is not None and (got is None or got < newest):
-            why = answer.get("why", "")
+            why = report.why if report is not None else ""
             raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
         return got
 

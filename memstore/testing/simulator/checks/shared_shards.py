@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.cluster.facts import AttemptOpened, Fact, StepCommitted
 from memstore.core.format.shared_layout import SharedShardLayout
+from memstore.core.wire.replies import Joined, SharedShardPlace
 from memstore.testing.simulator.checks.hosts import are_well, racks_of, trusted_hosts
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank
@@ -14,7 +15,6 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-Body = dict[str, Any]
 Launch = tuple[int, tuple[int, ...], str | None]  # attempt, order of its ranks, key
 REPORTED_WITHIN = 4  # commits in a row
 
@@ -77,23 +77,23 @@ class SharedShards:
         is_well = all(h.is_serving and h.session is not None and h.info.labels for h in holders)
         return is_well and len(racks_of(self.world, set(fact.hosts))) >= self.world.scenario.replicas
 
-    def joined(self, rank: SharingRank, answer: Body) -> None:
+    def joined(self, rank: SharingRank, answer: Joined) -> None:
         """Look at the writers that a rank is sent: those of the fact, whichever controller or process asks again."""
-        launch: Launch = (int(answer["attempt"]), tuple(answer["order"]), rank.key)
+        launch: Launch = (answer.attempt, answer.order, rank.key)
         known = [self.writers[launch]] if launch in self.writers else self.opened[launch]
         for fact in known:
-            by_shard = [
-                [r for r in fact.writers if fact.shard_of[r] == shard] for shard in range(max(fact.shard_of) + 1)
-            ]
-            number = fact.shard_of[int(answer["rank"])]
-            writers_by_shard = by_shard if answer["rank"] == 0 else []
-            if answer["shared_shard"] == [number, len(by_shard), by_shard[number], writers_by_shard]:
+            by_shard = tuple(
+                tuple(r for r in fact.writers if fact.shard_of[r] == shard) for shard in range(max(fact.shard_of) + 1)
+            )
+            number = fact.shard_of[answer.rank]
+            writers_by_shard = by_shard if answer.rank == 0 else ()
+            if answer.shared_shard == SharedShardPlace(number, len(by_shard), by_shard[number], writers_by_shard):
                 self.writers[launch] = fact
                 if self._is_calm():
                     self._calm.setdefault(fact.attempt, self._faults_count())
                 return
         facts = [fact.writers for fact in known]
-        raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer['shared_shard']}, facts say {facts}")
+        raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer.shared_shard}, facts say {facts}")
 
     # -- what was put ---------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.state import HolderState
@@ -13,8 +13,6 @@ from memstore.testing.simulator.host.shared_shards import SharedShardHolder, Sim
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId
-
-Body = dict[str, Any]
 
 
 class HostWorld(World, Protocol):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from memstore.core.holder import answers, drop, equal_ranks, fork, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
@@ -88,7 +88,6 @@ from memstore.testing.simulator.world.processes import Rank, Session
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from recovery.inventory import Copy, ShardId
 
-Body = dict[str, Any]
 REAP_S = 0.5
 SLOTS_MAX = 400
 LATE_SHARE, LATE_MAX_S = 0.05, 5.0  # of orders that wait for a thread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -19,7 +19,6 @@ from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink
 
-Body = dict[str, Any]
 DIGEST_S = 0.004  # a chunk
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import chunk_digest, decode_manifest
@@ -14,17 +14,16 @@ from memstore.core.holder.answers import Call
 from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import RankCall, ReadRanges
-from memstore.core.wire.codec import decode_reply
+from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.rank_messages import AskAnswered, AskRefused
 from memstore.core.wire.replies import ShardPlaced, decode_placed
 from memstore.errors import ProtocolError
-from memstore.testing.requests import reply_fields
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
 from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.world.processes import CallFailed, ShardRead
 from memstore.testing.simulator.world.virtual_time import Thread
 
-Body = dict[str, Any]
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
 SLOW_SHARE, SLOW_S = 0.2, 2.0  # of readers that take longer than a broken link takes to come back
 
@@ -54,19 +53,18 @@ class Stager:
         if not link.is_open:
             return
         if isinstance(answer, AskRefused):
-            link.process.answered(answer.id, {}, (answer.error, answer.message))
+            link.process.answered(answer.id, CallFailed(f"{answer.error}: {answer.message}"))
         elif request is None:
             with suppress(ProtocolError):  # the answer to another call
                 reads.give_back(link, decode_placed(answer.reply).pin)  # its reader has given up
         else:
-            body = reply_fields(request, answer.reply, decode_reply)
-            if "pin" in body:
-                placed = decode_placed(answer.reply)
-                self.holder.world.spawn(self._read(link, answer.id, request, placed, body), link.process)
+            reply = reply_decoder(type(request))(answer.reply)
+            if isinstance(reply, ShardPlaced):
+                self.holder.world.spawn(self._read(link, answer.id, request, reply), link.process)
             else:
-                link.process.answered(answer.id, body, None)
+                link.process.answered(answer.id, reply)
 
-    def _read(self, link: RankLink, call_id: int, request: RankCall, placed: ShardPlaced, body: Body) -> Thread:
+    def _read(self, link: RankLink, call_id: int, request: RankCall, placed: ShardPlaced) -> Thread:
         """Copy out what an answer names and digest it again, as a reader does; then let go of it (R7)."""
         holder, rank = self.holder, link.process
         is_whole = not isinstance(request, ReadRanges)
@@ -85,7 +83,6 @@ class Stager:
                 key = StagedKey(rank.job, rank.rank, "round", placed.report.round)
                 staged_s = self.driver.verified_s.get(key, holder.world.now)
                 holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
-            rank.answered(call_id, body, ("DigestMismatch", "a staged chunk was damaged before it was read"))
+            rank.answered(call_id, CallFailed("DigestMismatch: a staged chunk was damaged before it was read"))
             return
-        found = dict(zip(wanted, read, strict=True)) if not is_whole else read
-        rank.answered(call_id, {**body, "read": found}, None)
+        rank.answered(call_id, ShardRead(placed, dict(zip(wanted, read, strict=True))))

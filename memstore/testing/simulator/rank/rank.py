@@ -15,7 +15,7 @@ import msgspec
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import Manifest, decode_manifest
-from memstore.core.wire.calls import AssignRanks, Join, RankCall, SkipStep
+from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -26,16 +26,16 @@ from memstore.core.wire.rank_messages import (
     SlotsLeased,
     StepLevel,
 )
+from memstore.core.wire.replies import Joined, Skipped
 from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.processes import Holder
+from memstore.testing.simulator.world.processes import Answer, CallFailed, Holder, ShardRead
 from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId
 
-Body = dict[str, Any]
 CHUNKS = 3
 STALL_BUDGET_S = 1.0
 JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
@@ -67,7 +67,7 @@ class SimRank:
         self.unsealed_puts: dict[tuple[int, int], PutReady] = {}  # (attempt, step) -> message
         self.calls: dict[int, RankCall] = {}
         self.call_ids = itertools.count(1)
-        self.replies: dict[int, Body] = {}
+        self.replies: dict[int, Answer] = {}
         self.tickets: dict[int, str] = {}
         self.resume_step = self.steps_done = 0
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
@@ -158,15 +158,15 @@ class SimRank:
         else:
             work(holder)
 
-    def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answered(self, call_id: int, answer: Answer) -> None:
         """Take an answer if it is still waited for; that to a skip names the step to go on from (R12)."""
         request = self.calls.pop(call_id, None)
         if isinstance(request, SkipStep):
-            self.resume_step = max(self.resume_step, int(body["resume"]) if not error else 0)
+            self.resume_step = max(self.resume_step, answer.resume if isinstance(answer, Skipped) else 0)
         elif request is not None:
-            if isinstance(request, Join | AssignRanks) and not error:
-                self.place = (int(body["rank"]), int(body["attempt"]))
-            self.replies[call_id] = {"error": f"{error[0]}: {error[1]}"} if error else body
+            if isinstance(answer, Joined):
+                self.place = (answer.rank, answer.attempt)
+            self.replies[call_id] = answer
 
     def raise_level(self, step: int, level: str) -> None:
         """Set the level of a ticket; levels only grow, and a ticket that has ended stays as it is (R15)."""
@@ -195,7 +195,7 @@ class SimRank:
             answer = yield from self._call("assign_ranks", JOIN_S, nonce=self.nonce, together=1)
             if answer is None:
                 return
-            self.rank = int(answer["rank"])
+            self.rank = answer.rank
             self.checker.restores.ordered(self, answer)
             self.joined(answer)
         if not is_fresh:
@@ -229,7 +229,7 @@ class SimRank:
         answer = yield from self._answer(
             "read_ranges", RANGES_S, rank=other, step=None, of_attempt=None, chunks=[[0, 1], [last, 1]]
         )
-        if "error" not in answer:
+        if isinstance(answer, ShardRead):
             self.checker.restores.read_ranges(self, answer)
 
     def _read_streamed(self, number: int, rank: int) -> Thread:
@@ -237,17 +237,17 @@ class SimRank:
         answer = yield from self._answer(
             "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, listener=ChunkListener(self.nonce, number)
         )
-        if "error" not in answer:
-            self.checker.restores.read_ranges(self, {**answer, "read": dict(enumerate(answer["read"]))})
+        if isinstance(answer, ShardRead):
+            self.checker.restores.read_ranges(self, answer)
 
-    def named(self) -> Body:
+    def named(self) -> dict[str, Any]:
         """Return what it says of its shard when it joins (R34)."""
         return {}
 
-    def joined(self, answer: Body) -> None:
+    def joined(self, answer: Joined) -> None:
         """Take its place in an attempt."""
-        self.attempt = int(answer["attempt"])
-        self.resume_step = max(self.resume_step, int(answer["resume_step"]))
+        self.attempt = answer.attempt
+        self.resume_step = max(self.resume_step, answer.resume_step)
 
     def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or "" (R26)."""
@@ -258,23 +258,23 @@ class SimRank:
         answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
         return None if answer is None else self.checker.restores.restored(self, answer)
 
-    def _call(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body | None]:
+    def _call(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Answer]:
         """Ask and wait; return the answer, None if the call failed."""
         answer = yield from self._answer(verb, limit_s, **body)
-        if "error" in answer:
-            self.why = f"{verb}: {answer['error'] or 'no answer in time'}"
-            self.checker.restores.refused(self, verb, answer["error"])
+        if isinstance(answer, CallFailed):
+            self.why = f"{verb}: {answer.error or 'no answer in time'}"
+            self.checker.restores.refused(self, verb, answer.error)
             return None
         return answer
 
-    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body]:
-        """Ask and wait; return the answer, or a body with the key `error`."""
+    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Answer]:
+        """Ask and wait; return the answer, or why there is none."""
         call_id, until_s = self.ask(verb, **body), self.world.now + limit_s
         yield lambda: call_id in self.replies or self.world.now > until_s
-        answer = self.replies.pop(call_id, None)
-        if answer is None or "error" in answer:
+        answer = self.replies.pop(call_id, CallFailed(""))
+        if isinstance(answer, CallFailed):
             self.calls.pop(call_id, None)
-        return {"error": ""} if answer is None else answer
+        return answer
 
     def _put(self, step: int) -> Thread:
         """Copy into leased slots chunk by chunk and submit; skip the step if there is no room (R11, R12)."""

@@ -13,14 +13,15 @@ from typing import Any
 
 from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.format.shared_layout import Part, SharedShardLayout
+from memstore.core.wire.replies import Joined
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
+from memstore.testing.simulator.world.processes import Answer, CallFailed, ShardRead
 from memstore.testing.simulator.world.virtual_time import Wait
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import StepId
 
-Body = dict[str, Any]
 SHARED_CHUNKS, OWN_CHUNKS = 2, 1
 
 
@@ -47,26 +48,28 @@ class SharedShardRank(SimRank):
         """Return whether it copies what it shares."""
         return self.rank in self.writers
 
-    def named(self) -> Body:
+    def named(self) -> dict[str, Any]:
         """Return what it says of its shard when it joins."""
         return {"shard": self.shard, "shards": self.world.scenario.shards}
 
-    def joined(self, answer: Body) -> None:
+    def joined(self, answer: Joined) -> None:
         """Take its place, and learn which ranks copy."""
         super().joined(answer)
-        shard, shards, writers, writers_by_shard = answer["shared_shard"]
-        self.writers, self.writers_by_shard = tuple(writers), tuple(tuple(ranks) for ranks in writers_by_shard)
+        place = answer.shared_shard
+        if place is None:
+            raise ValueError(f"rank {answer.rank} named a shard, and was sent no place in one")
+        self.writers, self.writers_by_shard = place.writers, place.writers_by_shard
         self.chunks_count = OWN_CHUNKS + SHARED_CHUNKS * self.is_writer
         self.checker.shared_shards.joined(self, answer)
         size = self.world.memories[self.host_id].chunk_bytes
         first = SHARED_CHUNKS * self.is_writer
         shared = Part(b"", 0, SHARED_CHUNKS * size) if self.is_writer else None
         layout = SharedShardLayout(
-            int(shard), int(shards), self.writers, self.writers_by_shard, shared, Part(b"", first, OWN_CHUNKS * size)
+            place.shard, place.shards, self.writers, self.writers_by_shard, shared, Part(b"", first, OWN_CHUNKS * size)
         )
         self.layout = layout.encode((first + OWN_CHUNKS) * size)
 
-    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Body]:
+    def _answer(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Answer]:
         if verb == self.stuck_at:
             yield lambda: False
         return (yield from super()._answer(verb, limit_s, **body))
@@ -100,25 +103,25 @@ class SharedShardRank(SimRank):
     def get(self) -> Generator[Wait, None, int | None]:
         """Restore both parts; with another world size the shared one alone."""
         answer = yield from self._answer("get", GET_S, step=None, timeout_s=GET_S)
-        if str(answer.get("error", "")).startswith("WorldSizeError"):
-            return (yield from self._get_resized())
-        if "error" in answer:
-            self.why = f"get: {answer['error'] or 'no answer in time'}"
-            self.checker.restores.refused(self, "get", answer["error"])
-            if answer["error"].startswith("ManifestMismatch"):
+        if isinstance(answer, CallFailed):
+            if answer.error.startswith("WorldSizeError"):
+                return (yield from self._get_resized())
+            self.why = f"get: {answer.error or 'no answer in time'}"
+            self.checker.restores.refused(self, "get", answer.error)
+            if answer.error.startswith("ManifestMismatch"):
                 self.dealer.refused(self.shard_of)
             return None
         step = self.checker.restores.restored(self, answer)
-        if answer["step"] is None:
+        if not isinstance(answer, ShardRead):
             return step
-        mine = self._layout_of(answer)
-        shared_answer = answer
-        if mine.shared is None:
-            found = yield from self._read(self._near(mine.writers), int(answer["step"]), int(answer["attempt"]))
-            if found is None:
-                return None
-            shared_answer = found
-        self._loaded(StepId(int(answer["attempt"]), step), shared_answer, answer["read"][mine.own.first_chunk :])
+        mine, placed = self._layout_of(answer), answer.placed
+        if mine.shared is not None:
+            found: ShardRead | None = answer
+        else:
+            found = yield from self._read(self._near(mine.writers), placed.step, placed.attempt)
+        if found is None:
+            return None
+        self._loaded(StepId(placed.attempt, step), found, answer.whole[mine.own.first_chunk :])
         return step
 
     def _get_resized(self) -> Generator[Wait, None, int | None]:
@@ -131,7 +134,7 @@ class SharedShardRank(SimRank):
         step = self.checker.restores.chosen(self, answer)
         if step is None:
             return 0
-        if step != StepId(int(opened["attempt"]), int(opened["step"])):
+        if step != StepId(opened.placed.attempt, opened.placed.step):
             opened = yield from self._read(0, step.step, step.attempt)
             if opened is None:
                 return None
@@ -142,21 +145,22 @@ class SharedShardRank(SimRank):
         self._loaded(step, found, None)
         return step.step
 
-    def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, Body | None]:
-        return (yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt))
+    def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, ShardRead | None]:
+        found: ShardRead | None = yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt)
+        return found
 
     def _near(self, ranks: Sequence[int]) -> int:
         """Return the writer that all ranks of this host read from."""
         return ranks[zlib.crc32(self.host_id.encode()) % len(ranks)]
 
-    def _layout_of(self, answer: Body) -> SharedShardLayout:
-        layout = SharedShardLayout.decode(decode_manifest(answer["manifest"]))
+    def _layout_of(self, answer: ShardRead) -> SharedShardLayout:
+        layout = SharedShardLayout.decode(decode_manifest(answer.placed.manifest))
         if layout is None:
-            raise ValueError(f"the shard that was put at step {answer['step']} has no layout of a shared shard")
+            raise ValueError(f"the shard that was put at step {answer.placed.step} has no layout of a shared shard")
         return layout
 
-    def _loaded(self, step: StepId, shared_answer: Body, own: list[bytes] | None) -> None:
+    def _loaded(self, step: StepId, shared: ShardRead, own: list[bytes] | None) -> None:
         """Check both parts: the shared one must come from a shard whose layout says that it has it."""
-        found, where = self._layout_of(shared_answer), StepId(int(shared_answer["attempt"]), int(shared_answer["step"]))
+        found, where = self._layout_of(shared), StepId(shared.placed.attempt, shared.placed.step)
         count = SHARED_CHUNKS if found.shared is not None else 0
-        self.checker.shared_shards.loaded(self, step, where, found, shared_answer["read"][:count], own)
+        self.checker.shared_shards.loaded(self, step, where, found, shared.whole[:count], own)

@@ -7,11 +7,11 @@ from typing import Any
 
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.run.cluster import Cluster
+from memstore.testing.simulator.world.processes import CallFailed
 from memstore.testing.simulator.world.scenario import Fault
 from memstore.testing.simulator.world.virtual_time import Endless, Thread
 from recovery.inventory import StepId
 
-Body = dict[str, Any]
 KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork")
 STEPS_MAX = 4  # one of so many newest steps is pinned or forked
 
@@ -39,34 +39,34 @@ class People:
         elif fault.kind == "unpin-step" and pins:
             name = sorted(pins)[number % len(pins)]
             del pins[name]
-            self._ask(rank, "unpin", lambda answer: None, name=name)
+            self._ask(rank, "unpin", lambda: None, name=name)
         elif fault.kind == "remove-fork" and forks:
             name = sorted(forks)[number % len(forks)]
             del forks[name]
-            self._ask(rank, "rm", lambda answer: None, job=name, force=True)
+            self._ask(rank, "rm", lambda: None, job=name, force=True)
 
     def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
         self._ask(
-            rank, "pin", lambda answer: self.promises.pins.update({name: step}),
+            rank, "pin", lambda: self.promises.pins.update({name: step}),
             step=step.step, of_attempt=step.attempt, name=name,
         )  # fmt: skip
 
     def _fork(self, rank: SimRank, step: StepId, name: str) -> None:
         self.promises.asked[name] = step
         self._ask(
-            rank, "fork", lambda answer: self.promises.forks.update({name: step}),
+            rank, "fork", lambda: self.promises.forks.update({name: step}),
             step=step.step, of_attempt=step.attempt, new_job=name, nonce=f"{name}-{rank.nonce}",
         )  # fmt: skip
 
-    def _ask(self, rank: SimRank, verb: str, done: Callable[[Body], object], **body: Any) -> None:
+    def _ask(self, rank: SimRank, verb: str, done: Callable[[], object], **body: Any) -> None:
         call_id = rank.ask(verb, **body)
 
         def wait() -> Thread:
             yield lambda: call_id in rank.replies or rank.is_dead
             answer = rank.replies.pop(call_id, None)
-            what = "no answer" if answer is None else answer.get("error", "done")
+            what = "no answer" if answer is None else answer.error if isinstance(answer, CallFailed) else "done"
             self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body.get('new_job') or body}: {what}")
-            if answer is not None and "error" not in answer:
-                done(answer)
+            if what == "done":
+                done()
 
         self.cluster.spawn(wait(), Endless())

@@ -7,6 +7,7 @@ file of theirs imports another's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from memstore.core.arena.slot_table import Owner
@@ -17,6 +18,7 @@ from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo
 from memstore.core.wire.orders import Order
 from memstore.core.wire.rank_messages import HolderEvent, PutReady
+from memstore.core.wire.replies import ShardPlaced
 from memstore.core.wire.reports import Inventory
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
@@ -25,7 +27,27 @@ from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.virtual_time import Process
 from recovery.inventory import Copy
 
-Body = dict[str, Any]
+Answer = Any  # of the type that its request declares; a `ShardRead` for one that names bytes, a `CallFailed`
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """Why there is no answer; "" if none came in time."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class ShardRead:
+    """An answer that names bytes, and those bytes as its rank copied them, by chunk."""
+
+    placed: ShardPlaced
+    chunks: Mapping[int, bytes]
+
+    @property
+    def whole(self) -> list[bytes]:
+        """Return the bytes of all chunks, where all were asked for."""
+        return list(self.chunks.values())
 
 
 class Controller(Protocol):
@@ -152,7 +174,7 @@ class Rank(Process, Protocol):
     def receive(self, message: HolderEvent) -> None:
         """Take what the holder says."""
 
-    def answered(self, call_id: int, body: Body, error: tuple[str, str] | None) -> None:
+    def answered(self, call_id: int, answer: Answer) -> None:
         """Take the answer to one of its questions."""
 
     def check(self, manifest: Manifest) -> str:
