@@ -62,8 +62,8 @@ class HolderSharedShards:
         return None
 
     def is_over(self, shard: ShardId, own: int) -> bool:
-        """Say whether an offered shard has nothing to wait for in a local rank's put."""
-        if self.late.get((shard.job, own)) == shard.attempt:
+        """Say whether an offered shard has nothing to wait for in a local rank's put, or its attempt is over."""
+        if self.own_of(shard) != own or self.late.get((shard.job, own)) == shard.attempt:
             return True
         known = self.newest.get((shard.job, own))
         return known is not None and (known.shard.attempt, known.shard.step) >= (shard.attempt, shard.step)
@@ -73,7 +73,7 @@ class HolderSharedShards:
 
         It may have sealed since the wait ended, or its attempt may be over: then it is not late.
         """
-        if self.own_of(shard) == own and not self.is_over(shard, own):
+        if not self.is_over(shard, own):
             self.late[shard.job, own] = shard.attempt
 
     def forget(self, job: str, attempt: int) -> None:

@@ -166,6 +166,20 @@ def test_what_happened_after_the_wait_ended_counts(happens: Callable[[HolderShar
     assert not host.known.late
 
 
+@pytest.mark.parametrize(
+    "ends", [lambda known: known.declare(copying(2)), lambda known: known.forget("job", 1)], ids=["newer", "removed"]
+)
+def test_offers_that_wait_end_with_the_attempt(ends: Callable[[HolderSharedShards], object]) -> None:
+    """Its ranks are fenced or gone: no later seal of them has to be awaited."""
+    host = Host()
+    host.known.declare(copying(1))
+    offer = host.offer(2)
+    ends(host.known)
+    assert not offer.is_waiting
+    offer.time_is_over()
+    assert not host.known.late
+
+
 def test_no_rank_is_late_because_the_holder_stops() -> None:
     """The offers that wait then end at once."""
     host = Host()
