@@ -23,6 +23,8 @@ import ray.train
 from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
 
 from memstore.adapters.ray_train_names import missing
+from memstore.adapters.ray_train_spares import Spares, spares_of
+from memstore.config import check_whole
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting
 
@@ -39,11 +41,18 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
         leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
             its own; then its process is killed and replaced, too.
         meet_s: Longest wait of the ranks that are left for the next replacement; then Ray replaces them, too.
+        spares: Workers beside those of the job that wait, imports done, to take the place of a lost one. Each holds
+            `resources_per_worker`.
     """
 
     hang_after_s: float | None = 3.0
     leave_s: float = 30.0
     meet_s: float = 120.0
+    spares: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a number of spares that is none."""
+        self.spares = check_whole("spares", self.spares)
 
     @property
     def backend_cls(self) -> Any:
@@ -64,6 +73,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.server: MeetingServer | None = None
+        self.spares: Spares | None = None
 
     def on_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Begin with a whole group, or go on with the replacement of one worker.
@@ -73,6 +83,9 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         is_whole = _is_whole(worker_group)
         if is_whole:
             self.server = MeetingServer(len(worker_group), backend_config.hang_after_s)
+            self._end_spares()
+            rehearsed = (come, own_rank, _set_torch_distributed_env_vars)
+            self.spares = spares_of(worker_group, backend_config.spares, rehearsed)
         server = self.server
         if server is None:
             raise RuntimeError("a replacement came before the group did")
@@ -85,6 +98,8 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         )  # fmt: skip
         if not server.is_done():
             server.begin(server.generation + 1)
+        if self.spares is not None:
+            self.spares.plan()
         if is_whole and backend_config.hang_after_s is not None:
             arguments = (server, worker_group)
             threading.Thread(target=self._watch, args=arguments, name="memstore-hangs", daemon=True).start()
@@ -93,9 +108,19 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         """Leave the process group to the reentrant function."""
 
     def on_shutdown(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
-        """Let the workers that are left stop waiting for the one that Ray replaces."""
-        if self.server is not None and not _is_whole(worker_group):
+        """Let the workers that are left stop waiting for the one that Ray replaces; end the spares of a whole group."""
+        if _is_whole(worker_group):
+            self._end_spares()
+            return
+        if self.spares is not None:
+            self.spares.hold()
+        if self.server is not None:
             self.server.mark_broken()
+
+    def _end_spares(self) -> None:
+        if self.spares is not None:
+            self.spares.close()
+        self.spares = None
 
     def _watch(self, server: MeetingServer, worker_group: Any) -> None:
         """Kill the workers that are lost and of which Ray does not know yet, which makes Ray replace them."""

@@ -1,12 +1,14 @@
 """Names that are private to Ray Train and that in-place recovery relies on, as read in Ray 2.60.
 
 `missing` looks for each of them, so that another Ray is met by the ordinary restart and a warning that names what
-has changed. A test on a live cluster fails by name.
+has changed. A test on a live cluster fails by name. Without a name of SPARE_NAMES there are no spares.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 GROUPS = "ray.train.v2._internal.execution.worker_group"
 # module, object, attribute -> what in-place recovery needs it for
@@ -21,16 +23,45 @@ NAMES = {
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
     ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
 }  # fmt: skip
+SPARE_NAMES = {
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_create_workers"): "replaced on one group: a spare is the new worker",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_assign_worker_ranks"): "gives a spare the lost rank",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_cls"): "a spare is an actor of it",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_get_worker_runtime_env"): "a spare's environment",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_context"): "the training function, the resources",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_state"): "the placement group",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_train_run_context"): "what a spare unpickles ahead",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_storage_context"): "the same",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_callbacks_to_propagate"): "the same",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "train_fn_ref"): "the training function",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "resources_per_worker"): "a spare's resources",
+    (f"{GROUPS}.worker_group", "WorkerGroupContext", "label_selector"): "the hosts that it may be on",
+    (f"{GROUPS}.state", "WorkerGroupState", "placement_group_handle"): "the placement group",
+    (f"{GROUPS}.worker", "Worker", "placement_group_bundle_index"): "where in it a worker is",
+    (f"{GROUPS}.worker", "RayTrainWorker", "execute"): "warms a spare up",
+    (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a spare whether it lives",
+    ("ray.train.v2._internal.util", "bundle_to_remote_args", ""): "a spare's resources",
+}  # fmt: skip
 
 
-def missing() -> list[str]:
+def missing(names: Mapping[tuple[str, str, str], str] = NAMES) -> list[str]:
     """Return the names that the installed Ray lacks, with what they are for."""
     found = []
-    for (module, owner, attribute), purpose in NAMES.items():
+    for (module, owner, attribute), purpose in names.items():
         try:
             value = getattr(importlib.import_module(module), owner)
-            if attribute:
-                getattr(value, attribute)
+            is_there = not attribute or _has(value, attribute)
         except (ImportError, AttributeError):
+            is_there = False
+        if not is_there:
             found.append(f"{module}.{owner}{'.' if attribute else ''}{attribute} ({purpose})")
     return found
+
+
+def _has(owner: Any, attribute: str) -> bool:
+    """Return whether a class or its objects have an attribute: its own, a dataclass's field, or made in __init__."""
+    return (
+        hasattr(owner, attribute)
+        or attribute in getattr(owner, "__dataclass_fields__", ())
+        or attribute in owner.__init__.__code__.co_names
+    )

@@ -171,11 +171,16 @@ class _Member:
     def warm_up(self, function: list[Any]) -> None:
         """Do what takes seconds and needs no rank: the function's module, and torch.distributed's first call."""
         ray.get(function[0])
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.barrier()
-        dist.destroy_process_group()
+        warm_torch()
 
     def run(self, place: Place, function: list[Any], args: tuple[Any, ...]) -> Any:
         """Call the function as this rank, in every generation."""
         join_meeting(place)
         return reentrant(ray.get(function[0]))(*args)
+
+
+def warm_torch() -> None:
+    """Make and end a process group of one rank: torch.distributed's first calls take longer than later ones."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.barrier()
+    dist.destroy_process_group()

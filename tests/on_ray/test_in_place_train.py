@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -14,9 +17,18 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 
 from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
-from memstore.adapters.ray_train_names import NAMES, missing  # noqa: E402
+from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES, missing  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.in_place_job import STEPS, RankEnd, end_of, train_worker  # noqa: E402
+from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
+from memstore.testing.ranks.in_place_job import (  # noqa: E402
+    STEPS,
+    Announced,
+    RankEnd,
+    announced,
+    end_of,
+    train_beside_spares,
+    train_worker,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 RANKS = 3
@@ -24,7 +36,7 @@ RANKS = 3
 
 def test_each_private_name_of_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another Ray is met by the ordinary restart and a warning; here it fails by name."""
-    assert missing() == []
+    assert missing() == missing(SPARE_NAMES) == []
     monkeypatch.setitem(NAMES, ("ray.train.backend", "Backend", "no_such_switch"), "nothing")
     assert missing() == ["ray.train.backend.Backend.no_such_switch (nothing)"]
     assert InPlaceTorchConfig().backend_cls.__name__ == "_TorchBackend"
@@ -39,12 +51,15 @@ def cluster() -> Iterator[EmbeddedCluster]:
             yield made
 
 
-def fit(cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]]) -> list[RankEnd]:
+def fit(
+    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0, **more: Any
+) -> list[RankEnd]:
     """Train a new job; return what each rank returned."""
     job = folder.name
-    arguments = {"store_name": cluster.config.store, "job": job, "faults": faults, "folder": str(folder)}
+    arguments = {"store_name": cluster.config.store, "job": job, "faults": faults, "folder": str(folder), **more}
+    function = partial(train_beside_spares, Announced(str(folder))) if spares else train_worker
     TorchTrainer(
-        train_worker, train_loop_config=arguments, torch_config=InPlaceTorchConfig(),
+        function, train_loop_config=arguments, torch_config=InPlaceTorchConfig(spares=spares),
         scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(storage_path=str(folder), name=job, failure_config=FailureConfig(max_failures=2)),
     ).fit()  # fmt: skip
@@ -67,3 +82,25 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
         assert (end.generation, end.is_first_here) == (1, rank in lost)
         assert max(end.losses) == STEPS - 1
         assert end.losses.items() <= unbroken[rank].items()
+
+
+@pytest.mark.parametrize(
+    ("lost", "kills_spares", "by_spares"),
+    [([1], False, 1), ([1], True, 0), ([1, 2], False, 1)],
+    ids=["killed", "spare-killed-first", "two-killed"],
+)
+def test_a_spare_takes_the_place_of_a_lost_rank(
+    cluster: EmbeddedCluster, unbroken: list[dict[int, str]], tmp_path: Path, lost: list[int], kills_spares: bool,
+    by_spares: int,
+) -> None:  # fmt: skip
+    """Its process was there before the loss; without one a new process comes; none is left when the run is over."""
+    faults = [(0, rank, "exit") for rank in lost]
+    ends = fit(cluster, tmp_path, faults, 1, processes=RANKS + 1, kills_spares=kills_spares)
+    early = set(msgspec.json.decode((tmp_path / "early.json").read_bytes()))
+    assert len(early) == RANKS + 1
+    assert [end.is_first_here for end in ends] == [rank in lost for rank in range(RANKS)]
+    assert sum(ends[rank].pid in early for rank in lost) == by_spares
+    for rank, end in enumerate(ends):
+        assert max(end.losses) == STEPS - 1
+        assert end.losses.items() <= unbroken[rank].items()
+    wait_gone(with_start_times(announced(tmp_path)))

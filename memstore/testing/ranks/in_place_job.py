@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import memstore
 from memstore.inplace import generation, reentrant
 
 STEPS, FAULT_AT = 30, 12
+SPARES_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,50 @@ def train_worker(args: Mapping[str, Any]) -> None:
     faults = {(number, rank): fault for number, rank, fault in args["faults"]}
     end = train(args["store_name"], args["job"], faults)
     Path(args["folder"], f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(end))
+
+
+class Announced:
+    """Leaves a file in a folder for each process that unpickles it: under Ray Train each rank and each spare."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], Announced], tuple[str]]:
+        return _announce, (self.folder,)
+
+
+def _announce(folder: str) -> Announced:
+    Path(folder, f"{os.getpid()}.process").touch()
+    return Announced(folder)
+
+
+def announced(folder: Path) -> set[int]:
+    """Return the processes that have unpickled an `Announced`."""
+    return {int(path.stem) for path in folder.glob("*.process")}
+
+
+@reentrant
+def train_beside_spares(here: Announced, args: Mapping[str, Any]) -> None:
+    """Train as `train_worker` once `processes` ranks and spares are there; `early.json` names them.
+
+    With `kills_spares` the spares are killed before the first step.
+    """
+    now, folder = generation(), Path(here.folder)
+    if now is not None and now.number == 0:
+        deadline_s = time.monotonic() + SPARES_S
+        while len(announced(folder)) < args["processes"]:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{announced(folder)} are there after {SPARES_S:g} s, not {args['processes']}")
+            time.sleep(0.05)
+        ranks: list[int] = [0] * now.world_size
+        dist.all_gather_object(ranks, os.getpid())
+        if now.rank == 0:
+            early = announced(folder)
+            (folder / "early.json").write_bytes(msgspec.json.encode(sorted(early)))
+            for pid in early.difference(ranks) if args["kills_spares"] else ():
+                os.kill(pid, signal.SIGKILL)
+        dist.barrier()
+    train_worker.__wrapped__(args)
 
 
 def end_of(folder: Path, rank: int) -> RankEnd:
