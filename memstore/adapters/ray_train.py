@@ -22,6 +22,7 @@ import ray
 import ray.train
 from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
 
+from memstore.adapters.ray_train_losses import allow_losses_at_once
 from memstore.adapters.ray_train_names import missing
 from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_whole
@@ -83,6 +84,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         is_whole = _is_whole(worker_group)
         if is_whole:
             self.server = MeetingServer(len(worker_group), backend_config.hang_after_s)
+            allow_losses_at_once(worker_group)
             self._end_spares()
             rehearsed = (come, own_rank, _set_torch_distributed_env_vars)
             self.spares = spares_of(worker_group, backend_config.spares, rehearsed)
@@ -111,10 +113,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         """Let the workers that are left stop waiting for the one that Ray replaces; end the spares of a whole group."""
         if _is_whole(worker_group):
             self._end_spares()
-            return
-        if self.spares is not None:
-            self.spares.hold()
-        if self.server is not None:
+        elif self.server is not None:
             self.server.mark_broken()
 
     def _end_spares(self) -> None:

@@ -18,6 +18,11 @@ NAMES = {
     (f"{GROUPS}.worker_group", "WorkerGroup", "_replace_replica_group_impl"): (
         "it calls the backend's on_shutdown, then on_start with the one new worker"
     ),
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_replica_groups"): "those of lost workers are ended",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "is_active"): "the same",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "shutdown"): "the same",
+    (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a worker whether it lives",
+    ("ray.train.v2._internal.exceptions", "WorkerGroupStartupFailedError", ""): "a replacement that is tried again",
     (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "frozen ones are killed",
     (f"{GROUPS}.worker_group", "WorkerGroup", "execute"): "tells ranks the place",
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
@@ -39,7 +44,6 @@ SPARE_NAMES = {
     (f"{GROUPS}.state", "WorkerGroupState", "placement_group_handle"): "the placement group",
     (f"{GROUPS}.worker", "Worker", "placement_group_bundle_index"): "where in it a worker is",
     (f"{GROUPS}.worker", "RayTrainWorker", "execute"): "warms a spare up",
-    (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a spare whether it lives",
     ("ray.train.v2._internal.util", "bundle_to_remote_args", ""): "a spare's resources",
 }  # fmt: skip
 

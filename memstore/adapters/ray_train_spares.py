@@ -73,11 +73,6 @@ class Spares:
         with self._lock:
             self._not_before_s = time.monotonic() + SPARE_AFTER_S
 
-    def hold(self) -> None:
-        """Start no spare until the next `plan`: the group has lost a worker."""
-        with self._lock:
-            self._not_before_s = float("inf")
-
     def close(self) -> None:
         """End all spares: the group ends."""
         with self._lock:
@@ -111,6 +106,7 @@ class Spares:
     def _take(self, rank: int) -> tuple[Spare, Any] | None:
         """Return a spare that answers, and Ray's metadata of it; a warm one first, else one that has a process."""
         with self._lock:
+            self._not_before_s = float("inf")
             for spare in sorted(self._waiting, key=lambda each: not each.is_warm):
                 if not _is_there(spare.metadata):
                     continue

@@ -66,6 +66,10 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
 @reentrant
 def train_worker(args: Mapping[str, Any]) -> None:
     """Train as a worker of Ray Train: the arguments of `train` by name, and the `folder` for what a rank returns."""
+    _train_and_tell(args)
+
+
+def _train_and_tell(args: Mapping[str, Any]) -> None:
     faults = {(number, rank): fault for number, rank, fault in args["faults"]}
     end = train(args["store_name"], args["job"], faults)
     Path(args["folder"], f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(end))
@@ -112,7 +116,7 @@ def train_beside_spares(here: Announced, args: Mapping[str, Any]) -> None:
             for pid in early.difference(ranks) if args["kills_spares"] else ():
                 os.kill(pid, signal.SIGKILL)
         dist.barrier()
-    train_worker.__wrapped__(args)
+    _train_and_tell(args)
 
 
 def end_of(folder: Path, rank: int) -> RankEnd:
