@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
@@ -180,7 +181,15 @@ class _Member:
 
 
 def warm_torch() -> None:
-    """Make and end a process group of one rank: torch.distributed's first calls take longer than later ones."""
+    """Make and end a process group of one rank, and train one step of a tiny model.
+
+    torch's first calls take longer than later ones: the first optimizer imports some 190 modules.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.barrier()
     dist.destroy_process_group()
+    with torch.random.fork_rng(devices=[]):  # a new process would begin with the same random numbers
+        layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.zeros(1, 1)).sum().backward()
+    optimizer.step()
