@@ -1,8 +1,9 @@
 """Spares of Ray Train: workers outside of the worker group that wait, imports done, to take the place of a lost one.
 
-after SPARE_AFTER_S of a whole group --> started --> placed --> warm --> hand over --> after SPARE_AFTER_S of ...
-                                            ^          |
-                                            +-- died --+
+            SPARE_AFTER_S after the group is whole          Ray wants a new worker
+wanted ------------------------------------------> started --> placed --> warm --> a rank
+   ^                                                  | it dies
+   +--------------------------------------------------+
 
 A spare holds the resources of a worker. The first ones are placed outside of the group's placement group, later ones in
 bundles of it that the former spares left empty: a job holds no more than the resources of its workers and spares.
@@ -48,7 +49,7 @@ class Spare:
 
 
 class Spares:
-    """Keeps spares for one worker group, and hands them over when Ray asks that group for a new worker."""
+    """Keeps spares for one worker group, and gives Ray one when it asks that group for a new worker."""
 
     def __init__(self, worker_group: Any, count: int, rehearsed: tuple[Any, ...]) -> None:
         """Replace how the group makes workers, until `close`.
@@ -197,10 +198,10 @@ class Spares:
         return Spare(actor, bundle, now, metadata, warm, warm)
 
     def _where(self) -> tuple[int | None, dict[str, Any]]:
-        """Return an empty bundle of the placement group, or None, and how Ray is told to place a spare there."""
+        """Return an empty bundle of the placement group, or None, and the options that let Ray place a spare there."""
         placement_group = self._group.get_worker_group_state().placement_group_handle.placement_group
         empty = empty_bundles(self._bundles(), [spare.bundle for spare in self._waiting])
-        # If the host of a bundle is gone Ray places the bundle anew, which may have to wait.
+        # If the host of a bundle is gone Ray places the bundle again, which may have to wait.
         if empty and ray.util.placement_group_table(placement_group)["state"] == "CREATED":
             return empty[0], {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group, empty[0])}
         hosts = Counter(worker.metadata.node_id for worker in self._group.get_workers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.train.torch import TorchTrainer  # noqa: E402
 
 from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
 from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES, missing  # noqa: E402
+from memstore.adapters.ray_train_spares import bundle_for_worker, spares_of  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
 from memstore.testing.ranks.in_place_job import (  # noqa: E402
@@ -40,6 +42,31 @@ def test_each_private_name_of_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(NAMES, ("ray.train.backend", "Backend", "no_such_switch"), "nothing")
     assert missing() == ["ray.train.backend.Backend.no_such_switch (nothing)"]
     assert InPlaceTorchConfig().backend_cls.__name__ == "_TorchBackend"
+
+
+def test_without_a_private_name_of_ray_there_are_no_spares(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names it; the rest of the recovery stays."""
+    monkeypatch.setitem(SPARE_NAMES, ("ray.train.backend", "Backend", "no_such_switch"), "nothing")
+    assert spares_of(None, 1, ()) is None
+    assert "no spares, because Ray" in caplog.text
+    assert "ray.train.backend.Backend.no_such_switch (nothing)" in caplog.text
+    assert InPlaceTorchConfig(spares=1).backend_cls.__name__ == "InPlaceBackend"
+
+
+def test_a_new_worker_gets_a_bundle_that_no_other_rank_is_in() -> None:
+    """The lost worker's own, else an empty one, else one that a spare waits in."""
+    places = (0, 1, 2, None)  # of 3 ranks, of which rank 0 was lost
+    for own, second, third, spare in product(places, repeat=4):
+        if len({own, second, third} - {None}) + (own, second, third).count(None) < 3:
+            continue  # two ranks in one bundle
+        if spare is not None and spare in (second, third):
+            continue
+        bundle = bundle_for_worker(own, (None, second, third), [spare])
+        assert bundle in {0, 1, 2} - {second, third}
+        assert bundle != spare or not {0, 1, 2} - {second, third, spare}
+        assert own in (None, spare, bundle)
 
 
 @pytest.fixture(scope="module")

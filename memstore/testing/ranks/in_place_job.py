@@ -108,12 +108,13 @@ def train_beside_spares(here: Announced, args: Mapping[str, Any]) -> None:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{announced(folder)} are there after {SPARES_S:g} s, not {args['processes']}")
             time.sleep(0.05)
-        ranks: list[int] = [0] * now.world_size
-        dist.all_gather_object(ranks, os.getpid())
+        ranks = torch.zeros(now.world_size, dtype=torch.int64)
+        ranks[now.rank] = os.getpid()
+        dist.all_reduce(ranks)
         if now.rank == 0:
             early = announced(folder)
             (folder / "early.json").write_bytes(msgspec.json.encode(sorted(early)))
-            for pid in early.difference(ranks) if args["kills_spares"] else ():
+            for pid in early.difference(ranks.tolist()) if args["kills_spares"] else ():
                 os.kill(pid, signal.SIGKILL)
         dist.barrier()
     _train_and_tell(args)
