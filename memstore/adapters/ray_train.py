@@ -26,6 +26,8 @@ from memstore.adapters.ray_train_losses import allow_losses_at_once
 from memstore.adapters.ray_train_names import missing
 from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_whole
+from memstore.errors import RecoveryError
+from memstore.inplace.failures import REPEATS, Failures
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting
 
@@ -75,6 +77,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
     def __init__(self) -> None:
         self.server: MeetingServer | None = None
         self.spares: Spares | None = None
+        self.failures = Failures()
 
     def on_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Begin with a whole group, or go on with the replacement of one worker.
@@ -82,6 +85,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         Replaced workers come one by one: the ranks that are left meet once the last of them is there.
         """
         is_whole = _is_whole(worker_group)
+        self._end_if_hopeless()
         if is_whole:
             self.server = MeetingServer(len(worker_group), backend_config.hang_after_s)
             allow_losses_at_once(worker_group)
@@ -115,6 +119,15 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             self._end_spares()
         elif self.server is not None:
             self.server.mark_broken()
+
+    def _end_if_hopeless(self) -> None:
+        """Raise the failure that has come again and again at one step, which Ray takes for the end of the job."""
+        for failure in self.server.take_failures() if self.server is not None else ():
+            if self.failures.is_hopeless(failure):
+                raise RecoveryError(
+                    f"rank {failure.rank} failed after step {failure.step} in the same way in {REPEATS} generations, "
+                    f"so the job ends: {failure.kind}. The last time:\n{failure.text}"
+                )
 
     def _end_spares(self) -> None:
         if self.spares is not None:

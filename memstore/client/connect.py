@@ -183,6 +183,13 @@ def connect(
         raise
 
 
+def newest_step_here() -> int | None:
+    """Return the newest step that a Store of this process has put or restored; None if there is none."""
+    stores = [known() for known in list(_STORES.values())]
+    newest = max((store.puts.last_step for store in stores if store is not None), default=-1)
+    return newest if newest >= 0 else None
+
+
 def end_former(store: Store) -> None:
     """Fence and close what this process opened before as this rank: holders speak to its newest link alone (D133)."""
     link = store.puts.link

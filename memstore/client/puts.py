@@ -51,7 +51,7 @@ class Puts:
         self._has_room = False  # some put of this attempt had
         self._preparation: PutPreparation | None = None
         self._resume_step = 0
-        self._last_step = self._floor = -1
+        self.last_step = self._floor = -1
         self.overlap = Overlap(self)
         self.shared_shard: SharedShard | None = None
 
@@ -69,14 +69,14 @@ class Puts:
         """Take the answer of a join or a rewind."""
         self._resume_step = joined.resume_step
         restored = joined.restored_step
-        self._last_step = self._floor = int(restored) if restored is not None else -1
+        self.last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
         self.shared_shard = SharedShard.joined(joined)
         self.close()
 
     def go_on_from(self, step: int) -> None:
         """Note the step that a get restored."""
-        self._last_step = self._floor = step
+        self.last_step = self._floor = step
 
     def newest_first(self) -> list[Ticket]:
         """Return the tickets kept."""
@@ -250,11 +250,11 @@ class Puts:
         check_step(step)
         with self._lock:
             known = self.tickets.get(step)
-        if known is None and step <= self._last_step:
+        if known is None and step <= self.last_step:
             raise StepConflict(
-                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self._last_step}: "
+                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self.last_step}: "
                 "steps must strictly increase; to go back use store.rewind(step)",
-                step=step, last_step=self._last_step,
+                step=step, last_step=self.last_step,
             )  # fmt: skip
         return known
 
@@ -263,13 +263,13 @@ class Puts:
             self.tickets[ticket.step] = ticket
             for old in sorted(self.tickets)[:-TICKETS_KEPT]:
                 del self.tickets[old]
-        self._last_step = ticket.step
+        self.last_step = ticket.step
         return ticket
 
     def _forget(self, step: int) -> None:
         with self._lock:
             self.tickets.pop(step, None)
-            self._last_step = max((s for s in self.tickets if s < step), default=self._floor)
+            self.last_step = max((s for s in self.tickets if s < step), default=self._floor)
 
     def on_level(self, event: StepLevel) -> None:
         """Raise a ticket; supersede older ones that can never rise."""

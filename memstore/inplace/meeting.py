@@ -1,6 +1,7 @@
 """Where ranks meet: a torch TCPStore in the process that replaces lost ranks, so that no rank's death takes it away.
 
-Keys: those of `membership.py`, and what the process groups of a generation keep under its own prefix.
+Keys: those of `membership.py`, `failures` and `failure/N` (exceptions that are no losses), and what the process groups
+of a generation keep under its own prefix.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
 import torch.distributed as dist
 
 from memstore.inplace import membership
+from memstore.inplace.failures import Failure
 from memstore.inplace.lifelines import End, Lifelines
 from memstore.inplace.membership import NONE as NONE
 from memstore.inplace.membership import Coming, Membership
 
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
+_FAILURE = msgspec.json.Decoder(Failure)
 CALL_S = 20.0  # longest wait for one answer of the store: its process lives, or the job is over
 
 
@@ -70,6 +74,7 @@ class MeetingServer:
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
         self._lock = threading.Lock()
+        self._failures = 0
         self._members = Membership(StoreBoard(self._store), world_size)
 
     def close(self) -> None:
@@ -113,6 +118,15 @@ class MeetingServer:
         with self._lock:
             return self._members.is_done()
 
+    def take_failures(self) -> list[Failure]:
+        """Return the exceptions that left the function, and are no losses, since the last look."""
+        with self._lock:
+            found = []
+            while self._store.check([f"failure/{self._failures + 1}"]):
+                self._failures += 1
+                found.append(_FAILURE.decode(self._store.get(f"failure/{self._failures}")))
+            return found
+
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
         if self._lifelines is None:
@@ -150,6 +164,11 @@ class Meeting:
             time.sleep(DONE_LOOK_S)
             done = self.board.count(f"done/{generation}")
         return is_over
+
+    def report(self, failure: Failure) -> None:
+        """Report an exception that is to end this rank's process."""
+        number = self.store.add("failures", 1)
+        self.store.set(f"failure/{number}", msgspec.json.encode(failure).decode())
 
     def meet(self, after: int) -> int:
         """Wait until all ranks have come to a generation newer than `after`, and return its number.

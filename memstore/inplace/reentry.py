@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -20,6 +21,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 
+from memstore.client.connect import newest_step_here
+from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import LOOK_S, NONE, Meeting, Place
@@ -105,6 +108,7 @@ class _Reentry:
                 except BaseException as error:
                     self.watcher.unguard()
                     if not may_be_loss(error) or not self._is_over(last):
+                        self._report(error, last)
                         raise
                     text = str(error)  # a log record that kept the exception would keep its frames, and so the model
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
@@ -116,6 +120,13 @@ class _Reentry:
                 threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()
         finally:
             self.watcher.close()
+
+    def _report(self, error: BaseException, generation: int) -> None:
+        """Report an exception of the function's own: the same one again and again ends the job."""
+        if isinstance(error, Exception):
+            with contextlib.suppress(dist.DistError):  # what replaces ranks is gone, and the job with it
+                rank, step = self.place.rank, newest_step_here()
+                self.meeting.report(failure_of(error, run=self.place.run, generation=generation, rank=rank, step=step))
 
     def _begin(self, number: int, *, is_first: bool) -> None:
         place = self.place

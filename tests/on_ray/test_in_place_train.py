@@ -16,6 +16,7 @@ pytest.importorskip("ray.train.v2")
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
+from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
 
 from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
 from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES, missing  # noqa: E402
@@ -23,6 +24,7 @@ from memstore.adapters.ray_train_spares import bundle_for_worker, spares_of  # n
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
 from memstore.testing.ranks.in_place_job import (  # noqa: E402
+    ALWAYS,
     STEPS,
     Announced,
     RankEnd,
@@ -79,16 +81,18 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 def fit(
-    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0, **more: Any
-) -> list[RankEnd]:
+    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0,
+    max_failures: int = 2, **more: Any,
+) -> list[RankEnd]:  # fmt: skip
     """Train a new job; return what each rank returned."""
     job = folder.name
     arguments = {"store_name": cluster.config.store, "job": job, "faults": faults, "folder": str(folder), **more}
+    failures = FailureConfig(max_failures=max_failures)
     function = partial(train_beside_spares, Announced(str(folder))) if spares else train_worker
     TorchTrainer(
         function, train_loop_config=arguments, torch_config=InPlaceTorchConfig(spares=spares),
         scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=str(folder), name=job, failure_config=FailureConfig(max_failures=2)),
+        run_config=RunConfig(storage_path=str(folder), name=job, failure_config=failures),
     ).fit()  # fmt: skip
     return [end_of(folder, rank) for rank in range(RANKS)]
 
@@ -131,3 +135,13 @@ def test_a_spare_takes_the_place_of_a_lost_rank(
         assert max(end.losses) == STEPS - 1
         assert end.losses.items() <= unbroken[rank].items()
     wait_gone(with_start_times(announced(tmp_path)))
+
+
+@pytest.mark.parametrize("ranks", [[1], list(range(RANKS))], ids=["one-rank", "all-ranks"])
+def test_a_bug_that_comes_again_at_one_step_ends_the_job(
+    cluster: EmbeddedCluster, tmp_path: Path, ranks: list[int]
+) -> None:
+    """After three generations, not after all restarts that are allowed; the error has the user's traceback."""
+    words = "(?s)failed after step 11 in the same way in 3 generations.*a bug of the user's"
+    with pytest.raises(TrainingFailedError, match=words):
+        fit(cluster, tmp_path, [(ALWAYS, rank, "raise") for rank in ranks], max_failures=20)

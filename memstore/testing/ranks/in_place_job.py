@@ -19,6 +19,7 @@ import memstore
 from memstore.inplace import generation, reentrant
 
 STEPS, FAULT_AT = 30, 12
+ALWAYS = -1  # in the place of a generation: in each, before step FAULT_AT
 SPARES_S = 120.0
 
 
@@ -42,7 +43,7 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
         store_name: The store to put into.
         job: The job's name.
         faults: (generation, rank) -> "exit", "stop", "raise" or "wait"; at step FAULT_AT in generation 0, at the
-            next one in generation 1.
+            next one in generation 1. (ALWAYS, rank) -> the same, in every generation.
     """
     now = generation()
     if now is None:
@@ -52,6 +53,8 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
     with memstore.connect(job, config=config) as store:
         got = store.get(into={"weights": weights})
         for step in range(got.step + 1 if got else 0, STEPS):
+            if step == FAULT_AT:
+                _fail(faults.get((ALWAYS, store.rank), ""), store)
             torch.manual_seed(step * store.world_size + store.rank)
             gradient = weights - torch.randn(64)
             dist.all_reduce(gradient)
