@@ -6,7 +6,7 @@ wanted ------------------------------------------> started --> placed --> warm -
    +--------------------------------------------------+
 
 A spare holds the resources of a worker. The first ones are placed outside of the group's placement group, later ones in
-bundles of it that the former spares left empty: a job holds no more than the resources of its workers and spares.
+bundles of it that lost workers left empty: a job holds no more than the resources of its workers and spares.
 """
 
 from __future__ import annotations
