@@ -76,6 +76,8 @@ class Membership:
 
     def is_done(self) -> bool:
         """Return whether the function has returned on all ranks."""
+        if self.generation == NONE:
+            return False
         done = self._board.count(f"done/{self.generation}")
         return self.finished == self.generation or self._world_size <= done < BROKEN
 

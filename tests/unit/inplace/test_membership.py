@@ -47,3 +47,11 @@ def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> Non
     assert len(set(ends.values())) == 1
     assert server.is_done() == ends[0]
     assert (server.broken == 0) == (not ends[0])
+
+
+def test_before_the_first_generation_no_rank_is_done() -> None:
+    """Else Ray Train's ranks would wait for a generation that nobody begins."""
+    server = Membership(Table(), RANKS)
+    assert not server.is_done()
+    server.begin(0)
+    assert not server.is_done()
