@@ -38,6 +38,7 @@ optimizer: torch.optim.Optimizer
 gradients: torch.Tensor
 batches: Iterator[torch.Tensor]
 loader: Any
+dataset: Any
 step: int
 first: int
 STEPS: int

@@ -1,0 +1,309 @@
+"""The place in the data as part of a step's state: after a recovery no sample comes twice and none is missing.
+
+    order = SampleOrder(len(dataset), global_batch=256, rank=store.rank, world_size=store.world_size, seed=7)
+    data = Batches(DataLoader(dataset, batch_sampler=order, num_workers=4, persistent_workers=True))
+    state = {"app": AppState(model, optimizer), "data": data}
+    got = store.get(into=state)
+    for step in range(got.step + 1 if got else 0, STEPS):
+        train_step(next(data))
+        store.put(step, state)
+
+Which position belongs to a step. The one after the batches that the loop took from `Batches` before the step's put;
+what workers have prefetched by then does not count. A loop that takes the batch of S+1 before it puts S stores one
+batch too many as trained: let what takes ahead, such as a copy to the device, stand below `Batches`.
+
+When it is read. Within `put`, before that returns, also with `overlap=`: the batches that come later do not change it.
+
+What `Batches` takes, from cheap to expensive:
+
+- A DataLoader with a `SampleOrder`. Position: epoch, and samples that all ranks together have consumed in it. Nothing
+  is loaded to get there. Every rank has the same position, so another number of ranks, or another global batch, goes on
+  from it: put it with `connect(shard_rank=, shard_count=)`, since get() refuses another number of ranks otherwise.
+- A loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader. Its state counts what the
+  loop took, with workers too, within an epoch and at its end. It is this rank's own (`rank_state=` where ranks share a
+  shard) and needs as many ranks and workers as before. torchdata 0.11 with num_workers=0, shuffle=True and generator=
+  draws other orders than before for the epochs after the restored one; each sample still comes once in each.
+- Any other iterable that can be begun again, or a function that returns the batches of the epoch whose number it is
+  given. Position: epoch, and batches taken in it. Those are loaded again and dropped, which takes as long as they took
+  at first; the order has to follow from the epoch: `set_epoch` is called, as on a DistributedSampler. That one repeats
+  samples to give all ranks equally many, unless it has drop_last=True.
+
+Recovery in place. A process that stays makes a new `Batches` around the loader that it kept: a new one begins at the
+beginning, and get() moves it. With `SampleOrder` and persistent_workers=True the workers live on; what they have
+prefetched is thrown away. A StatefulDataLoader starts new workers whenever it loads a state, so keeping it saves
+little. If nothing was committed yet, get() returns None, and such a loader goes back to before its first batch.
+
+The end of an epoch. `Batches` goes on into the next one. A position at the end is that of the old epoch with nothing
+left. With drop_last=True the samples that fill no global batch are left out, others in every epoch. With
+drop_last=False they are one smaller batch, in which ranks may have one sample more or less: weigh their losses by it.
+
+What comes back are the samples. Random changes that workers make to them, such as crops, are repeated only if they are
+drawn from the sample's index and the epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+
+from memstore.config import check_whole
+from memstore.errors import ConfigError
+
+_UNSEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_beginnings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # loader -> state before its first batch
+_END = object()
+
+
+class SampleOrder(Sampler[list[int]]):
+    """Deals the samples of each epoch's order to the ranks, batch by batch: a DataLoader's `batch_sampler`.
+
+    Batch k of an epoch has the samples from k * global_batch on in an order that depends on seed and epoch only; each
+    rank has a neighbouring part of it, all of equal size or one sample apart. Keeps 8 bytes a sample.
+
+    Args:
+        length: Number of samples, such as len(dataset).
+        global_batch: Samples of a batch over all ranks together.
+        rank: This process's.
+        world_size: Number of ranks that share a batch.
+        seed: Of the shuffle: epoch e is shuffled by seed + e.
+        shuffle: False: by index, in every epoch.
+        drop_last: Leave out what fills no global batch at the end of an epoch; False: a smaller batch.
+
+    Raises:
+        ConfigError: Some rank would have no sample in some batch, or no batch fits.
+    """
+
+    def __init__(
+        self, length: int, *, global_batch: int, rank: int, world_size: int, seed: int = 0, shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:  # fmt: skip
+        self.length, self.global_batch = check_whole("length", length, low=1), check_whole("global_batch", global_batch)
+        self.rank, self.world_size = check_whole("rank", rank), check_whole("world_size", world_size, low=rank + 1)
+        self.seed, self.shuffle, self.drop_last = check_whole("seed", seed), shuffle, drop_last
+        self.epoch = self.consumed = 0
+        if global_batch < world_size or (drop_last and length < global_batch):
+            raise ConfigError(
+                f"global_batch={global_batch} has to be from world_size={world_size}, a sample for each rank, to "
+                f"length={length}, a batch in each epoch"
+            )
+        self.go_to(0, 0)
+
+    @property
+    def name(self) -> str:
+        """Tell which order it is: positions in it mean nothing in another one."""
+        return f"{self.length} samples, " + (f"shuffled by seed {self.seed}" if self.shuffle else "by index")
+
+    def go_to(self, epoch: int, consumed: int) -> None:
+        """Let the next iteration begin after so many samples of an epoch.
+
+        Raises:
+            ConfigError: The last batch of the epoch would have no sample for some rank.
+        """
+        rest = (self.length - consumed) % self.global_batch
+        if not self.drop_last and 0 < rest < self.world_size:
+            raise ConfigError(
+                f"the last batch of epoch {epoch} has {rest} samples for {self.world_size} ranks ({self.length} "
+                f"samples, global_batch={self.global_batch}): set drop_last=True, or another global_batch"
+            )
+        self.epoch, self.consumed = epoch, consumed
+
+    def __len__(self) -> int:
+        """Return how many batches the epoch has left where an iteration begins."""
+        left = self.length - self.consumed
+        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each batch."""
+        end = self.consumed + len(self) * self.global_batch
+        return self._batches(self.epoch, range(self.consumed, end, self.global_batch))
+
+    def _batches(self, epoch: int, firsts: range) -> Iterator[list[int]]:
+        shuffled = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        indices = shuffled if self.shuffle else torch.arange(self.length)
+        for first in firsts:
+            count = min(self.global_batch, self.length - first)
+            low, high = (first + count * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            yield indices[low:high].tolist()
+
+
+class Batches(Iterator[Any]):
+    """The batches of a loader, epoch after epoch without end, with the position for `put` and `get(into=)`.
+
+    Make a new one at each start, and at each entry of a function that recovers in place.
+
+    Args:
+        source: A DataLoader with a `SampleOrder`; or a loader with state_dict(); or an iterable that can be begun
+            again; or a function of the epoch's number that returns such an iterable.
+
+    Raises:
+        ConfigError: The source cannot be begun again, or draws its order from a generator that no position has.
+    """
+
+    def __init__(self, source: Iterable[Any] | Callable[[int], Iterable[Any]]) -> None:
+        self.epoch = 0  # of the last batch
+        self._taken = 0  # batches of the running iterator that the loop took
+        self._running: Iterator[Any] | None = None
+        self._source = _source_of(source)
+
+    def __next__(self) -> Any:
+        for _ in range(2):  # an epoch that was restored at its end has no batch left; the next one has
+            if self._running is None:
+                self._running = self._source.begin(self.epoch)
+            batch = next(self._running, _END)
+            if batch is not _END:
+                self._taken += 1
+                return batch
+            self._running, self._taken, self.epoch = None, 0, self.epoch + 1
+            self._source.begin_next()
+        raise ConfigError(f"epochs {self.epoch - 2} and {self.epoch - 1} have no batch: the data is empty")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that the loop took."""
+        return {"epoch": self.epoch, **self._source.position(self._taken)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position; whatever was prefetched is dropped.
+
+        Raises:
+            ConfigError: It is a position in another order, or of another kind of source.
+        """
+        if (key := self._source.key) not in state:
+            found = ", ".join(name for name in state if name != "epoch")
+            raise ConfigError(
+                f"a position in the data was stored with {found}, and this source needs {key!r}: it was stored with "
+                "another kind of source. Use that kind, or begin a job of another name"
+            )
+        self._running, self._taken, self.epoch = None, 0, int(state["epoch"])
+        self._source.go_to(self.epoch, state)
+
+
+class _Source(Protocol):
+    """How a kind of source is begun at a position; `key` is an entry of its positions."""
+
+    key: str
+
+    def begin(self, epoch: int) -> Iterator[Any]: ...
+    def begin_next(self) -> None: ...
+    def position(self, taken: int) -> dict[str, Any]: ...
+    def go_to(self, epoch: int, position: dict[str, Any]) -> None: ...
+
+
+def _source_of(source: Any) -> _Source:
+    order = getattr(source, "batch_sampler", None)
+    if isinstance(order, SampleOrder):
+        return _Ordered(source, order)
+    for sampler in _parts(source):
+        if isinstance(sampler, _UNSEEDED):
+            raise ConfigError(
+                f"the order of a {type(sampler).__name__} comes from a generator that no position has: use "
+                "memstore.adapters.data.SampleOrder as batch_sampler, a DistributedSampler, or torchdata's "
+                "StatefulDataLoader with shuffle=True"
+            )
+    if callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None)):
+        return _Stateful(source)
+    if isinstance(source, Iterator):
+        raise ConfigError(
+            f"a {type(source).__name__} cannot be begun again: give Batches the iterable, or a function of the epoch's "
+            "number that returns the epoch's batches"
+        )
+    return _Counted(source)
+
+
+class _Ordered:
+    """A DataLoader with a `SampleOrder`: nothing is loaded to get to a position."""
+
+    key = "consumed"
+
+    def __init__(self, loader: Iterable[Any], order: SampleOrder) -> None:
+        self._loader, self._order = loader, order
+        order.go_to(0, 0)
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        self._order.go_to(epoch, self._order.consumed)
+        return iter(self._loader)
+
+    def begin_next(self) -> None:
+        self._order.consumed = 0
+
+    def position(self, taken: int) -> dict[str, Any]:
+        order = self._order
+        return {"consumed": min(order.length, order.consumed + taken * order.global_batch), "order": order.name}
+
+    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
+        if position["order"] != self._order.name:
+            raise ConfigError(
+                f"the position was stored in an order of {position['order']}, and this one is of {self._order.name}: "
+                "its samples are others. Use the same data and seed, or begin a job of another name"
+            )
+        self._order.go_to(epoch, int(position["consumed"]))
+
+
+class _Stateful:
+    """A loader that keeps its own position, of what the loop took."""
+
+    key = "loader"
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._at: dict[str, Any] = {}  # its state where the epoch's iteration begins; {}: as it is
+        if loader in _beginnings:  # it was begun before: in place, in a former generation
+            loader.load_state_dict(copy.deepcopy(_beginnings[loader]))
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        _set_epoch(self._loader, epoch)
+        if self._loader not in _beginnings:
+            _beginnings[self._loader] = copy.deepcopy(self._loader.state_dict())
+        return iter(self._loader)
+
+    def begin_next(self) -> None:
+        self._at = self._loader.state_dict()
+
+    def position(self, taken: int) -> dict[str, Any]:
+        return {"loader": self._loader.state_dict() if taken else self._at}
+
+    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
+        self._at = position["loader"]
+        if self._at:
+            self._loader.load_state_dict(self._at)
+
+
+class _Counted:
+    """An iterable, or a function of the epoch: batches up to the position are loaded and dropped."""
+
+    key = "batches"
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._skipped = source, 0
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        _set_epoch(self._source, epoch)
+        batches = self._source(epoch) if callable(self._source) else self._source
+        return itertools.islice(batches, self._skipped, None)
+
+    def begin_next(self) -> None:
+        self._skipped = 0
+
+    def position(self, taken: int) -> dict[str, Any]:
+        return {"batches": self._skipped + taken}
+
+    def go_to(self, epoch: int, position: dict[str, Any]) -> None:
+        self._skipped = int(position["batches"])
+
+
+def _parts(loader: Any) -> list[Any]:
+    """Return what of a loader may follow the epoch, or shuffle."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, batch_sampler, *(getattr(loader, name, None) for name in ("sampler", "dataset")))
+    return [*parts, getattr(batch_sampler, "sampler", None)]
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    for part in _parts(loader):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
