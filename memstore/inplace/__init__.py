@@ -8,5 +8,6 @@ What is lost is replaced by Ray Train (`memstore.adapters.ray_train`) or by `mem
 
 from memstore.inplace.generation import Generation, generation
 from memstore.inplace.reentry import reentrant
+from memstore.inplace.reuse import reuse
 
-__all__ = ["Generation", "generation", "reentrant"]
+__all__ = ["Generation", "generation", "reentrant", "reuse"]

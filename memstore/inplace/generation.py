@@ -16,8 +16,8 @@ class Generation:
         world_size: Ranks that met.
         is_first_here: This process enters the training function for the first time.
         kept: What the training function keeps for its next entry in this process, such as compiled code or the
-            workers of a data loader. A replacement's is empty. A model and an optimizer that were built over the
-            former process group do not work over this one.
+            workers of a data loader. A replacement's is empty. A model and an optimizer are over the former process
+            group: `reuse` keeps them here, and takes them to this one.
     """
 
     number: int
