@@ -146,7 +146,12 @@ def _wrap_again(wrapper: DistributedDataParallel, arguments: dict[str, Any]) -> 
         wrapper.register_comm_hook(state, hook)
 
 
+def is_group(value: Any) -> bool:
+    """Return whether an object is a process group; isinstance() is slow for torch's opaque classes."""
+    return issubclass(type(value), torch.distributed.ProcessGroup)
+
+
 def holds_group(value: Any) -> bool:
     """Return whether an object is a process group or has one among its attributes."""
     kept = [value, *vars(value).values()] if hasattr(value, "__dict__") else [value]
-    return any(isinstance(one, torch.distributed.ProcessGroup) for one in kept)
+    return any(is_group(one) for one in kept)

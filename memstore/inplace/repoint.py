@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from memstore.inplace.build_trace import holds_group
+from memstore.inplace.build_trace import holds_group, is_group
 
 HELD = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
 
@@ -29,7 +29,7 @@ def obstacle(modules: list[torch.nn.Module], wrappers: Iterable[torch.nn.Module]
     """
     others = {id(module) for module in wrappers}
     for module in modules:
-        kept = [name for name, value in vars(module).items() if isinstance(value, torch.distributed.ProcessGroup)]
+        kept = [name for name, value in vars(module).items() if is_group(value)]
         if kept and id(module) not in others:
             return f"a {type(module).__name__} keeps a process group in .{kept[0]}"
         if any(holds_group(state) for _, state in getattr(module, "_comm_hooks", ())):
@@ -66,13 +66,12 @@ def end_half_done(modules: list[torch.nn.Module], optimizers: list[torch.optim.O
 
 def exchange_groups(modules: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
     """Exchange every process group that FSDP2 and meshes keep for the one that has its name now."""
-    meshes = {id(mesh): mesh for mesh in _meshes(modules, optimizers)}
     for info in _mesh_infos(modules):
         for name in HELD:
             if (group := getattr(info, name, None)) is not None:
                 setattr(info, name, c10d._resolve_process_group(group.group_name))
     there = set(c10d._world.pg_names.values())
-    for mesh in meshes.values():
+    for mesh in _meshes(modules, optimizers):
         for name in list(mesh._pg_registry):
             mesh._pg_registry.pop(name)
             if name in there:
@@ -104,10 +103,11 @@ def _mesh_infos(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
                 yield param.post_forward_mesh_info
 
 
-def _meshes(modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[DeviceMesh]:
-    for mesh in _own_meshes(modules, optimizers):
-        root = mesh._get_root_mesh()
-        yield from (mesh, root, *root._flatten_mapping.values())
+def _meshes(modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[DeviceMesh]:
+    own = {id(mesh): mesh for mesh in _own_meshes(modules, optimizers)}
+    roots = {id(root): root for root in (mesh._get_root_mesh() for mesh in own.values())}
+    flat = {id(mesh): mesh for root in roots.values() for mesh in root._flatten_mapping.values()}
+    return list({**own, **roots, **flat}.values())
 
 
 def _own_meshes(
@@ -118,7 +118,7 @@ def _own_meshes(
     for module in modules:
         held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         yield from (tensor.device_mesh for tensor in held if isinstance(tensor, DTensor))
-        yield from (value for value in vars(module).values() if isinstance(value, DeviceMesh))
+        yield from (value for value in vars(module).values() if issubclass(type(value), DeviceMesh))
     for optimizer in optimizers:
         for state in optimizer.state.values():
             values = state.values() if isinstance(state, dict) else ()

@@ -34,6 +34,7 @@ from memstore.inplace.generation import Generation, enter
 WIDTH, BLOCKS, STEPS, LOST = 12, 3, 8, 1
 BREAKS = {2: "forward", 3: "backward", 4: "clip", 5: "step"}
 REGROUPINGS = 20
+WAIT_S = 60.0
 Built = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -131,13 +132,14 @@ class Ranks:
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.groups_count = rank, world_size, 0
         self.store = dist.FileStore(str(folder / "meeting"), world_size)
+        self.store.set_timeout(timedelta(seconds=WAIT_S))
 
     @contextmanager
     def group(self) -> Iterator[None]:
         self.groups_count += 1
         store = dist.PrefixStore(f"{self.groups_count}", self.store)
         dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=60)
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=WAIT_S)
         )
         try:
             yield

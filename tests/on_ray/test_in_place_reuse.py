@@ -1,0 +1,39 @@
+"""A rank of FSDP2 is lost in a backward: the others go on with the tensors they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
+from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
+from memstore.testing.ranks.reuse_job import FAULT_AT, STEPS, ReuseEnd, train  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+RANKS, LOST = 3, 1
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster({"h1": {}, "h2": {}}, cpus_per_host=4) as made:
+        yield made
+
+
+def run(cluster: EmbeddedCluster, job: str, lost: list[int]) -> list[ReuseEnd]:
+    """Train a new job; return what each rank returned."""
+    group = InPlaceGroup(RANKS, actor_options={"scheduling_strategy": "SPREAD"}, hang_after_s=10.0)
+    return group.run(train, cluster.config.store, job, lost)
+
+
+def test_the_others_keep_every_tensor_and_no_loss_changes(cluster: EmbeddedCluster) -> None:
+    """Parameters and moments lie where they lay, and hold what the replacement's hold: all losses are equal."""
+    unbroken = run(cluster, "unbroken", [])
+    broken = run(cluster, "broken", [LOST])
+    for rank, (end, other) in enumerate(zip(broken, unbroken, strict=True)):
+        assert end.generation == 1
+        assert end.restored_step == FAULT_AT - 1
+        assert end.losses == {step: other.losses[step] for step in range(FAULT_AT, STEPS)}
+        assert end.kept_count == (0 if rank == LOST else end.tensors_count)
