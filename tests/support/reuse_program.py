@@ -95,7 +95,18 @@ def tensor_parallel(src_data_rank: int | None = None) -> nn.Module:
 
 
 def ddp() -> nn.Module:
-    return DistributedDataParallel(plain(), gradient_as_bucket_view=True, process_group=dist.new_group())
+    made = DistributedDataParallel(plain(), gradient_as_bucket_view=True, process_group=dist.new_group())
+    made.register_comm_hook(None, halved)
+    return made
+
+
+def halved(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce gradients to what DDP would not: a rank that lost the hook would have others."""
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda done: done.value()[0] / 4)  # type: ignore[no-any-return]
+
+
+halved.__annotations__.clear()  # DDP compares them with classes, and here they are text
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {

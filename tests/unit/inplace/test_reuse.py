@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memstore.inplace import reuse, torch_names
@@ -104,6 +105,33 @@ def test_a_model_in_the_middle_of_a_forward_begins_the_next_one(kept: dict[str, 
         model(torch.ones(1, 2)).sum().backward()
         group = model[0]._get_fsdp_state()._fsdp_param_groups[0]
         assert group.mesh_info.shard_process_group is dist.group.WORLD
+
+
+def test_a_loss_while_ddp_is_wrapped_again_is_met_by_the_next_generation(
+    kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrapper is half made then; its module and its hook are those of the first build."""
+
+    def build() -> DistributedDataParallel:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model.register_comm_hook(None, allreduce_hook)
+        return model
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with entered(0, kept):
+        model = reuse(build, History())
+        module = model.module
+    with entered(1, kept), monkeypatch.context() as patch:
+        patch.setattr(distributed, "_sync_module_states", lost)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            reuse(build, History())
+    with entered(2, kept):
+        assert reuse(build, History()) is model
+        assert model.module is module
+        assert [hook for hook, _ in model._comm_hooks] == [allreduce_hook]
+        assert model.process_group is dist.group.WORLD
 
 
 def test_two_builds_have_two_names(kept: dict[str, Any]) -> None:
