@@ -1,4 +1,4 @@
-"""The same failure of the training function again and again: a bug, which no restart mends. Pure."""
+"""The same failure of the training function again and again: a bug, which no restart repairs. Pure."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> Non
 
 
 def test_before_the_first_generation_no_rank_is_done() -> None:
-    """Else Ray Train's ranks would wait for a generation that nobody begins."""
+    """Else Ray Train's ranks would wait for a generation that does not begin."""
     server = Membership(Table(), RANKS)
     assert not server.is_done()
     server.begin(0)
