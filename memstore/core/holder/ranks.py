@@ -23,22 +23,34 @@ from recovery.inventory import ShardId
 BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 
 
-def join(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
+def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Sequence[Owner] = ()) -> Procedure[None]:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
     Of a process's links the one that was accepted last is taken, whichever thread runs first: the process has given up
-    the others, also those of an earlier try to connect. So an older one is ended, even if the newer one is over.
+    the others, also those of an earlier try to connect. So an older one is ended, even if the newer one is over. But a
+    former store's link that comes back after the newest store's is only welcomed, so that its `bye` can come.
+
+    Args:
+        state: The holder's.
+        link: The new link.
+        hello: What came on it first.
+        ended: Stores of the process that it says to have closed.
     """
-    table = state.ranks
-    if link.order < table.newest.get(table.process_of(link), link.order):
+    table, process = state.ranks, state.ranks.process_of(link)
+    if link.order < table.newest.get(process, link.order):
         yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
     if isinstance(hello, RankHello):
         state.idle_s = 0.0
-    table.newest[table.process_of(link)] = link.order
+    yield from _forget_ended(state, ended)
+    if process in table.stores and hello.life < table.stores[process][0]:
+        yield from _welcome(state, link, hello)
+        return
+    table.newest[process] = link.order
     if not (yield from _greet(state, link, hello)):
         yield from _retire(link)
         return
+    table.stores[process] = (hello.life, link.owner)
     table.links[link.nonce] = link
     if isinstance(hello, RankHello):
         is_new, table.owners[link.nonce] = link.nonce not in table.owners, link.owner
@@ -64,12 +76,16 @@ def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Proc
         yield from _retire(older)
         if table.newest.get(table.process_of(link)) != link.order:
             return False  # the newer link has its leases confirmed: doing it again would free what it was granted
+    yield from _welcome(state, link, hello)
+    return table.newest.get(table.process_of(link)) == link.order
+
+
+def _welcome(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
     held: Sequence[int] = hello.held if isinstance(hello, RankHello) else ()
     # A rank filled the slots that it holds of another arena there, so none of them is its own here.
     is_ours = isinstance(hello, ToolHello) or hello.arena == state.store.arena_identity
     stale = state.store.confirm(link.owner, held if is_ours else ())
     yield SendWelcome(link, stale if is_ours else held)
-    return table.newest.get(table.process_of(link)) == link.order
 
 
 def _retire(link: Link) -> Procedure[None]:
@@ -182,6 +198,8 @@ def leave(state: HolderState, link: Link) -> Procedure[None]:
     yield from await_owner(state, link.owner, BYE_WAIT_S)
     table = state.ranks
     is_gone = table.is_current(link)
+    if table.stores.get(table.process_of(link), (0, None))[1] == link.owner:
+        del table.stores[table.process_of(link)]  # a former store that is still open is the process's only one now
     if is_gone:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
@@ -199,6 +217,13 @@ def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
     yield ForgetProcess(owner)
 
 
+def _forget_ended(state: HolderState, owners: Sequence[Owner]) -> Procedure[None]:
+    """Free what closed stores of a living process have: their `bye` met no holder, or one that died with it."""
+    for owner in owners:
+        if not any(process == owner for _, _, process in state.puts.pending):  # else its `bye` comes after these
+            yield from _forget(state, owner)
+
+
 def reap(state: HolderState) -> Procedure[None]:
     """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
     table = state.ranks
@@ -211,6 +236,7 @@ def reap(state: HolderState) -> Procedure[None]:
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
     table.newest = {process: order for process, order in table.newest.items() if state.is_alive(Owner(*process[1:], 0))}
+    table.stores = {process: newest for process, newest in table.stores.items() if state.is_alive(newest[1])}
     state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
     for job in sorted({link.job for link in table.links.values() if link.job}):
         yield from grant_job(state, job)

@@ -39,6 +39,8 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
     """The arena in which it holds them; "": none yet."""
     parent: str | None
     """The nonce of the process whose child this is (R20)."""
+    ended: tuple[Unsigned, ...] = ()
+    """Lives of stores that this process has closed since it was welcomed last: their `bye` may have met no holder."""
 
 
 class ToolHello(Message, frozen=True, tag="tool_hello"):

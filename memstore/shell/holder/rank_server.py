@@ -97,7 +97,9 @@ class RankServer:
             link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
             if link.parent:
                 self._check_parent(link)
-        self.runner.run(ranks.join(self.state, link, hello))
+        lives = hello.ended if isinstance(hello, RankHello) else ()
+        ended = [Owner(owner.pid, owner.start, store_number(hello.nonce, life)) for life in lives]
+        self.runner.run(ranks.join(self.state, link, hello, ended))
         return link
 
     def _check_parent(self, link: RankConnection) -> None:
@@ -189,11 +191,15 @@ def owner_of(hello: RankHello | ToolHello, pid: int) -> Owner:
     Raises:
         ConfigError: The rank's process cannot be seen from here, so its death could not be noticed.
     """
-    generation = xxhash.xxh3_64_intdigest(f"{hello.nonce}/{hello.life}".encode())
     start = process_start_time(pid) if pid > 0 else None
     if start is None and isinstance(hello, RankHello):
         raise ConfigError(
             f"the holder cannot see the process that calls itself pid {hello.pid}: it runs in another pid "
             "namespace. Run ranks in the holder's pid namespace, or with the host's (--pid=host)"
         )
-    return Owner(max(pid, 0), start or 0, generation)
+    return Owner(max(pid, 0), start or 0, store_number(hello.nonce, hello.life))
+
+
+def store_number(nonce: str, life: int) -> int:
+    """Return the number that tells the leases of one store of a process from those of its others."""
+    return xxhash.xxh3_64_intdigest(f"{nonce}/{life}".encode())

@@ -117,6 +117,7 @@ class HolderLink(LeasedSlots):
         return RankHello(
             nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
             held=tuple(self.held()), arena=self.mapping.arena, parent=self.parent or None,
+            ended=tuple(_ENDED.get((self.folder, self.nonce), ())),
         )  # fmt: skip
 
     def _connect(self, before: Welcome | None) -> tuple[Channel, Welcome]:
@@ -124,7 +125,8 @@ class HolderLink(LeasedSlots):
         deadline_s = time.monotonic() + self._connect_s
         channel = connect_unix(self.folder / "holder.sock", timeout_s=self._connect_s)
         try:
-            channel.send(Kind.EVENT, 0, self._hello(), deadline_s=max(0.0, deadline_s - time.monotonic()))
+            hello = self._hello()
+            channel.send(Kind.EVENT, 0, hello, deadline_s=max(0.0, deadline_s - time.monotonic()))
             welcome = decode_greeting(channel.recv(timeout_s=max(0.0, deadline_s - time.monotonic())).data)
             if isinstance(welcome, ErrorMessage):
                 raise msgspec.structs.replace(welcome, message=self.commands(welcome.message)).rebuilt()
@@ -137,6 +139,8 @@ class HolderLink(LeasedSlots):
         except BaseException:
             channel.close()
             raise
+        if isinstance(hello, RankHello):
+            _ENDED.get((self.folder, self.nonce), set()).difference_update(hello.ended)
         if self.mapping.arena not in ("", welcome.arena):
             log.warning(
                 "memstore: the holder of this host has another arena: the slots that this process had in the old arena "
@@ -461,6 +465,8 @@ class HolderLink(LeasedSlots):
         self._fail_calls(ClosedError("the store was closed while a call was under way"))
         self._threads[0].join(CONNECT_S)
         self.close_mappings()
+        if self.job:
+            _ENDED.setdefault((self.folder, self.nonce), set()).add(self.life)
 
     def _leave(self, channel: Channel) -> None:
         """Say bye on a channel, if it still works, and close it: a lease would last as long as this process."""
@@ -476,6 +482,7 @@ class HolderLink(LeasedSlots):
 
 _LIVES = itertools.count(1)
 _LINKS: weakref.WeakSet[HolderLink] = weakref.WeakSet()
+_ENDED: dict[tuple[Path, str], set[int]] = {}  # (folder, nonce) -> lives of closed links that no hello has named
 
 
 def _forget_in_child() -> None:

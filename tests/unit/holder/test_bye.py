@@ -164,6 +164,22 @@ def test_a_process_that_comes_back_during_its_bye_is_not_gone(leaver: Leaver) ->
         again.close()
 
 
+def test_the_next_stores_hello_frees_what_a_lost_bye_has_not(leaver: Leaver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder was away as the store was closed; its process lives on, so no death would ever free the slots."""
+    with monkeypatch.context() as lost:
+        lost.setattr(HolderLink, "_leave", lambda self, channel: channel.close())
+        leaver.site.link.close()
+    assert leaver.leased() == SHARE_SLOTS
+    again = HolderLink(leaver.site.holder.folder, nonce="n", job="job", rank=0, attempt=1)
+    try:
+        wait_for(lambda: len(again.pool) == SHARE_SLOTS, "its share")
+        assert leaver.leased() == SHARE_SLOTS
+    finally:
+        again.close()
+    assert leaver.is_done.wait(WAIT_S)
+    assert leaver.leased() == 0
+
+
 def test_a_bye_is_read_although_the_holder_was_sending_as_the_link_was_closed() -> None:
     """The failed send does not end the link: its slots would stay leased for as long as the process lives (R8)."""
     rank, holder = map(Channel, socket.socketpair())

@@ -57,9 +57,9 @@ def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
 def late_hello_taken() -> Any:
     """A link that its process gave up before it was served is taken, and frees the slots that the newer one got."""
 
-    def taken(state: HolderState, link: Any, hello: Any) -> Procedure[None]:
+    def taken(state: HolderState, link: Any, hello: Any, ended: Any = ()) -> Procedure[None]:
         state.ranks.newest.pop(state.ranks.process_of(link), None)
-        yield from join(state, link, hello)
+        yield from join(state, link, hello, ended)
 
     join = ranks.join
     return patch.object(ranks, "join", taken)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import effects, ranks
@@ -143,6 +144,41 @@ def test_the_thread_of_an_earlier_try_to_connect_that_runs_late_changes_nothing(
     assert [type(effect) for effect in ranks.join(state, first, HELLO)] == [effects.CloseLink]
     assert state.ranks.links == ({} if is_over else {"n": second})
     assert reports == before
+
+
+def test_a_former_stores_link_that_comes_back_does_not_take_the_newest_ones_place() -> None:
+    """A holder restarts while a process has two stores: the one that it left, and has not closed, comes back last."""
+    table, reports = SlotTable(8), list[Report]()
+    state = host(table, reports)
+    newest, former = Link(owner=replace(OWNER, link=2)), Link()
+    for effect in ranks.join(state, newest, structs.replace(HELLO, life=2)):
+        if isinstance(effect, effects.Grant):
+            ranks.lease(state, newest)
+    assert [type(effect) for effect in ranks.join(state, former, structs.replace(HELLO, life=1))] == [
+        effects.SendWelcome
+    ]
+    assert state.ranks.links == {"n": newest}
+    list(ranks.leave(state, former))
+    assert reports == [RankArrived(nonce="n")]
+    assert (state.ranks.links, len(table.leases[newest.owner])) == ({"n": newest}, 4)
+
+
+def test_a_former_store_is_taken_again_once_a_newer_ones_connect_has_failed() -> None:
+    """It is the only one that the process has then."""
+    state, newest, former = host(SlotTable(8)), Link(owner=replace(OWNER, link=2)), Link()
+    list(ranks.join(state, newest, structs.replace(HELLO, life=2)))
+    list(ranks.leave(state, newest))
+    list(ranks.join(state, former, structs.replace(HELLO, life=1)))
+    assert state.ranks.links == {"n": former}
+
+
+def test_what_a_closed_store_was_leased_is_freed_by_the_next_ones_hello() -> None:
+    """Its process lives on, and its `bye` met no holder: nothing else would ever free these slots."""
+    table = SlotTable(8)
+    state, former, newest = host(table), Link(), Link(owner=replace(OWNER, link=2))
+    table.lease(OWNER, 4, attempt=1)
+    list(ranks.join(state, newest, structs.replace(HELLO, life=2), [former.owner]))
+    assert OWNER not in table.leases
 
 
 def test_a_process_that_connects_again_while_its_bye_is_carried_out_is_no_dead_one() -> None:
