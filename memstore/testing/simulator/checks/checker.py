@@ -13,6 +13,7 @@ from memstore.testing.simulator.checks.commits import Commits
 from memstore.testing.simulator.checks.drops import Drops
 from memstore.testing.simulator.checks.ending import look_at_the_end
 from memstore.testing.simulator.checks.fences import Fences
+from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.checks.promises import Promises
 from memstore.testing.simulator.checks.puts import Puts
@@ -36,7 +37,8 @@ class Checker:
         self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences, self.promises)
         self.shared_shards = SharedShards(world, self.observed)
         self.commits = Commits(world, self.observed, self.shared_shards)
-        self.restores = Restores(world, self.observed)
+        self.generations = Generations(world, self.observed)
+        self.restores = Restores(world, self.observed, self.generations)
         self.redundancy = Redundancy(world, self.observed, self.promises)
 
     def after_event(self) -> None:

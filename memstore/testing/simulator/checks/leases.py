@@ -10,7 +10,7 @@ from memstore.testing.simulator.world.world import World
 
 def look_at_leases(world: World, holder: Holder) -> None:
     """Raise Violation if a living rank may write into a slot that its holder leases to another process."""
-    for rank in world.ranks:
+    for rank in (*world.ranks, *world.former):
         if rank.holder is holder and not rank.is_dead:
             for number in (*rank.pool, *rank.in_copy):
                 slot = holder.replicas.table.slots[number]

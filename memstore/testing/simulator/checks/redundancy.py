@@ -99,7 +99,13 @@ class Redundancy:
     def _is_calm(self) -> bool:
         """Say whether every process and link works and the newest attempt trains."""
         world = self.world
-        if world.served() is None or not world.has_kv or world.network.cut or world.network.slow:
+        if (
+            world.served() is None
+            or not world.has_kv
+            or world.network.cut
+            or world.network.slow
+            or world.network.silent
+        ):
             return False
         return are_well(world) and all(r.steps_done and not r.is_dead and not r.is_frozen for r in world.ranks)
 

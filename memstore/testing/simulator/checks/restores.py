@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.core.wire.replies import Joined, NothingStored, ShardPlaced, StepAgreed
+from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank, ShardRead
 from memstore.testing.simulator.world.violation import Violation
@@ -16,8 +17,8 @@ from recovery.inventory import ShardId, StepId
 class Restores:
     """The answers that ranks are given when they join and restore."""
 
-    def __init__(self, world: World, observed: Observed) -> None:
-        self.world, self.observed = world, observed
+    def __init__(self, world: World, observed: Observed, generations: Generations) -> None:
+        self.world, self.observed, self.generations = world, observed, generations
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
         self._processes: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
@@ -80,7 +81,8 @@ class Restores:
         if known != got:
             raise Violation("I2", f"attempt {rank.attempt}: rank {rank.rank} got {got}, another rank {known}")
         newest = max(self.observed.acked, default=None)
-        if self.world.scenario.is_strict and newest is not None and (got is None or got < newest):
+        is_owed = newest is not None and not (self.world.scenario.is_in_place and self.generations.is_spent(newest))
+        if self.world.scenario.is_strict and is_owed and newest is not None and (got is None or got < newest):
             why = report.why if report is not None else ""
             raise Violation("I1", f"attempt {rank.attempt} restored {got}, {newest} had been acknowledged: {why}")
         return got

@@ -205,6 +205,10 @@ class SimHolder:
         """Return the links of its ranks."""
         return [cast(RankLink, link) for link in self.state.ranks.links.values()]
 
+    def connected(self) -> list[Rank]:
+        """Return the stores that it speaks to, on open links."""
+        return [link.process for link in self.links if link.is_open]
+
     def join(self, rank: Rank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
@@ -214,16 +218,20 @@ class SimHolder:
         def serve() -> Thread:
             if late_s:
                 yield late_s
-            yield from self.driver.run(ranks.join(self.state, link, hello))
+            yield from self.driver.run(ranks.join(self.state, link, hello, rank.ended()))
             if link.is_open:
                 rank.connected(self)
 
         self.spawn(serve())
 
-    def leave(self, rank: Rank) -> None:
-        """Take a `bye`."""
-        if isinstance(rank.link, RankLink):
-            self.driver.start(ranks.leave(self.state, rank.link))
+    def leave(self, link: object) -> None:
+        """Take the `bye` that came on a link."""
+        if isinstance(link, RankLink):
+            self.spawn(self._end(link))
+
+    def _end(self, link: RankLink) -> Thread:
+        yield from self.driver.run(ranks.leave(self.state, link))
+        ranks.end(self.state, link)
 
     def call(self, rank: Rank, call_id: int, request: calls.RankCall) -> None:
         """Relay a question."""

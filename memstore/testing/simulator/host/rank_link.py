@@ -41,6 +41,6 @@ def hello_of(rank: Rank, arena: str) -> RankHello:
     """Return what a process says first; `arena`: the one that it has mapped."""
     number, attempt = rank.place
     return RankHello(
-        nonce=rank.nonce, life=0, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
+        nonce=rank.nonce, life=rank.owner.link, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
         held=tuple(rank.held()), arena=arena, parent=None,
     )  # fmt: skip

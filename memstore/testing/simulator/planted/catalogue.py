@@ -5,6 +5,7 @@ from __future__ import annotations
 from memstore.testing.simulator.planted import (
     decisions,
     holder_steps,
+    in_place,
     pins_and_forks,
     shared_shards,
     stored_bytes,
@@ -12,7 +13,7 @@ from memstore.testing.simulator.planted import (
 )
 from memstore.testing.simulator.planted.bug import PlantedBug
 
-FILES = (stored_bytes, decisions, holder_steps, taken_files, pins_and_forks, shared_shards)
+FILES = (stored_bytes, decisions, holder_steps, taken_files, pins_and_forks, shared_shards, in_place)
 BUGS: dict[str, PlantedBug] = {
     bug.name: bug
     for file in FILES

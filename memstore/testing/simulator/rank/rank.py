@@ -73,6 +73,8 @@ class SimRank:
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
         self.raises = 0  # so many of its next puts raise before their copy
         self.streams: dict[int, Manifest] = {}  # reads whose chunks it gets one by one
+        # Brought a second time, perhaps as another step, while chunks of the first still come: their digests tell.
+        self.read_again: set[int] = set()
         self.why = ""  # why it ended
         self.layout = b""  # of what it puts
 
@@ -87,6 +89,10 @@ class SimRank:
         """Return every slot that it believes to be its own."""
         waiting = [n for ready in self.unsealed_puts.values() for n in ready.slots]
         return sorted({*self.pool, *self.in_copy, *waiting})
+
+    def ended(self) -> list[Owner]:
+        """Return the stores that its process has closed."""
+        return []
 
     def connect(self, holder: Holder) -> None:
         """Open a link to the host's holder, and say which slots it holds (R8)."""
@@ -129,8 +135,9 @@ class SimRank:
                 self.is_fenced = True
             case ChunksArrived(read=number, chunks=chunks, manifest=manifest):
                 if manifest is not None:
+                    self.read_again |= {number} & self.streams.keys()
                     self.streams[number] = decode_manifest(manifest)
-                if not self.is_frozen:
+                if not self.is_frozen and number not in self.read_again:
                     read = dict(zip((c.index for c in chunks), self.read([c.slot for c in chunks]), strict=True))
                     self.checker.restores.arrived(self, self.streams[number], read, [c.slot for c in chunks])
             case StepLevel(step=step, level=level) if message.attempt == self.attempt:
@@ -220,8 +227,12 @@ class SimRank:
             elif scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
-            yield lambda: all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)  # noqa: B023
+            yield lambda: self.is_in_step(step)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
+
+    def is_in_step(self, step: int) -> bool:
+        """Return whether all ranks of its launch have come as far."""
+        return all(r.steps_done >= step for r in self.world.ranks if r.key == self.key)
 
     def _read_ranges(self) -> Thread:
         """Read the first and the last chunk of another rank's newest shard: it may fail, but not lie (R27)."""

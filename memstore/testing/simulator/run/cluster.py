@@ -12,12 +12,15 @@ from memstore.core.cluster.state import Rules
 from memstore.core.holder import idle_time, incarnation
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
+from memstore.testing.simulator.checks.generations import MAX_RESTORES
 from memstore.testing.simulator.controller.controller import LEASE_S, SimController
 from memstore.testing.simulator.host.holder import SimHolder
+from memstore.testing.simulator.rank.in_place import InPlaceProcess, InPlaceRank
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.world.durable_storage import DurableStorage
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.network import Network
+from memstore.testing.simulator.world.processes import Rank
 from memstore.testing.simulator.world.scenario import Scenario
 from memstore.testing.simulator.world.virtual_time import Process, Thread, VirtualTime
 
@@ -55,7 +58,8 @@ class Cluster:
             settle_s=3.0, failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
-            replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0, max_restores=1000,
+            replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0,
+            max_restores=MAX_RESTORES if scenario.is_in_place else 1000,
             durable="/durable" if scenario.has_durable else None, durable_every=3, stall_budget_s=1.0,
             durable_bytes_per_s=PACE_BYTES_PER_S if scenario.is_paced else 0,
             durable_key_file="/key" if any(each.kind == "rotate-key" for each in scenario.faults) else None,
@@ -66,6 +70,9 @@ class Cluster:
         self.term = 0
         self.pids: dict[int, SimRank] = {}
         self.ranks: list[SimRank] = []
+        self.processes: list[InPlaceProcess] = []  # of a job that recovers in place, the lost ones too
+        self.in_recovery: list[Callable[[], None]] = []  # what happens while the next lost rank is replaced
+        self.late_launch_s = 0.0  # by which the next replacement is late
         self.checker = Checker(self)
         for n in range(scenario.hosts):
             self.add_host(f"h{n}", {"rack": f"r{n % scenario.racks}"} if scenario.racks else {})
@@ -126,6 +133,9 @@ class Cluster:
         for rank in self.ranks:
             if rank.host_id == info.host_id and not rank.is_dead:
                 self.at(0.1, lambda r=rank: self.connect_rank(r))  # type: ignore[misc]
+        for rank in self.former:  # each link comes back by itself, in any order
+            if rank.host_id == info.host_id:
+                self.at(self.network.rng.uniform(0.05, 0.3), lambda r=rank: self.connect_rank(r))  # type: ignore[misc]
 
     def see(self, holder: SimHolder) -> None:
         """Record in a host's memory that a holder runs there, if it is time to (R5)."""
@@ -177,13 +187,13 @@ class Cluster:
     def thaw_holder(self, holder: SimHolder) -> None:
         """Let a frozen holder go on; it reads now what waited in its sockets."""
         holder.is_frozen, holder.thawed_s = False, self.now
-        for rank in self.ranks:  # those that connected in vain meanwhile
+        for rank in [*self.ranks, *self.former]:  # those that connected in vain meanwhile
             if rank.host_id == holder.host_id and rank.holder is not holder:
                 self.connect_rank(rank)
 
     def kill_host(self, name: str, *, back_after_s: float) -> None:
         """Take a machine away with its memory; another one takes its name later."""
-        for rank in self.ranks:
+        for rank in [*self.ranks, *self.former]:
             if rank.host_id == name:
                 self.kill_rank(rank, "its host died")
         self.kill_holder(name, back_after_s=back_after_s)
@@ -232,8 +242,33 @@ class Cluster:
         yield from rank.life()
         holder = self.holders[rank.host_id]
         if holder.is_serving:
-            holder.leave(rank)
+            holder.leave(rank.link)
         self.kill_rank(rank, "it ended")
+
+    def start_process(self, process: InPlaceProcess, start_s: float) -> None:
+        """Begin a process that recovers in place, once it has imported what it needs."""
+        self.processes.append(process)
+        self.pids[process.pid] = process.store
+        self.spawn(self._life_in_place(process, start_s), process)
+        self.spawn(process.watch(), process)
+
+    def _life_in_place(self, process: InPlaceProcess, start_s: float) -> Thread:
+        yield from process.life_of_it(start_s)
+        self.kill_rank(process.store, "it ended")
+
+    @property
+    def former(self) -> list[InPlaceRank]:
+        """Stores of living processes that are open beside those of `ranks`: left in place, or of a lost process."""
+        stores = [store for process in self.processes if process.is_up for store in (*process.former, process.store)]
+        return [store for store in stores if not store.is_closed and store not in self.ranks]
+
+    def entered(self, rank: Rank) -> None:
+        """Let a process that recovers in place use a new Store from now on."""
+        for number, known in enumerate(self.ranks):
+            if isinstance(rank, InPlaceRank) and isinstance(known, InPlaceRank) and known.process is rank.process:
+                self.ranks[number] = rank
+        if isinstance(rank, InPlaceRank):
+            self.connect_rank(rank)
 
     def kill_rank(self, rank: SimRank, why: str) -> None:
         """End a process."""

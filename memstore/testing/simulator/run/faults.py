@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from memstore.testing.simulator.host.holder import SimHolder
 from memstore.testing.simulator.rank.rank import SimRank
@@ -15,6 +16,7 @@ STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
 LAUNCH_LATER_S = 2.0
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
+ZOMBIE_S = 6.0  # for so long a process that was replaced lives on
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
@@ -97,6 +99,61 @@ def _leave_rank(cluster: Cluster, each: Fault) -> None:
     if rank is not None:
         rank.is_left = True
         cluster.at(each.for_s, lambda: cluster.kill_rank(rank, "found at last"))
+
+
+@fault("zombie-rank")
+def _zombie_rank(cluster: Cluster, each: Fault) -> None:
+    """Stop a process out of its launcher's reach: it is replaced, and wakes later, wherever it was (R21)."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        rank.is_frozen = rank.is_left = True
+        cluster.at(each.for_s, lambda: cluster.thaw_rank(rank))
+        cluster.at(each.for_s + ZOMBIE_S, lambda: cluster.kill_rank(rank, "found at last"))
+
+
+@fault("lose-two")
+def _lose_two(cluster: Cluster, each: Fault) -> None:
+    """End the processes of two ranks at once."""
+    for _ in range(2):
+        _kill_rank(cluster, each)
+
+
+@fault("lose-both")
+def _lose_both(cluster: Cluster, each: Fault) -> None:
+    """End a rank and the holder of its host at once, as the kernel does for want of memory."""
+    rank = _rank(cluster, each)
+    if rank is not None:
+        cluster.kill_rank(rank, "killed")
+        cluster.kill_holder(rank.host_id)
+
+
+@fault("die-in-recovery")
+def _die_in_recovery(cluster: Cluster, each: Fault) -> None:
+    """While the next lost rank is replaced, end one process after the other: replacements or survivors."""
+    for number in range(min(each.count, 3)):
+        at_s = (number + 0.5) * min(each.for_s, SHORT_S)
+        who = replace(each, rank=each.rank + number)
+        cluster.in_recovery.append(lambda at_s=at_s, who=who: cluster.at(at_s, lambda: _kill_rank(cluster, who)))  # type: ignore[misc]
+
+
+@fault("controller-in-recovery")
+def _controller_in_recovery(cluster: Cluster, each: Fault) -> None:
+    """End the controller while the next lost rank is replaced."""
+    at_s, back_s = 0.4 * each.count, min(each.for_s, 3.0)
+    cluster.in_recovery.append(lambda: cluster.at(at_s, lambda: cluster.crash_controller(restart_after_s=back_s)))
+
+
+@fault("holder-in-recovery")
+def _holder_in_recovery(cluster: Cluster, each: Fault) -> None:
+    """End a holder, or freeze it, while the next lost rank is replaced."""
+    work = functools.partial(_kill_holder if each.rank % 2 else _freeze_holder, cluster, replace(each, for_s=SHORT_S))
+    cluster.in_recovery.append(lambda: cluster.at(0.4 * each.count, work))
+
+
+@fault("late-launch")
+def _late_launch(cluster: Cluster, each: Fault) -> None:
+    """Let the next lost rank be replaced late."""
+    cluster.in_recovery.append(lambda: setattr(cluster, "late_launch_s", each.for_s))
 
 
 @fault("break-link")
@@ -224,7 +281,7 @@ def _wear_rack(cluster: Cluster, each: Fault) -> None:
 def _end_job(cluster: Cluster, each: Fault) -> None:
     """End every rank; no launch follows before the store had time to be whole again (R29)."""
     cluster.is_job_over = True
-    for rank in cluster.ranks:
+    for rank in [*cluster.ranks, *cluster.former]:
         cluster.kill_rank(rank, "the job was ended")
 
 
@@ -241,7 +298,7 @@ def _reboot_all(cluster: Cluster, each: Fault) -> None:
     """End every process of Ray at once; one host comes up late (R24)."""
     for controller in cluster.controllers:
         controller.stop()
-    for rank in cluster.ranks:
+    for rank in [*cluster.ranks, *cluster.former]:
         cluster.kill_rank(rank, "Ray was restarted")
     late = _names(cluster, each)[0]
     for name in sorted(cluster.holders):

@@ -14,6 +14,7 @@ from memstore.testing.simulator.controller.controller import DIAL_S, LEASE_S, Si
 from memstore.testing.simulator.host.holder import REAP_S, SimHolder
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.run.faults import Faults
+from memstore.testing.simulator.run.in_place import InPlaceLauncher
 from memstore.testing.simulator.run.launcher import Launcher
 from memstore.testing.simulator.world.memory import Crashed
 from memstore.testing.simulator.world.scenario import Scenario
@@ -36,7 +37,8 @@ class Simulation:
         self.cluster = Cluster(scenario)
         self.checker = self.cluster.checker
         self._start_periods()
-        self.cluster.spawn(Launcher(self.cluster).launches(), Endless())
+        launcher = InPlaceLauncher(self.cluster) if scenario.is_in_place else Launcher(self.cluster)
+        self.cluster.spawn(launcher.launches(), Endless())
         faults = Faults(self.cluster)
         for each in scenario.faults:
             self.cluster.at(each.at_s, lambda f=each: faults.inject(f))  # type: ignore[misc]
@@ -50,6 +52,8 @@ class Simulation:
         every(REAP_S, lambda: _each(cluster.holders.values(), cluster.see))
         every(SCRUB_S, lambda: _each(cluster.holders.values(), SimHolder.scrub))
         every(1.0, self.checker.redundancy.look_at_repair)
+        if self.scenario.is_in_place:
+            every(1.0, self.checker.generations.look_at_stores)
 
     def run(self) -> Simulation:
         """Play the scenario, heal, demand that the store lives, look at everything once more. Raises Violation."""
@@ -62,7 +66,7 @@ class Simulation:
             why = checker.redundancy.why_not_live()
             raise Violation("I16", f"not whole {LIVENESS_S:g} s after the last fault: {why}")
         cluster.is_over = True
-        for rank in cluster.ranks:
+        for rank in [*cluster.ranks, *cluster.former]:
             cluster.kill_rank(rank, "the end")
         self._run_until(cluster.now + CALM_S)
         checker.at_the_end()

@@ -106,10 +106,16 @@ class Holder(Process, Protocol):
     def copies(self) -> Sequence[Copy]:
         """Return its inventory."""
 
+    def connected(self) -> Sequence[Rank]:
+        """Return the stores that it speaks to, on open links."""
+
     # -- for a rank on its host ---------------------------------------------------------------
 
     def join(self, rank: Rank) -> None:
         """Open a link."""
+
+    def leave(self, link: object) -> None:
+        """Take the `bye` that came on a link."""
 
     def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
@@ -161,6 +167,9 @@ class Rank(Process, Protocol):
 
     def held(self) -> list[int]:
         """Return every slot that it believes to be its own."""
+
+    def ended(self) -> Sequence[Owner]:
+        """Return the stores that its process has closed."""
 
     def read(self, slots: Sequence[int | None]) -> list[bytes]:
         """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""

@@ -57,6 +57,8 @@ class Scenario:
     shards: int = 0  # each rank names one of so many shards (R34); 0: none does
     is_blocked: bool = False  # shards are dealt in blocks of neighbours, else in turn
     sizes: tuple[int, ...] = ()  # world sizes, drawn for each launch; empty: always world_size
+    is_in_place: bool = False  # a lost rank is replaced, the others keep their processes and enter again
+    has_spares: bool = False  # the replacement may be a process of another host
     duration_s: float = DURATION_S
     faults: tuple[Fault, ...] = field(default=())
     job: str = "train"
@@ -73,7 +75,7 @@ class Scenario:
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
             f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
             f"durable storage {'on' if self.has_durable else 'off'}{', ranks renumbered' if self.is_ordered else ''}"
-            f"{self._shared_shards_text()}"
+            f"{', in place' if self.is_in_place else ''}{self._shared_shards_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
 
@@ -108,6 +110,11 @@ PACE_SEEDS = (0, 35, 37)  # modulo 40
 MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
 HELLO_SEEDS = (0, 5, 39)  # modulo 40
 SILENT_SEEDS = (4, 24, 37)  # modulo 40
+IN_PLACE_SEEDS = (0, 4, 24, 35, 37, 39)  # modulo 40
+IN_PLACE_WEIGHTS = {
+    "kill-rank": 3, "freeze-rank": 2, "leave-rank": 2, "zombie-rank": 3, "lose-two": 2, "kill-host": 1, "lose-both": 3,
+    "die-in-recovery": 5, "controller-in-recovery": 3, "holder-in-recovery": 3, "late-launch": 2,
+}  # fmt: skip
 
 
 def draw(seed: int) -> Scenario:
@@ -134,6 +141,8 @@ def draw(seed: int) -> Scenario:
     )
     if seed % 40 in SILENT_SEEDS:  # some host has no copy of a shard that two of its ranks read at once
         drawn = replace(drawn, hosts=3, racks=0, replicas=2, world_size=6)
+    if seed % 40 in IN_PLACE_SEEDS:
+        drawn = replace(drawn, is_in_place=True, has_spares=random.Random(f"spares {seed}").random() < 0.5)
     return _with_shared_shards(drawn) if seed % 20 in SHARED_SHARD_SEEDS else drawn
 
 
@@ -234,6 +243,15 @@ def _silence(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind="silent-peers", for_s=rng.choice([12.0, 16.0, 36.0])) for _ in range(count)]
 
 
+def _in_place(seed: int) -> list[Fault]:
+    """Draw lost ranks, and what happens while they are replaced."""
+    rng = random.Random(f"in place {seed}")
+    if seed % 40 not in IN_PLACE_SEEDS:
+        return []
+    kinds = rng.choices(list(IN_PLACE_WEIGHTS), weights=list(IN_PLACE_WEIGHTS.values()), k=rng.randrange(3, 9))
+    return [replace(_fault(rng), kind=kind) for kind in kinds]
+
+
 def _fault(rng: random.Random) -> Fault:
     return Fault(
         at_s=round(rng.uniform(1.0, DURATION_S - 6.0), 2),
@@ -246,4 +264,4 @@ def _fault(rng: random.Random) -> Fault:
 
 
 # Each draws from a stream of its own.
-MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence)
+MORE = (_notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence, _in_place)

@@ -42,6 +42,13 @@ class World(Protocol):
     def ranks(self) -> Sequence[Rank]:
         """The ranks of the newest launch."""
 
+    @property
+    def former(self) -> Sequence[Rank]:
+        """Stores of living processes that are open beside those of `ranks`: left in place, or of a lost process."""
+
+    def entered(self, rank: Rank) -> None:
+        """Let a process that recovers in place use a new Store from now on."""
+
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
         """Do something after a delay."""
 

@@ -1,0 +1,86 @@
+"""Planted bugs in recovery in place: who is a rank, what a generation goes on from, what a process leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import structs
+
+from memstore.core.holder import ranks, reads
+from memstore.core.holder.effects import Procedure
+from memstore.core.holder.state import HolderState
+from memstore.core.restore.rounds import Rounds
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.replies import ShardStaged
+from memstore.inplace.membership import Coming
+from memstore.testing.simulator.host.rank_link import RankLink
+from memstore.testing.simulator.planted.bug import planted, row
+from memstore.testing.simulator.world.scenario import Fault
+
+LOST = tuple(Fault(4.0 + 2.0 * n, "kill-rank", rank=n) for n in range(4))
+ZOMBIE = Fault(5.0, "zombie-rank", rank=1, for_s=2.5)
+# Copies do not come through, so no step is committed between one loss and the next.
+LOST_AGAIN = (
+    Fault(6.0, "silent-peers", (0, 1, 2), for_s=40.0),
+    *(Fault(8.0 + 4.0 * n, "kill-rank", rank=n) for n in range(8)),
+)
+LOST_WITH_HOLDER = tuple(Fault(4.0 + 4.0 * n, "lose-both", rank=n) for n in range(3))
+# Survivors wait in their connect(), with the store that they left still open, while a holder restarts.
+LOST_WHILE_AWAY = (
+    Fault(4.0, "controller-in-recovery", count=4, for_s=3.0),
+    *(Fault(4.0, "holder-in-recovery", (n,), rank=1, count=8) for n in range(3)),
+    Fault(4.1, "kill-rank", rank=1),
+)
+
+
+def _other(state: HolderState, link: RankLink, staged: ShardStaged, *, is_newest: bool) -> ShardStaged:
+    """Return what was staged, or the newest or the oldest other shard of the same rank that lies whole here."""
+    mine = [
+        replica for replica in state.store.index.shards.values()
+        if (replica.shard.job, replica.shard.rank) == (link.job, link.rank) and not replica.missing
+    ]  # fmt: skip
+    if not mine:
+        return staged
+    order = sorted(mine, key=lambda replica: (replica.shard.attempt, replica.shard.step))
+    chosen = order[-1 if is_newest else 0]
+    return structs.replace(staged, shard=WireShard.of(chosen.shard), digest=chosen.spec.digest)
+
+
+@planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15, tries=4,
+         at=(reads, "place"))  # fmt: skip
+def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
+    """A rank that was there before a loss is given the newest step that it has put, committed or not."""
+    if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link > 1:
+        staged = _other(state, link, staged, is_newest=True)
+    return (yield from real(state, link, staged))
+
+
+@planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
+         step_s=0.4, tries=4, at=(reads, "place"))  # fmt: skip
+def spare_with_an_old_shard(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
+    """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
+    if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link == 1:
+        staged = _other(state, link, staged, is_newest=False)
+    return (yield from real(state, link, staged))
+
+
+@planted("former-store-taken", "R20", "R20", *LOST_WHILE_AWAY, is_in_place=True, step_s=0.15, world_size=6,
+         tries=8, at=(ranks, "join"))  # fmt: skip
+def former_store_taken(real: Any, state: HolderState, link: Any, hello: Any, *ended: Any) -> Procedure[None]:
+    """A former store's link that comes back takes the place of the newest one's."""
+    state.ranks.stores.clear()
+    yield from real(state, link, hello, *ended)
+
+
+ROWS = (
+    row("replaced-process-meets", "R20", "I25", (Coming, "_check_life"), lambda self: None,
+        "A process that was taken for lost, and replaced, meets the others as the same rank.",
+        ZOMBIE, is_in_place=True, tries=4),
+    row("losses-count-as-crashes", "R25", "R25 I1", (Rounds, "_is_no_verdict"),
+        staticmethod(lambda attempt: attempt is not None and attempt.phase == "closed"),
+        "Restores in place count for the crash loop, so losses one after another retire a good step.",
+        *LOST_AGAIN, is_in_place=True, keep_steps=2, step_s=0.8, duration_s=42.0, tries=4),
+    row("closed-stores-keep-leases", "R8", "I13", (ranks, "_forget_ended"), lambda state, owners: iter(()),
+        "What a closed store was leased is not freed if its bye met no holder, for as long as its process lives.",
+        *LOST_WITH_HOLDER, is_in_place=True, step_s=0.15, world_size=6, duration_s=40.0, tries=12),
+)  # fmt: skip
