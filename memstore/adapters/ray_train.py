@@ -23,12 +23,13 @@ import ray.train
 from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
 
 from memstore.adapters.ray_train_losses import allow_losses_at_once
-from memstore.adapters.ray_train_names import missing
+from memstore.adapters.ray_train_names import NAMES
 from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_whole
 from memstore.errors import RecoveryError
 from memstore.inplace.failures import REPEATS, Failures
 from memstore.inplace.meeting import MeetingServer, Place
+from memstore.inplace.private_names import missing
 from memstore.inplace.reentry import join_meeting
 
 log = logging.getLogger("memstore")
@@ -40,7 +41,8 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
     """TorchConfig of a job that recovers in place; `torch_config=` of a TorchTrainer.
 
     Attributes:
-        hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
+        hang_after_s: A process that is frozen for this long is lost, or a host that is silent; None: only what Ray
+            sees is.
         leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
             its own; then its process is killed and replaced, too.
         meet_s: Longest wait of the ranks that are left for the next replacement; then Ray replaces them, too.
@@ -60,7 +62,7 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
     @property
     def backend_cls(self) -> Any:
         """Return the backend, which Ray makes in the process of its controller."""
-        lacking = missing()
+        lacking = missing(NAMES)
         if not lacking:
             return InPlaceBackend
         log.warning(
@@ -87,7 +89,10 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         is_whole = _is_whole(worker_group)
         self._end_if_hopeless()
         if is_whole:
+            former = self.server
             self.server = MeetingServer(len(worker_group), backend_config.hang_after_s)
+            if former is not None:
+                former.close()
             allow_losses_at_once(worker_group)
             self._end_spares()
             rehearsed = (come, own_rank, _set_torch_distributed_env_vars)
@@ -108,7 +113,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             self.spares.plan()
         if is_whole and backend_config.hang_after_s is not None:
             arguments = (server, worker_group)
-            threading.Thread(target=self._watch, args=arguments, name="memstore-hangs", daemon=True).start()
+            threading.Thread(target=self._watch, args=arguments, name="memstore-losses", daemon=True).start()
 
     def on_training_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Leave the process group to the reentrant function."""
@@ -138,11 +143,15 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         """Kill the workers that are lost and of which Ray does not know yet, which makes Ray replace them."""
         while self.server is server:
             time.sleep(LOOK_S)
-            for rank, end in server.take_lost(time.monotonic()).items():
-                if not server.is_done():
-                    log.warning("memstore: rank %d is lost: %s", rank, end.value)
-                    server.mark_broken()
-                    ray.kill(worker_group.get_workers()[rank].actor)
+            try:
+                for rank, end in server.take_lost(time.monotonic()).items():
+                    if not server.is_done():
+                        log.warning("memstore: rank %d is lost: %s", rank, end.value)
+                        server.mark_broken()
+                        ray.kill(worker_group.get_workers()[rank].actor)
+            except Exception:  # such as of a group that Ray ends at this moment: the next look may be of another loss
+                if self.server is server:
+                    log.exception("memstore: lost workers could not be looked for; tried again in %g s", LOOK_S)
 
 
 def _is_whole(worker_group: Any) -> bool:

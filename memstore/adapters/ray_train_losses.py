@@ -1,7 +1,7 @@
 """Ray Train: several workers lost at once, or one more while one is replaced, do not end the job.
 
-Before Ray 2.60 replaces a worker it asks the others to drop their results. The RayActorError of one that is lost, too,
-counts as an error of the controller, for which `max_failures` allows no retry.
+Ray 2.60 asks the other workers to drop their results before it replaces one. The RayActorError of one that is lost,
+too, counts as an error of the controller, for which `max_failures` allows no retry.
 """
 
 from __future__ import annotations

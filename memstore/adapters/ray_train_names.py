@@ -1,14 +1,10 @@
 """Names that are private to Ray Train and that in-place recovery relies on, as read in Ray 2.60.
 
-`missing` looks for each of them, so that another Ray is met by the ordinary restart and a warning that names what
-has changed. A test on a live cluster fails by name. Without a name of SPARE_NAMES there are no spares.
+If another Ray lacks one of NAMES, every lost worker restarts the group, and a warning names it; so does a test on a
+live cluster. Without one of SPARE_NAMES there are no spares. What `ray_train.py` imports at its top has to be there.
 """
 
 from __future__ import annotations
-
-import importlib
-from collections.abc import Mapping
-from typing import Any
 
 GROUPS = "ray.train.v2._internal.execution.worker_group"
 # module, object, attribute -> what in-place recovery needs it for
@@ -23,7 +19,7 @@ NAMES = {
     (f"{GROUPS}.execution_group", "ReplicaGroup", "shutdown"): "the same",
     (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a worker whether it lives",
     ("ray.train.v2._internal.exceptions", "WorkerGroupStartupFailedError", ""): "a replacement that is tried again",
-    (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "frozen ones are killed",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "lost ones are killed",
     (f"{GROUPS}.worker_group", "WorkerGroup", "execute"): "tells ranks the place",
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
     ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
@@ -46,26 +42,3 @@ SPARE_NAMES = {
     (f"{GROUPS}.worker", "RayTrainWorker", "execute"): "warms a spare up",
     ("ray.train.v2._internal.util", "bundle_to_remote_args", ""): "a spare's resources",
 }  # fmt: skip
-
-
-def missing(names: Mapping[tuple[str, str, str], str] = NAMES) -> list[str]:
-    """Return the names that the installed Ray lacks, with what they are for."""
-    found = []
-    for (module, owner, attribute), purpose in names.items():
-        try:
-            value = getattr(importlib.import_module(module), owner)
-            is_there = not attribute or _has(value, attribute)
-        except (ImportError, AttributeError):
-            is_there = False
-        if not is_there:
-            found.append(f"{module}.{owner}{'.' if attribute else ''}{attribute} ({purpose})")
-    return found
-
-
-def _has(owner: Any, attribute: str) -> bool:
-    """Return whether a class or its objects have an attribute: its own, a dataclass's field, or made in __init__."""
-    return (
-        hasattr(owner, attribute)
-        or attribute in getattr(owner, "__dataclass_fields__", ())
-        or attribute in owner.__init__.__code__.co_names
-    )

@@ -23,7 +23,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from memstore.adapters.ray_train_names import SPARE_NAMES, missing
+from memstore.adapters.ray_train_names import SPARE_NAMES
+from memstore.inplace.private_names import missing
 from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 
 log = logging.getLogger("memstore")

@@ -1,8 +1,8 @@
 """Connections from the ranks' watchdogs, in the process that replaces lost ranks: their ends say who is lost.
 
-Nothing is sent to and fro: the kernels probe an idle connection (SO_KEEPALIVE), and end it once the other one has not
-answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor are all of them when
-this process is paused; a host that is frozen or cut off is.
+Nothing is sent to and fro: the kernel of this host probes an idle connection (SO_KEEPALIVE), and ends it once the
+other host's has not answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor
+are all of them when this process is paused; a host that is frozen or cut off is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class End(Enum):
 
     GONE = "its process has ended"
     SILENT = "its host does not answer"
-    BROKEN = "its process and its watchdog have both ended"
+    BROKEN = "it has lost its watchdog, and no other one came: its process has ended, too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Lifelines:
     def _read(self, key: selectors.SelectorKey, now: float) -> None:
         sock, line = key.fileobj, key.data
         assert isinstance(sock, socket.socket)
-        end = None
+        end: End | None
         try:
             received = sock.recv(MAX_LINE_BYTES)
             line.received += received

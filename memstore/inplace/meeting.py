@@ -36,15 +36,15 @@ class Place:
     run: str  # new for every start of the whole worker group
     rank: int
     life: int  # the number of this process among those that have been this rank
-    first: int  # the generation that it begins with, or a later one
+    first: int  # the earliest generation that it may begin with
     world_size: int
     launcher: str  # what would start all ranks again
     backend: str
     collective_timeout_s: float
-    meet_s: float = 60.0  # longest wait for the other ranks; then what started the ranks restarts them all
+    meet_s: float = 60.0  # longest wait for the other ranks; then GatherTimeout
     leave_s: float = 30.0  # longest wait for this rank to leave a generation that is over; then its process is killed
     lifeline_port: int = 0  # where this rank's watchdog connects to
-    hang_after_s: float | None = None  # longest silence of a healthy process; None: any
+    hang_after_s: float | None = None  # after which a frozen process or a silent host is lost; None: no watchdog
 
 
 class StoreBoard:

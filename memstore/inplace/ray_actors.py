@@ -30,7 +30,8 @@ class InPlaceGroup:
         actor_options: Of each actor, such as `{"num_gpus": 1, "scheduling_strategy": "SPREAD"}`; as ray.remote takes.
         backend: Of torch.distributed.
         spares: Actors that wait, with torch and the function's module imported, to take the place of a lost one.
-        hang_after_s: A process that gives no sign of life for this long is killed and replaced; None: never.
+        hang_after_s: A process that is frozen for this long is lost, or a host that is silent; None: only what Ray
+            sees is.
         max_losses: Lost ranks, over all of a run, that are replaced; one more ends it.
         leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
             its own; then its process is killed and replaced, too.

@@ -102,11 +102,11 @@ class _Reentry:
                 try:
                     self._begin(last, is_first=is_first)
                     result = function()
-                    self.watcher.unguard()
+                    self.watcher.leaving()
                     if self.meeting.is_over_for_all(last):  # else a replacement would find no rank to go on with
                         return result
                 except BaseException as error:
-                    self.watcher.unguard()
+                    self.watcher.leaving()
                     if not may_be_loss(error) or not self._is_over(last):
                         self._report(error, last)
                         raise
@@ -153,7 +153,6 @@ class _Reentry:
             dist.distributed_c10d._abort_process_group()
 
     def _end(self) -> None:
-        self.watcher.unguard()
         enter(None)
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up

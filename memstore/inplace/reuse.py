@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from memstore.inplace import repoint, torch_names
 from memstore.inplace.build_trace import Trace, traced
 from memstore.inplace.generation import generation
+from memstore.inplace.private_names import missing
 
 T = TypeVar("T")
 log = logging.getLogger("memstore")
@@ -67,7 +68,7 @@ class _Kept:
 
     def why_not(self, store: History) -> str:
         """Return why it cannot be used again, as far as possible without a new group; "" if it can."""
-        if absent := torch_names.missing():
+        if absent := missing(torch_names.NAMES):
             return f"this torch lacks {', '.join(absent)}"
         if self.trace.obstacle:
             return self.trace.obstacle

@@ -1,13 +1,9 @@
 """Names that are private to torch and that the reuse of a model relies on, as read in torch 2.13.
 
-`missing` looks for each of them, so that another torch is met by a build and a line in the log that names what
-has changed. A test fails by name.
+If another torch lacks one, `reuse` builds again, and a line in the log names it; so does a test.
 """
 
 from __future__ import annotations
-
-import importlib
-import types
 
 C10D = "torch.distributed.distributed_c10d"
 MESH = "torch.distributed.device_mesh"
@@ -51,25 +47,3 @@ NAMES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_comm_hooks"): "registered again",
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_use_python_reducer"): "its hooks would stay",
 }  # fmt: skip
-
-
-def missing() -> list[str]:
-    """Return the names that the installed torch lacks, with what they are for."""
-    found = []
-    for (module, owner, attribute), purpose in NAMES.items():
-        try:
-            value = getattr(importlib.import_module(module), owner)
-            is_there = not attribute or _has(value, attribute)
-        except (ImportError, AttributeError):
-            is_there = False
-        if not is_there:
-            found.append(f"{module}.{owner}{'.' if attribute else ''}{attribute} ({purpose})")
-    return found
-
-
-def _has(owner: type, attribute: str) -> bool:
-    """Return whether a class has an attribute, or its own code gives its objects one of this name."""
-    if hasattr(owner, attribute) or attribute in getattr(owner, "__annotations__", {}):
-        return True
-    methods = [method for base in owner.__mro__ for method in vars(base).values()]
-    return any(attribute in method.__code__.co_names for method in methods if isinstance(method, types.FunctionType))

@@ -1,9 +1,9 @@
 """A process beside each rank: it kills the rank once that is frozen, and says when the rank has ended.
 
-A rank is frozen if its beats stop for `hang_after_s` and hardly any of its threads goes on, wants a core, or waits for
-a disk meanwhile. On a starved host beats stop too, and while one call holds the interpreter for long; then some thread
-does, and the rank is left alone. A host that is frozen or cut off is seen at the other end of the watchdog's
-connection (`lifelines.py`).
+A rank is frozen if its beats stop for `hang_after_s` and hardly any of its threads runs, wants a core, or waits for a
+disk meanwhile. Beats also stop on a starved host, or during one long call that holds the interpreter; but then some
+thread runs or wants a core, and the rank is left alone. A host that is frozen or cut off is seen at the other end of
+the watchdog's connection (`lifelines.py`).
 
 A script that imports the standard library only: it starts at once, and needs 10 MB.
 """
@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ BEAT, LAST_BEAT = b".", b"q"
 GONE, BYE = b"gone\n", b"bye\n"
 MAX_LINE_BYTES = 200
 CONNECT_S = 2.0
+CONNECT_EVERY_S = 10.0  # while there is no way: each try may take CONNECT_S, in which no look is made
 
 
 def is_frozen(looks: Sequence[bool], limit: int) -> bool:
@@ -48,16 +50,22 @@ def goes_on(pid: int) -> bool:
     return False
 
 
+def hello_line(run: str, rank: int, life: int) -> bytes:
+    """Return the first line of a connection: which process it is of."""
+    return f"{run} {rank} {life}\n".encode("ascii")
+
+
 class Watchdog:
     """Watches the process that started it, until that ends or beats for the last time."""
 
     def __init__(self, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float) -> None:
         self._pid = os.getppid()
         self._to, self._rank = (address, port), rank
-        self._hello = f"{run} {rank} {life}\n".encode("ascii")
+        self._hello = hello_line(run, rank, life)
         self._limit = max(2, round(hang_after_s / TICK_S))
         self._looks: list[bool] = []
         self._line: socket.socket | None = None
+        self._try_s = 0.0
 
     def run(self) -> None:
         """Watch to the end."""
@@ -89,7 +97,8 @@ class Watchdog:
 
     def _connected(self) -> socket.socket | None:
         """Return the connection to the process that replaces lost ranks; None if there is no way to it now."""
-        if self._line is None:
+        if self._line is None and time.monotonic() >= self._try_s:
+            self._try_s = time.monotonic() + CONNECT_EVERY_S
             with contextlib.suppress(OSError):
                 line = socket.create_connection(self._to, timeout=CONNECT_S)
                 line.sendall(self._hello)

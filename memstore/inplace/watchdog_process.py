@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 
@@ -29,6 +30,8 @@ class WatchdogProcess:
         if self._process is not None and self._process.poll() is not None:
             log.warning("memstore: the watchdog of rank %d ended: %d", self._place.rank, self._process.returncode)
             self._forget()
+            if not self._starts_left:
+                self._stay_unwatched()
         if self._process is None and self._starts_left:
             self._starts_left -= 1
             self._start()
@@ -50,12 +53,23 @@ class WatchdogProcess:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         except OSError as exc:
-            log.warning("memstore: rank %d has no watchdog, so a freeze of it is not seen: %s", place.rank, exc)
+            log.warning("memstore: no watchdog for rank %d can be started: %s", place.rank, exc)
             self._starts_left = 0
+            self._stay_unwatched()
             return
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
         os.set_blocking(self._pipe, False)  # a stopped watchdog must not stop the rank
+
+    def _stay_unwatched(self) -> None:
+        """Say `bye` in place of the watchdog: else the rank would be taken for one that has ended with it."""
+        place = self._place
+        log.warning("memstore: rank %d has no watchdog from now on: a freeze of it is not seen", place.rank)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((place.address, place.lifeline_port), timeout=watchdog.CONNECT_S) as line,
+        ):
+            line.sendall(watchdog.hello_line(place.run, place.rank, place.life) + watchdog.BYE)
 
     def _write(self, beat: bytes) -> None:
         if self._process is not None:

@@ -1,7 +1,7 @@
 """A rank's second thread: it beats, and frees the training thread once its generation is over.
 
                        the generation is over              it has left        all of it is torn down
-unguarded --guard--> guarded -----> its waits are ended, again and again --unguard--> leaving --left--> unguarded
+unguarded --guard--> guarded -----> its waits are ended, again and again --leaving--> leaving --left--> unguarded
                                      | leave_s                                          | leave_s
                                      v                                                  v
                                    the process is killed, and replaced like the lost one
@@ -34,7 +34,7 @@ class Watcher:
         self._meeting, self._free = meeting.again(), free
         self._lock = threading.Lock()  # a generation that was left is not freed afterwards: the next may have begun
         self._generation: int | None = None
-        self._is_freed = False  # the training thread has left: it is freed no more
+        self._has_left = False  # the training thread has left the function: it is freed no more
         self._over_s: float | None = None  # since when the generation is seen to be over
         self._watchdog = WatchdogProcess(meeting.place)
         self._end = threading.Event()
@@ -44,12 +44,12 @@ class Watcher:
     def guard(self, generation: int) -> None:
         """Free the training thread when this generation is over."""
         with self._lock:
-            self._generation, self._is_freed, self._over_s = generation, False, None
+            self._generation, self._has_left, self._over_s = generation, False, None
 
-    def unguard(self) -> None:
-        """Leave the training thread alone: it has left the function."""
+    def leaving(self) -> None:
+        """Leave the training thread alone: it has left the function, and tears the generation down."""
         with self._lock:
-            self._is_freed = True
+            self._has_left = True
 
     def left(self) -> None:
         """Note that all of the generation is torn down."""
@@ -74,12 +74,15 @@ class Watcher:
     def _look(self) -> None:
         with self._lock:
             generation = self._generation
-            if generation is None or not self._meeting.is_over(generation):
+        if generation is None or not self._meeting.is_over(generation):
+            return
+        with self._lock:
+            if generation != self._generation:
                 return
             self._over_s = self._over_s or time.monotonic()
             if time.monotonic() - self._over_s > self._meeting.place.leave_s:
                 self._kill(generation)
-            if self._is_freed:
+            if self._has_left:
                 return
             try:
                 self._free()  # again and again until it has left: it may wait for something new meanwhile

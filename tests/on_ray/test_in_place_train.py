@@ -19,8 +19,9 @@ from ray.train.torch import TorchTrainer  # noqa: E402
 from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
 
 from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
-from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES, missing  # noqa: E402
+from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES  # noqa: E402
 from memstore.adapters.ray_train_spares import bundle_for_worker, spares_of  # noqa: E402
+from memstore.inplace.private_names import missing  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
 from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
 from memstore.testing.ranks.in_place_job import (  # noqa: E402
@@ -40,9 +41,9 @@ RANKS = 3
 
 def test_each_private_name_of_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another Ray is met by the ordinary restart and a warning; here it fails by name."""
-    assert missing() == missing(SPARE_NAMES) == []
+    assert missing({**NAMES, **SPARE_NAMES}) == []
     monkeypatch.setitem(NAMES, ("ray.train.backend", "Backend", "no_such_switch"), "nothing")
-    assert missing() == ["ray.train.backend.Backend.no_such_switch (nothing)"]
+    assert missing(NAMES) == ["ray.train.backend.Backend.no_such_switch (nothing)"]
     assert InPlaceTorchConfig().backend_cls.__name__ == "_TorchBackend"
 
 

@@ -224,7 +224,9 @@ class Ranks:
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
     newest: dict[tuple[str, int, int], int] = field(default_factory=dict)  # process -> the order of its newest link
-    stores: dict[tuple[str, int, int], tuple[int, Owner]] = field(default_factory=dict)  # process -> its newest store
+    stores: dict[tuple[str, int, int], tuple[int, Owner]] = field(
+        default_factory=dict
+    )  # process -> life and owner of its newest store
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
     parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
     offered: dict[tuple[Owner, int], Sequence[int]] = field(default_factory=dict)  # (process, step) -> leases on offer

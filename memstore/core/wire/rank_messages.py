@@ -28,7 +28,7 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
 
     nonce: str
     life: Unsigned
-    """Distinguishes the leases of one process's stores."""
+    """Rises with each store of a process: the highest is its newest (D240)."""
     pid: Unsigned
     job: Name
     rank: Unsigned

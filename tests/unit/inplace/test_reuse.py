@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memstore.inplace import reuse, torch_names
 from memstore.inplace.generation import Generation, enter
+from memstore.inplace.private_names import missing
 
 Build = Callable[[], Any]
 
@@ -219,10 +220,10 @@ def test_each_private_name_of_torch_is_there(
     kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With another torch all is built again; here it fails by name."""
-    assert torch_names.missing() == []
+    assert missing(torch_names.NAMES) == []
     name = (f"{torch_names.FSDP}._fsdp_param", "FSDPParam", "no_such_state")
     monkeypatch.setitem(torch_names.NAMES, name, "nothing")
-    assert torch_names.missing() == [f"{torch_names.FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
+    assert missing(torch_names.NAMES) == [f"{torch_names.FSDP}._fsdp_param.FSDPParam.no_such_state (nothing)"]
     first, second = in_two(kept, plain)
     assert first is not second
     assert "this torch lacks torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.no_such_state" in caplog.text
