@@ -124,7 +124,7 @@ class SampleOrder(Sampler[list[int]]):
         return self._batches(self.epoch, range(self.consumed, end, self.global_batch))
 
     def _batches(self, epoch: int, firsts: range) -> Iterator[list[int]]:
-        shuffled = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        shuffled = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
         indices = shuffled if self.shuffle else torch.arange(self.length)
         for first in firsts:
             count = min(self.global_batch, self.length - first)

@@ -51,7 +51,7 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
     """
 
     hang_after_s: float | None = 3.0
-    leave_s: float = 30.0
+    leave_s: float = 60.0
     meet_s: float = 120.0
     spares: int = 0
 
@@ -80,6 +80,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         self.server: MeetingServer | None = None
         self.spares: Spares | None = None
         self.failures = Failures()
+        self._actors: dict[int, Any] = {}  # by rank; Ray shows a new worker before it is registered here
 
     def on_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Begin with a whole group, or go on with the replacement of one worker.
@@ -101,7 +102,10 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         if server is None:
             raise RuntimeError("a replacement came before the group did")
         worker_group.execute(_set_torch_distributed_env_vars)
-        lives = {rank: server.register(rank) for rank in worker_group.execute(own_rank)}
+        lives = {}
+        for rank, worker in zip(worker_group.execute(own_rank), worker_group.get_workers(), strict=True):
+            self._actors[rank] = worker.actor
+            lives[rank] = server.register(rank)
         worker_group.execute(
             come, ray.util.get_node_ip_address(), server.port, server.run, lives, server.generation + 1,
             backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s, backend_config.leave_s,
@@ -112,8 +116,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         if self.spares is not None:
             self.spares.plan()
         if is_whole and backend_config.hang_after_s is not None:
-            arguments = (server, worker_group)
-            threading.Thread(target=self._watch, args=arguments, name="memstore-losses", daemon=True).start()
+            threading.Thread(target=self._watch, args=(server,), name="memstore-losses", daemon=True).start()
 
     def on_training_start(self, worker_group: Any, backend_config: InPlaceTorchConfig) -> None:
         """Leave the process group to the reentrant function."""
@@ -139,7 +142,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             self.spares.close()
         self.spares = None
 
-    def _watch(self, server: MeetingServer, worker_group: Any) -> None:
+    def _watch(self, server: MeetingServer) -> None:
         """Kill the workers that are lost and of which Ray does not know yet, which makes Ray replace them."""
         while self.server is server:
             time.sleep(LOOK_S)
@@ -148,7 +151,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
                     if not server.is_done():
                         log.warning("memstore: rank %d is lost: %s", rank, end.value)
                         server.mark_broken()
-                        ray.kill(worker_group.get_workers()[rank].actor)
+                        ray.kill(self._actors[rank])
             except Exception:  # such as of a group that Ray ends at this moment: the next look may be of another loss
                 if self.server is server:
                     log.exception("memstore: lost workers could not be looked for; tried again in %g s", LOOK_S)

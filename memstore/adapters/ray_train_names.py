@@ -22,6 +22,7 @@ NAMES = {
     (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "lost ones are killed",
     (f"{GROUPS}.worker_group", "WorkerGroup", "execute"): "tells ranks the place",
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
+    (f"{GROUPS}.execution_group", "ReplicaGroup", "get_workers"): "the same",
     ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
 }  # fmt: skip
 SPARE_NAMES = {

@@ -30,7 +30,7 @@ from memstore.inplace.ray_actors import SPARE_AFTER_S, warm_torch
 log = logging.getLogger("memstore")
 LOOK_S = 1.0
 PLACE_S = 30.0  # a spare without a host is spoken of after that
-WARM_S = 60.0  # longest wait for a spare whose imports are under way: a new worker would begin with them
+WARM_S = 60.0  # longest wait for spares whose imports are under way: a new worker would begin with them
 ANSWER_S = 5.0  # longest wait for a spare that is warm
 NODE_LABEL = "ray.io/node-id"
 
@@ -109,12 +109,13 @@ class Spares:
         """Return a spare that answers, and Ray's metadata of it; a warm one first, else one that has a process."""
         with self._lock:
             self._not_before_s = float("inf")
+            until_s = time.monotonic() + WARM_S
             for spare in sorted(self._waiting, key=lambda each: not each.is_warm):
                 if not _is_there(spare.metadata):
                     continue
                 self._waiting.remove(spare)
                 try:
-                    ray.get(spare.warm, timeout=WARM_S)
+                    ray.get(spare.warm, timeout=max(0.0, until_s - time.monotonic()))
                     return spare, ray.get(spare.actor.get_metadata.remote(), timeout=ANSWER_S)
                 except RayError as exc:
                     log.warning("memstore: a spare for rank %d is not used, because it does not answer: %s", rank, exc)

@@ -34,7 +34,7 @@ def failure_of(error: BaseException, *, run: str, generation: int, rank: int, st
     """Return what an exception says of a rank's failure."""
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     where = f"{raised[0].filename}:{raised[0].lineno}" if raised else "?"
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()
     return Failure(run, generation, rank, step, f"{type(error).__qualname__} in {where}", text)
 
 

@@ -7,12 +7,15 @@ when a group is made, so its connections are the sockets that appear meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
+
+from memstore.inplace.watchdog import probe
 
 
 class GlooSockets:
@@ -76,6 +79,14 @@ def open_sockets() -> dict[int, str]:
         if name.startswith("socket:"):
             found[int(fd)] = name
     return found
+
+
+def probe_new(before: dict[int, str], port: int, silent_s: float) -> None:
+    """Let connections to a port that are new since `before` end once the other host has not answered for so long."""
+    for fd in _new_sockets(before):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if sock.type == socket.SOCK_STREAM and sock.getpeername()[1] == port:
+                probe(sock, round(silent_s * 1000))
 
 
 def _shut(fd: int, spared_port: int | None) -> bool:

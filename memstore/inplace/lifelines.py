@@ -1,7 +1,7 @@
 """Connections from the ranks' watchdogs, in the process that replaces lost ranks: their ends say who is lost.
 
-Nothing is sent to and fro: the kernel of this host probes an idle connection (SO_KEEPALIVE), and ends it once the
-other host's has not answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor
+Nothing is sent to and fro: the kernels probe an idle connection (SO_KEEPALIVE), and end it once the other host's has
+not answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor
 are all of them when this process is paused; a host that is frozen or cut off is.
 """
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from memstore.inplace.watchdog import BYE, GONE, MAX_LINE_BYTES
+from memstore.inplace.watchdog import BYE, GONE, MAX_LINE_BYTES, probe
 
-PROBE_S = 1  # the shortest that the kernel takes
 UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
+BLIP_S = 2.0  # after a break of the network the watchdog connects again
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 Process = tuple[int, int]  # a rank, and which of the processes that have been this rank
 
@@ -51,25 +52,33 @@ class Roll:
 
     unknown --hello--> watched --`bye`--> unknown
                         |   ^
-             BROKEN     v   | hello
-                     unwatched --UNWATCHED_S--> lost
-    watched --GONE, SILENT--> lost
+           BROKEN or    |   | hello
+             SILENT     v   |
+                     unwatched --UNWATCHED_S or BLIP_S--> lost
+    watched --GONE--> lost
     """
 
     def __init__(self) -> None:
-        self._broken_s: dict[Process, float] = {}
-        self._lost: dict[Process, End] = {}
+        self._lines: Counter[Process] = Counter()  # open connections: a new one may come before the old one's end
+        self._due: dict[Process, tuple[float, End]] = {}  # when a process is lost unless it has a watchdog again
 
     def hello(self, process: Process) -> None:
         """Note that a process has a watchdog, or another one."""
-        self._broken_s.pop(process, None)
+        self._lines[process] += 1
+        self._due.pop(process, None)
+
+    def left(self, process: Process) -> None:
+        """Note that a watchdog said `bye`: the process may end."""
+        self._lines[process] -= 1
+        self._due.pop(process, None)
 
     def ended(self, process: Process, end: End, now: float) -> None:
         """Note that a connection ended without `bye`, at a moment in seconds on a monotonic clock."""
-        if end is End.BROKEN:
-            self._broken_s[process] = now
-        else:
-            self._lost[process] = end
+        self._lines[process] -= 1
+        if end is End.GONE:
+            self._due[process] = now, end
+        elif self._lines[process] <= 0:
+            self._due[process] = now + (BLIP_S if end is End.SILENT else UNWATCHED_S), end
 
     def take_lost(self, lives: Mapping[int, int], now: float) -> dict[int, End]:
         """Return the ranks that are lost and were not returned before.
@@ -78,11 +87,9 @@ class Roll:
             lives: By rank, the number of the process that is this rank now; former ones do not count.
             now: Seconds on a monotonic clock.
         """
-        late = [process for process, since_s in self._broken_s.items() if now - since_s > UNWATCHED_S]
-        for process in late:
-            del self._broken_s[process]
-        lost = {**dict.fromkeys(late, End.BROKEN), **self._lost}
-        self._lost.clear()
+        lost = {process: end for process, (due_s, end) in self._due.items() if now >= due_s}
+        for process in lost:
+            del self._due[process]
         return {rank: end for (rank, life), end in lost.items() if lives.get(rank) == life}
 
 
@@ -138,10 +145,7 @@ class Lifelines:
             except OSError:  # no connection waits any more
                 return
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._timeout_ms)
+            probe(sock, self._timeout_ms)
             self._selector.register(sock, selectors.EVENT_READ, _Line())
 
     def _read(self, key: selectors.SelectorKey, now: float) -> None:
@@ -165,7 +169,9 @@ class Lifelines:
             self._roll.hello(hello.process)
         if said or end is not None or len(line.received) > MAX_LINE_BYTES:
             self._end(sock)
-            if line.process is not None and said[:1] != [BYE]:
+            if line.process is not None and said[:1] == [BYE]:
+                self._roll.left(line.process)
+            elif line.process is not None:
                 self._roll.ended(line.process, End.GONE if said[:1] == [GONE] else end or End.BROKEN, now)
         return None
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from memstore.inplace import membership
 from memstore.inplace.failures import Failure
+from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import End, Lifelines
 from memstore.inplace.membership import NONE as NONE
 from memstore.inplace.membership import Coming, Membership
@@ -24,7 +25,8 @@ from memstore.inplace.membership import Coming, Membership
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
 _FAILURE = msgspec.json.Decoder(Failure)
-CALL_S = 20.0  # longest wait for one answer of the store: its process lives, or the job is over
+CALL_S = 20.0  # longest wait to connect
+SILENT_S = 30.0  # after which a host that does not answer is gone; a store whose process is stopped is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Place:
     backend: str
     collective_timeout_s: float
     meet_s: float = 60.0  # longest wait for the other ranks; then GatherTimeout
-    leave_s: float = 30.0  # longest wait for this rank to leave a generation that is over; then its process is killed
+    leave_s: float = 60.0  # longest wait for this rank to leave a generation that is over; then its process is killed
     lifeline_port: int = 0  # where this rank's watchdog connects to
     hang_after_s: float | None = None  # after which a frozen process or a silent host is lost; None: no watchdog
 
@@ -74,7 +76,8 @@ class MeetingServer:
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures = 0  # numbers that were looked at
+        self._unread: set[int] = set()  # of failures whose rank ended between its number and its text, or is about to
         self._members = Membership(StoreBoard(self._store), world_size)
 
     def close(self) -> None:
@@ -121,11 +124,11 @@ class MeetingServer:
     def take_failures(self) -> list[Failure]:
         """Return the exceptions that left the function, and are no losses, since the last look."""
         with self._lock:
-            found = []
-            while self._store.check([f"failure/{self._failures + 1}"]):
-                self._failures += 1
-                found.append(_FAILURE.decode(self._store.get(f"failure/{self._failures}")))
-            return found
+            first, self._failures = self._failures, self._store.add("failures", 0)
+            self._unread.update(range(first + 1, self._failures + 1))
+            there = [number for number in sorted(self._unread) if self._store.check([f"failure/{number}"])]
+            self._unread.difference_update(there)
+            return [_FAILURE.decode(self._store.get(f"failure/{number}")) for number in there]
 
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
@@ -141,9 +144,11 @@ class Meeting:
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        before = open_sockets()
         self.store = dist.TCPStore(
             place.address, place.port, is_master=False, timeout=timedelta(seconds=CALL_S), wait_for_workers=False
         )
+        probe_new(before, place.port, SILENT_S)  # a call of the store has no limit of its own
         self.board = StoreBoard(self.store)
 
     def again(self) -> Meeting:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from memstore.config import check_whole
 from memstore.errors import RecoveryError
@@ -41,7 +41,7 @@ class InPlaceGroup:
 
     def __init__(
         self, world_size: int, *, actor_options: Mapping[str, Any] | None = None, backend: str = "gloo",
-        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, leave_s: float = 30.0,
+        spares: int = 0, hang_after_s: float | None = 3.0, max_losses: int = 20, leave_s: float = 60.0,
         meet_s: float = 300.0, collective_timeout_s: float = 600.0,
     ) -> None:  # fmt: skip
         self.world_size = check_whole("world_size", world_size, low=1)
@@ -115,7 +115,9 @@ class _Run:
         rank = self.waiting.pop(ref)
         try:
             self.results[rank] = ray.get(ref)
-        except RayActorError as exc:
+        except RayTaskError:
+            raise
+        except RayError as exc:  # the actor has ended, or its host with what it returned
             log.warning("memstore: rank %d of generation %d was lost: %s", rank, self.server.generation, exc)
             return rank
         return None

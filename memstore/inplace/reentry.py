@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch.distributed as dist
 
 from memstore.client.connect import newest_step_here
+from memstore.errors import ConfigError
 from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
@@ -34,8 +35,9 @@ from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("memstore")
-VERDICT_S = 8.0  # Ray looks at its workers every 2 s, and a host's silence takes it longer
+VERDICT_S = 12.0  # a process that ended with its watchdog is known to be lost after 10 s
 _place: Place | None = None
+_used: Place | None = None
 
 
 def join_meeting(place: Place | None) -> None:
@@ -74,7 +76,16 @@ def run_here(function: Callable[[], R]) -> R:
 
     A function of its own, for pickle: what is sent by value takes a copy of the globals that it names.
     """
-    return function() if _place is None else _Reentry(_place).run(function)
+    global _used
+    if _place is None:
+        return function()
+    if _used is _place:
+        raise ConfigError(
+            "a second reentrant function was called in this process: the ranks meet for one. Call both parts from one "
+            "function, and decorate that"
+        )
+    _used = _place
+    return _Reentry(_place).run(function)
 
 
 def has_nccl() -> bool:
@@ -161,7 +172,7 @@ class _Reentry:
             dist.destroy_process_group()
 
     def _is_over(self, generation: int) -> bool:
-        deadline_s = time.monotonic() + VERDICT_S
+        deadline_s = time.monotonic() + max(VERDICT_S, 2 * (self.place.hang_after_s or 0))
         while not self.meeting.is_over(generation):
             if time.monotonic() > deadline_s:
                 return False

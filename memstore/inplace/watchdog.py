@@ -27,7 +27,8 @@ BEAT, LAST_BEAT = b".", b"q"
 GONE, BYE = b"gone\n", b"bye\n"
 MAX_LINE_BYTES = 200
 CONNECT_S = 2.0
-CONNECT_EVERY_S = 10.0  # while there is no way: each try may take CONNECT_S, in which no look is made
+CONNECT_EVERY_S = 3.0  # while there is no way: each try may take CONNECT_S, in which no look is made
+PROBE_S = 1  # the shortest that the kernel takes
 
 
 def is_frozen(looks: Sequence[bool], limit: int) -> bool:
@@ -55,13 +56,24 @@ def hello_line(run: str, rank: int, life: int) -> bytes:
     return f"{run} {rank} {life}\n".encode("ascii")
 
 
+def probe(line: socket.socket, timeout_ms: int) -> None:
+    """Let the kernel probe an idle connection, and end it once the other kernel has not answered for so long."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
 class Watchdog:
     """Watches the process that started it, until that ends or beats for the last time."""
 
-    def __init__(self, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float) -> None:
-        self._pid = os.getppid()
+    def __init__(
+        self, pid: int, address: str, port: int, run: str, rank: int, life: int, hang_after_s: float
+    ) -> None:  # fmt: skip
+        self._pid = pid
         self._to, self._rank = (address, port), rank
         self._hello = hello_line(run, rank, life)
+        self._timeout_ms = max(1, round(hang_after_s * 1000))
         self._limit = max(2, round(hang_after_s / TICK_S))
         self._looks: list[bool] = []
         self._line: socket.socket | None = None
@@ -88,7 +100,7 @@ class Watchdog:
 
     def _look(self) -> None:
         self._looks.append(goes_on(self._pid))
-        if is_frozen(self._looks, self._limit):
+        if is_frozen(self._looks, self._limit) and os.getppid() == self._pid:
             silent_s = len(self._looks) * TICK_S
             sys.stderr.write(f"memstore: rank {self._rank} is frozen: no beat for {silent_s:g} s. It is killed\n")
             with contextlib.suppress(ProcessLookupError):
@@ -101,21 +113,23 @@ class Watchdog:
             self._try_s = time.monotonic() + CONNECT_EVERY_S
             with contextlib.suppress(OSError):
                 line = socket.create_connection(self._to, timeout=CONNECT_S)
+                probe(line, self._timeout_ms)
                 line.sendall(self._hello)
                 self._line = line
         return self._line
 
     def _say(self, word: bytes) -> None:
+        self._try_s = 0.0
         line = self._connected()
         with contextlib.suppress(OSError):  # no way to it: the end of the connection says as much
             if line is not None:
                 line.sendall(word)
 
 
-def main(address: str, port: str, run: str, rank: str, life: str, hang_after_s: str) -> None:
+def main(pid: str, address: str, port: str, run: str, rank: str, life: str, hang_after_s: str) -> None:
     """Watch the process that started this one; a Ctrl-C in its terminal is for it, not for its watchdog."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Watchdog(address, int(port), run, int(rank), int(life), float(hang_after_s)).run()
+    Watchdog(int(pid), address, int(port), run, int(rank), int(life), float(hang_after_s)).run()
 
 
 if __name__ == "__main__":

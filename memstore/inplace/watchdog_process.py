@@ -1,4 +1,4 @@
-"""The rank's side of its watchdog: starts it, beats, and starts another if it has ended."""
+"""The rank's side of its watchdog: a thread that starts it, beats, and starts another if it has ended."""
 
 from __future__ import annotations
 
@@ -8,24 +8,46 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 from memstore.inplace import watchdog
 from memstore.inplace.meeting import Place
 
 log = logging.getLogger("memstore")
 MAX_STARTS = 5
+BEAT_S = 0.05  # shorter than a tick of the watchdog, which expects a beat at each
+CLOSE_S = 5.0  # longest wait for a watchdog to end
 
 
 class WatchdogProcess:
-    """The watchdog of this process; one thread beats."""
+    """The watchdog of this process, and the thread that beats: it waits for nothing and no other process."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._starts_left = 0 if place.hang_after_s is None else MAX_STARTS
+        self._starts_left = MAX_STARTS
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memstore-beat", daemon=True)
+        if place.hang_after_s is not None:
+            self._thread.start()
 
-    def beat(self) -> None:
+    def close(self) -> None:
+        """Beat for the last time: this process may be silent from now on."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_S):
+            try:
+                self._beat()
+            except Exception:  # such as of a pipe that other code has closed: no beat would be a freeze
+                log.exception("memstore: rank %d could not beat: another watchdog is started", self._place.rank)
+                self._forget()
+        self._leave()
+
+    def _beat(self) -> None:
         """Say that this process goes on; start a watchdog if there is none."""
         if self._process is not None and self._process.poll() is not None:
             log.warning("memstore: the watchdog of rank %d ended: %d", self._place.rank, self._process.returncode)
@@ -37,19 +59,23 @@ class WatchdogProcess:
             self._start()
         self._write(watchdog.BEAT)
 
-    def close(self) -> None:
-        """Beat for the last time: this process may be silent from now on."""
-        self._write(watchdog.LAST_BEAT)
-        if self._process is not None:
+    def _leave(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._write(watchdog.LAST_BEAT)
+            self._process.wait(CLOSE_S)
+        except (OSError, subprocess.TimeoutExpired):  # it is stopped, or its pipe was closed by other code
+            self._process.kill()
             self._process.wait()
-            self._forget()
+        self._forget()
 
     def _start(self) -> None:
         place = self._place
         arguments = (place.address, place.lifeline_port, place.run, place.rank, place.life, place.hang_after_s)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", watchdog.__file__, *map(str, arguments)],
+                [sys.executable, "-I", "-S", watchdog.__file__, str(os.getpid()), *map(str, arguments)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         except OSError as exc:
@@ -78,5 +104,6 @@ class WatchdogProcess:
 
     def _forget(self) -> None:
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
         self._process = None

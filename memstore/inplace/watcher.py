@@ -1,4 +1,4 @@
-"""A rank's second thread: it beats, and frees the training thread once its generation is over.
+"""A rank's second thread: it frees the training thread once its generation is over.
 
                        the generation is over              it has left        all of it is torn down
 unguarded --guard--> guarded -----> its waits are ended, again and again --leaving--> leaving --left--> unguarded
@@ -24,7 +24,9 @@ from memstore.inplace.meeting import Meeting
 from memstore.inplace.watchdog_process import WatchdogProcess
 
 log = logging.getLogger("memstore")
-LOOK_S = 0.05  # shorter than a tick of the watchdog, which expects a beat at each
+LOOK_S = 0.05
+RECONNECT_S = 20.0  # longest wait for the meeting to be in reach again
+CLOSE_S = 5.0
 
 
 class Watcher:
@@ -57,19 +59,24 @@ class Watcher:
             self._generation = None
 
     def close(self) -> None:
-        """End the thread, and the watchdog."""
+        """End the thread, unless it waits for a server that does not answer, and the watchdog."""
         self._end.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        self._watchdog.close()
 
     def _run(self) -> None:
-        try:
-            while not self._end.wait(LOOK_S):
-                self._watchdog.beat()
+        gone_s: float | None = None  # since when the meeting is out of reach
+        while not self._end.wait(LOOK_S):
+            try:
+                if gone_s is not None:
+                    self._meeting = self._meeting.again()
+                    gone_s = None
                 self._look()
-        except dist.DistError as exc:
-            log.warning("memstore: the meeting of the ranks is gone, no loss will be seen any more: %s", exc)
-        finally:
-            self._watchdog.close()
+            except dist.DistError as exc:
+                gone_s = gone_s or time.monotonic()
+                if time.monotonic() - gone_s > RECONNECT_S:
+                    log.warning("memstore: the meeting of the ranks is gone, no loss will be seen any more: %s", exc)
+                    return
 
     def _look(self) -> None:
         with self._lock:
@@ -96,5 +103,7 @@ class Watcher:
             "memstore: rank %d has not left generation %d, which is over, for %g s: its process is killed and "
             "replaced. What its threads were doing follows.", place.rank, generation, place.leave_s,
         )  # fmt: skip
-        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -27,8 +27,9 @@ while True:
     time.sleep(0.05)
 """
 RANK = """
-import subprocess, sys, time
-watchdog = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdin=subprocess.PIPE)
+import os, subprocess, sys, time
+argv = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]]
+watchdog = subprocess.Popen(argv, stdin=subprocess.PIPE)
 while True:
     watchdog.stdin.write(b".")
     watchdog.stdin.flush()
@@ -93,3 +94,14 @@ def test_a_host_whose_processes_do_not_run_is_not_lost(rig: NamespaceRig) -> Non
     assert listener.next_lost() == "1 SILENT\n"
     rig.kill("a")
     assert listener.next_lost() == "0 BROKEN\n"
+
+
+def test_a_host_that_is_cut_off_for_a_moment_is_not_lost(rig: NamespaceRig) -> None:
+    """The kernel may have ended the connection; the watchdog makes another one."""
+    listener = Listener(rig)
+    listener.start_rank("a", 0)
+    rig.cut("a")
+    listener.start_rank("b", 1)
+    rig.heal("a")
+    rig.cut("b")
+    assert listener.next_lost() == "1 SILENT\n"

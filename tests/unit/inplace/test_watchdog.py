@@ -19,18 +19,11 @@ from memstore.inplace.watchdog import is_frozen
 HANG_S = 1.0
 ARRIVES_S = 30.0
 RANK = """
-import ctypes, sys, threading, time
+import ctypes, sys, time
 from memstore.inplace.meeting import Place
 from memstore.inplace.watchdog_process import WatchdogProcess
 place = Place("127.0.0.1", 0, "run", 7, 2, 0, 8, "", "gloo", 60.0, 60.0, 60.0, int(sys.argv[1]), 1.0)
 watchdog = WatchdogProcess(place)
-def beat():
-    while not is_over.wait(0.05):
-        watchdog.beat()
-    watchdog.close()
-is_over = threading.Event()
-thread = threading.Thread(target=beat)
-thread.start()
 print("ready", flush=True)
 for line in sys.stdin:
     if line == "compute\\n":  # one call, in which no other thread of this process runs Python
@@ -39,8 +32,31 @@ for line in sys.stdin:
         print(time.monotonic() - begin_s, flush=True)
     if line == "sleep\\n":  # PyDLL keeps the interpreter
         ctypes.PyDLL(None).sleep(30)
-is_over.set()
-thread.join()
+watchdog.close()
+"""
+SERVER = """
+import sys, time
+from memstore.inplace.meeting import MeetingServer
+server = MeetingServer(2, 1.0)
+print(server.port, server.lifeline_port, server.run, flush=True)
+server.register(0)
+server.begin(0)
+while True:
+    for rank in server.take_lost(time.monotonic()):
+        print("lost", rank, flush=True)
+    time.sleep(0.05)
+"""
+WATCHED = """
+import sys
+from memstore.inplace.meeting import Meeting, Place
+from memstore.inplace.watcher import Watcher
+port, lifeline, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+place = Place("127.0.0.1", port, run, 0, 1, 0, 2, "", "gloo", 60.0, 60.0, 60.0, lifeline, 1.0)
+watcher = Watcher(Meeting(place), lambda: None)
+watcher.guard(0)
+print("ready", flush=True)
+sys.stdin.readline()
+watcher.close()
 """
 
 
@@ -154,3 +170,20 @@ def test_a_watchdog_that_is_killed_is_started_again(rank: subprocess.Popen[str],
     rank.send_signal(signal.SIGSTOP)
     assert rank.wait(ARRIVES_S) == -signal.SIGKILL
     assert line.last_word() == "gone\n"
+
+
+def test_no_rank_is_killed_because_the_process_that_replaces_ranks_is_paused() -> None:
+    """A rank asks it whether its generation is over, and gets no answer; its beats wait for nothing."""
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **piped) as server:
+        words = server.stdout.readline().split()
+        with subprocess.Popen([sys.executable, "-c", WATCHED, *words], **piped) as rank:
+            assert rank.stdout.readline() == "ready\n"
+            server.send_signal(signal.SIGSTOP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(3 * HANG_S)
+            server.send_signal(signal.SIGCONT)
+            rank.send_signal(signal.SIGSTOP)
+            assert rank.wait(ARRIVES_S) == -signal.SIGKILL
+            assert server.stdout.readline() == "lost 0\n"
+        server.kill()
