@@ -19,8 +19,7 @@ from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import End, Lifelines
-from memstore.inplace.membership import NONE as NONE
-from memstore.inplace.membership import Coming, Membership
+from memstore.inplace.membership import NONE, Coming, Membership
 
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05

@@ -26,7 +26,8 @@ from memstore.errors import ConfigError
 from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, NONE, Meeting, Place
+from memstore.inplace.meeting import LOOK_S, Meeting, Place
+from memstore.inplace.membership import NONE
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.holder_link import interrupt_all

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memstore.errors import FencedError, GatherTimeout
-from memstore.inplace.meeting import NONE, Meeting, MeetingServer, Place
+from memstore.inplace.meeting import Meeting, MeetingServer, Place
+from memstore.inplace.membership import NONE
 from memstore.testing.clusters.processes import wait_for
 
 WAIT_S = 30.0

@@ -5,32 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.membership import NONE, Membership, is_over_for_all
+from memstore.inplace.membership import Membership, is_over_for_all
+from memstore.testing.simulator.rank.in_place import SimBoard
 
 RANKS = 3
-
-
-class Table:
-    """A board in this process."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def number(self, key: str) -> int:
-        return self.numbers.get(key, NONE)
-
-    def put(self, key: str, number: int) -> None:
-        self.numbers[key] = number
-
-    def count(self, key: str, more: int = 0) -> int:
-        self.numbers[key] = self.numbers.get(key, 0) + more
-        return self.numbers[key]
 
 
 @given(st.lists(st.integers(-1, RANKS - 1), max_size=30))
 def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> None:
     """-1 is a loss; a rank's number is its next look: the first says that it is done, the others ask for the rest."""
-    board = Table()
+    board = SimBoard()
     server = Membership(board, RANKS)
     server.begin(0)
     done: dict[int, int] = {}
@@ -51,7 +35,7 @@ def test_all_ranks_of_a_generation_go_home_or_none_does(order: list[int]) -> Non
 
 def test_before_the_first_generation_no_rank_is_done() -> None:
     """Else Ray Train's ranks would wait for a generation that does not begin."""
-    server = Membership(Table(), RANKS)
+    server = Membership(SimBoard(), RANKS)
     assert not server.is_done()
     server.begin(0)
     assert not server.is_done()
