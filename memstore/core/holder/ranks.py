@@ -26,9 +26,9 @@ BYE_WAIT_S = 10.0  # longest wait for submissions of a process that sends `bye`
 def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Sequence[Owner] = ()) -> Procedure[None]:
     """Take a link, and send the rank the slots that are still its own; the process's older link gets nothing more.
 
-    Of a process's links the one that was accepted last is taken, whichever thread runs first: the process has given up
-    the others, also those of an earlier try to connect. So an older one is ended, even if the newer one is over. But a
-    former store's link that comes back after the newest store's is only welcomed, so that its `bye` can come.
+    Of a store's links the one that was accepted last is taken, whichever thread runs first: the process has given up
+    the others, also those of an earlier try to connect. So an older one is ended, even if the newer one is over. Of a
+    process's stores the newest is taken: a former one's link is only welcomed then, so that its `bye` can come.
 
     Args:
         state: The holder's.
@@ -37,7 +37,8 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
         ended: Stores of the process that it says to have closed.
     """
     table, process = state.ranks, state.ranks.process_of(link)
-    if link.order < table.newest.get(process, link.order):
+    store = (*process, hello.life)
+    if link.order < table.newest.get(store, link.order):
         yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
     if isinstance(hello, RankHello):
@@ -46,7 +47,7 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
     if process in table.stores and hello.life < table.stores[process][0]:
         yield from _welcome(state, link, hello)
         return
-    table.newest[process] = link.order
+    table.newest[store] = link.order
     if not (yield from _greet(state, link, hello)):
         yield from _retire(link)
         return
@@ -69,15 +70,15 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
 
 def _greet(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[bool]:
     """Retire the process's older link, then welcome it; return whether no newer link of it has arrived meanwhile."""
-    table = state.ranks
+    table, store = state.ranks, (*state.ranks.process_of(link), hello.life)
     older = table.links.get(link.nonce)
     if older is not None and older.owner == link.owner:
         del table.links[link.nonce]  # now: no grant may go there after the leases are confirmed
         yield from _retire(older)
-        if table.newest.get(table.process_of(link)) != link.order:
+        if table.newest.get(store) != link.order:
             return False  # the newer link has its leases confirmed: doing it again would free what it was granted
     yield from _welcome(state, link, hello)
-    return table.newest.get(table.process_of(link)) == link.order
+    return table.newest.get(store) == link.order
 
 
 def _welcome(state: HolderState, link: Link, hello: RankHello | ToolHello) -> Procedure[None]:
@@ -235,7 +236,7 @@ def reap(state: HolderState) -> Procedure[None]:
             yield from _forget(state, owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
-    table.newest = {process: order for process, order in table.newest.items() if state.is_alive(Owner(*process[1:], 0))}
+    table.newest = {store: order for store, order in table.newest.items() if state.is_alive(Owner(*store[1:3], 0))}
     table.stores = {process: newest for process, newest in table.stores.items() if state.is_alive(newest[1])}
     state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
     for job in sorted({link.job for link in table.links.values() if link.job}):

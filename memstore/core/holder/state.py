@@ -223,7 +223,7 @@ class Ranks:
     """The links of this host's ranks, and their processes."""
 
     links: dict[str, Link] = field(default_factory=dict)  # by nonce
-    newest: dict[tuple[str, int, int], int] = field(default_factory=dict)  # process -> the order of its newest link
+    newest: dict[tuple[str, int, int, int], int] = field(default_factory=dict)  # process, life of its store -> order
     stores: dict[tuple[str, int, int], tuple[int, Owner]] = field(
         default_factory=dict
     )  # process -> life and owner of its newest store

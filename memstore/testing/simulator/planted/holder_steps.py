@@ -58,7 +58,7 @@ def late_hello_taken() -> Any:
     """A link that its process gave up before it was served is taken, and frees the slots that the newer one got."""
 
     def taken(state: HolderState, link: Any, hello: Any, ended: Any = ()) -> Procedure[None]:
-        state.ranks.newest.pop(state.ranks.process_of(link), None)
+        state.ranks.newest.pop((*state.ranks.process_of(link), hello.life), None)
         yield from join(state, link, hello, ended)
 
     join = ranks.join

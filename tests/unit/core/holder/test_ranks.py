@@ -163,6 +163,14 @@ def test_a_former_stores_link_that_comes_back_does_not_take_the_newest_ones_plac
     assert (state.ranks.links, len(table.leases[newest.owner])) == ({"n": newest}, 4)
 
 
+def test_the_newest_stores_link_whose_thread_runs_after_the_former_ones_takes_its_place() -> None:
+    """A holder that restarts accepted the newest store first: its life decides, not the order."""
+    state, newest, former = host(SlotTable(8)), Link(owner=replace(OWNER, link=2), order=1), Link(order=2)
+    list(ranks.join(state, former, structs.replace(HELLO, life=1)))
+    list(ranks.join(state, newest, structs.replace(HELLO, life=2)))
+    assert state.ranks.links == {"n": newest}
+
+
 def test_a_former_store_is_taken_again_once_a_newer_ones_connect_has_failed() -> None:
     """It is the only one that the process has then."""
     state, newest, former = host(SlotTable(8)), Link(owner=replace(OWNER, link=2)), Link()
