@@ -71,7 +71,8 @@ class Run:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         def tail() -> str:
-            return "".join(self.lines[-60:])
+            said = [line for line in self.lines if "PlacementGroupCleaner" not in line]  # repeats itself without end
+            return "".join(said[-100:])
 
         def look() -> bool:
             assert self.process.poll() is None, f"the example ended before {what}:\n{tail()}"
