@@ -78,6 +78,8 @@ class DurableOrders:
             self._begin(job, attempt, state, state.active)
         if self._put_first(now, job, attempt, state):
             return
+        if not self.states.is_known(job) and not state.unread:
+            return  # a host lists the markers: storage may have this step, and a newer one would wait for the write
         mine = [s for s in job.commits if s.attempt == attempt.attempt_number and s not in job.retired]
         decision = self._next(now, job, attempt, state, mine)
         if decision.start is not None:  # only now: to see that a step is whole takes a look at every rank

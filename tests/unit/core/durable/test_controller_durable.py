@@ -58,6 +58,24 @@ def test_a_job_that_ram_forgot_comes_back_from_durable_storage() -> None:
     assert world.put_all(ranks, 3)
 
 
+def test_a_new_controller_writes_no_step_before_it_knows_what_storage_has() -> None:
+    """Else it writes a durable step once more, and the first step of the next launch waits for the distance between."""
+    world, _ = written(durable_every="30min")
+
+    def list_slowly(holder: FakeHolder, order: ListMarkers) -> None:
+        world.at(2.0, lambda: list_markers(holder, order))
+
+    for holder in world.holders.values():
+        holder.instead[ListMarkers] = partial(list_slowly, holder)
+    world.crash_controller()
+    world.run(10.0)
+    ranks = world.launch(2)
+    world.get(ranks)
+    assert world.put_all(ranks, 2)
+    world.run(2.0)
+    assert sorted(world.durable.markers) == [("train", 1, 1), ("train", 2, 2)]
+
+
 def join_on_a_blank_host(world: ControllerWorld, *, knows_job: bool) -> list[FakeRank]:
     """All machines restarted, and h0 came without its copies: both ranks of a launch there connect."""
     journal = list(world.holders["h0"].journal)
