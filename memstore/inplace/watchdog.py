@@ -127,8 +127,9 @@ class Watchdog:
 
 
 def main(pid: str, address: str, port: str, run: str, rank: str, life: str, hang_after_s: str) -> None:
-    """Watch the process that started this one; a Ctrl-C in its terminal is for it, not for its watchdog."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Watch the process that started this one; what its terminal sends is for it, not for its watchdog."""
+    os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the rank's connections, which would outlive it here
     Watchdog(int(pid), address, int(port), run, int(rank), int(life), float(hang_after_s)).run()
 
 

@@ -36,7 +36,7 @@ class WatchdogProcess:
         """Beat for the last time: this process may be silent from now on."""
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(2 * CLOSE_S)
 
     def _run(self) -> None:
         while not self._end.wait(BEAT_S):
@@ -74,9 +74,11 @@ class WatchdogProcess:
         place = self._place
         arguments = (place.address, place.lifeline_port, place.run, place.rank, place.life, place.hang_after_s)
         try:
+            # By posix_spawn(), as Popen does without close_fds and a new session: else it waits until a pipe of its own
+            # is closed, and a process that another thread forks meanwhile, such as a data loader's, keeps that open.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", watchdog.__file__, str(os.getpid()), *map(str, arguments)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=False,
             )  # fmt: skip
         except OSError as exc:
             log.warning("memstore: no watchdog for rank %d can be started: %s", place.rank, exc)

@@ -78,6 +78,21 @@ def test_however_long_a_process_computed_it_is_frozen_once_it_did_nothing_for_lo
     assert not is_frozen([*looks, *[True] * limit], limit)
 
 
+FORKS = """
+import os
+make_pipe = os.pipe
+held, let_go = make_pipe()
+def pipe_and_fork():
+    ends = make_pipe()
+    if os.fork() == 0:  # as another thread does that starts a data loader's worker, which lives on
+        os.closerange(0, 3)
+        os.read(held, 1)
+        os._exit(0)
+    return ends
+os.pipe = pipe_and_fork
+"""
+
+
 class Line:
     """What a rank's watchdogs say, as the process that replaces lost ranks gets it."""
 
@@ -107,11 +122,17 @@ def line() -> Iterator[Line]:
 
 
 @pytest.fixture
-def rank(line: Line) -> Iterator[subprocess.Popen[str]]:
+def program() -> str:
+    """What the rank runs."""
+    return RANK
+
+
+@pytest.fixture
+def rank(line: Line, program: str) -> Iterator[subprocess.Popen[str]]:
     """A process with a watchdog; it does what a line of its input says."""
     port = str(line.server.getsockname()[1])
     with subprocess.Popen(
-        [sys.executable, "-c", RANK, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -170,6 +191,15 @@ def test_a_watchdog_that_is_killed_is_started_again(rank: subprocess.Popen[str],
     rank.send_signal(signal.SIGSTOP)
     assert rank.wait(ARRIVES_S) == -signal.SIGKILL
     assert line.last_word() == "gone\n"
+
+
+@pytest.mark.parametrize("program", [FORKS + RANK + "os.write(let_go, b'.' * 9)"])
+def test_a_rank_that_forks_while_its_watchdog_is_started_is_left_alone(rank: subprocess.Popen[str], line: Line) -> None:
+    """What is forked keeps every pipe open that is there then; the thread that beats waits for none of them."""
+    assert rank.stdin is not None
+    rank.stdin.close()
+    assert rank.wait(ARRIVES_S) == 0
+    assert line.last_word() == "bye\n"
 
 
 def test_no_rank_is_killed_because_the_process_that_replaces_ranks_is_paused() -> None:
