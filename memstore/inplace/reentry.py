@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch.distributed as dist
 
 from memstore.client.connect import newest_step_here
+from memstore.core.attempts.generation_key import generation_key
 from memstore.errors import ConfigError
 from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
@@ -145,7 +146,7 @@ class _Reentry:
         enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
         give_launch(
             Launch(
-                place.rank, place.world_size, f"in-place:{place.run}:{number}", place.launcher, IN_PLACE,
+                place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE,
                 is_in_place=number > 0,
             )
         )  # fmt: skip

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from memstore.core.attempts.attempt_numbers import AttemptNumbers
 from memstore.core.attempts.gathering import Entrant, Gathering, joining
+from memstore.core.attempts.generation_key import newer_number
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
@@ -137,6 +138,10 @@ class Attempts:
             if newest is not None and spent and (max(spent) != newest.attempt_number or newest.phase == "closed"):
                 why = f"the launch key {request.key!r} belongs to attempt {max(spent)}, which is closed"
                 return "FencedError", f"job {name!r}: {why}: every launch needs a new key"
+        begun = self._newer_generation(newest, request)
+        if begun is not None:
+            why = f"and generation {begun} has begun: a rank was lost meanwhile"
+            return "FencedError", f"job {name!r}: rank {rank} joins an older generation, {why}"
         if newest is not None and newest.phase != "closed" and not request.takeover:
             busy = self._busy_member(now, newest, request)
             if busy is not None:
@@ -153,6 +158,12 @@ class Attempts:
                 f"{gathering.world_size}: all ranks of one launch must agree"
             )
         return None
+
+    def _newer_generation(self, newest: Attempt | None, request: Join) -> int | None:
+        """Return the newer generation that has begun if the join is of an older one: it may come late (R20)."""
+        gathering = self.gatherings.get(request.job)
+        keys = (gathering.key if gathering is not None else None, newest.key if newest is not None else None)
+        return next((number for key in keys if (number := newer_number(request.key, key)) is not None), None)
 
     def _busy_member(self, now: float, attempt: Attempt, request: Join) -> AttemptMember | None:
         is_same_launch = request.key is not None and request.key == attempt.key

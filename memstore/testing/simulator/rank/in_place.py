@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import Any
 
 from memstore.core.arena.slot_table import Owner
+from memstore.core.attempts.generation_key import generation_key
 from memstore.core.wire.replies import Joined
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace.membership import NONE, Coming, is_over
@@ -178,7 +179,7 @@ class InPlaceRank(SimRank):
 
     def begin(self, run: str, number: int) -> None:
         """Enter a generation."""
-        self.is_begun, self.number, self.key = True, number, f"in-place:{run}:{number}"
+        self.is_begun, self.number, self.key = True, number, generation_key(run, number)
         self.checker.generations.began(self)
 
     def connect(self, holder: Holder) -> None:

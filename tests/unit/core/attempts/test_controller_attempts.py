@@ -131,6 +131,38 @@ def test_a_newer_launch_dismisses_an_incomplete_one() -> None:
     assert [r.attempt for r in ranks] == [1, 1, 1]
 
 
+def test_a_late_rank_of_an_older_generation_does_not_dismiss_the_newer_one() -> None:
+    """Its join is refused: it may come late, as a holder asks again what a rank has given up meanwhile."""
+    world = ControllerWorld(3)
+    newer = [world.join(r, 3, "in-place:run:3") for r in range(2)]
+    world.run(1.0)
+    late = world.join(2, 3, "in-place:run:2")
+    world.run(1.0)
+    assert not any(rank.errors for rank in newer)
+    assert late.error("join") == (
+        "FencedError: job 'train': rank 2 joins an older generation, and generation 3 has begun: a rank was lost "
+        "meanwhile"
+    )
+    newer.append(world.join(2, 3, "in-place:run:3"))
+    world.run(1.0)
+    assert [rank.attempt for rank in newer] == [1, 1, 1]
+    after = world.join(0, 3, "in-place:run:1")
+    world.run(1.0)
+    assert "generation 3 has begun" in after.error("join")
+
+
+@pytest.mark.parametrize("key", ["in-place:run:10", "in-place:later:0", "placement-group"])
+def test_a_newer_generation_or_another_launch_takes_the_place_of_a_generation(key: str) -> None:
+    """Numbers are compared within one run, as numbers; what else begins is newer."""
+    world = ControllerWorld(2)
+    older = world.join(0, 2, "in-place:run:9")
+    world.run(1.0)
+    ranks = [world.join(r, 2, key) for r in range(2)]
+    world.run(1.0)
+    assert older.error("join") == "FencedError: job 'train': a newer launch began to connect"
+    assert [rank.attempt for rank in ranks] == [1, 1]
+
+
 def join_again(world: ControllerWorld, rank: FakeRank, world_size: int, key: str | None) -> None:
     """The process connects once more, without having closed."""
     body = {
