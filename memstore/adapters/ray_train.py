@@ -107,9 +107,10 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             self._actors[rank] = worker.actor
             lives[rank] = server.register(rank)
         worker_group.execute(
-            come, ray.util.get_node_ip_address(), server.port, server.run, lives, server.generation + 1,
-            backend_config.backend, float(backend_config.timeout_s), backend_config.meet_s, backend_config.leave_s,
-            server.lifeline_port, backend_config.hang_after_s,
+            come, address=ray.util.get_node_ip_address(), port=server.port, run=server.run, lives=lives,
+            first=server.generation + 1, backend=backend_config.backend, timeout_s=float(backend_config.timeout_s),
+            meet_s=backend_config.meet_s, leave_s=backend_config.leave_s, lifeline_port=server.lifeline_port,
+            hang_after_s=backend_config.hang_after_s,
         )  # fmt: skip
         if not server.is_done():
             server.begin(server.generation + 1)
@@ -169,7 +170,7 @@ def own_rank() -> int:
 
 
 def come(
-    address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
+    *, address: str, port: int, run: str, lives: dict[int, int], first: int, backend: str | None, timeout_s: float,
     meet_s: float, leave_s: float, lifeline_port: int, hang_after_s: float | None,
 ) -> None:  # fmt: skip
     """Note in a worker where the ranks meet; the training function runs afterwards."""
@@ -179,8 +180,9 @@ def come(
     launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
     join_meeting(
         Place(
-            address, port, run, own_rank(), lives[own_rank()], first, context.get_world_size(), launcher,
-            backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, meet_s,
-            leave_s, lifeline_port, hang_after_s,
+            address=address, port=port, run=run, rank=own_rank(), life=lives[own_rank()], first=first,
+            world_size=context.get_world_size(), launcher=launcher,
+            backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), collective_timeout_s=timeout_s,
+            meet_s=meet_s, leave_s=leave_s, lifeline_port=lifeline_port, hang_after_s=hang_after_s,
         )
     )  # fmt: skip

@@ -28,7 +28,7 @@ CALL_S = 20.0  # longest wait to connect
 SILENT_S = 30.0  # after which a host that does not answer is gone; a store whose process is stopped is waited for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """What a rank needs to find the others, and how it calls itself."""
 

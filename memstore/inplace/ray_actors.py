@@ -66,10 +66,11 @@ class InPlaceGroup:
     def place(self, server: MeetingServer, rank: int) -> Place:
         """Return what a new process of a rank needs to find the others."""
         return Place(
-            ray.util.get_node_ip_address(), server.port, server.run, rank, server.register(rank),
-            server.generation + 1, self.world_size,
-            f"ray-job:{ray.get_runtime_context().get_job_id()}", self._backend, self._collective_timeout_s,
-            self._meet_s, self._leave_s, server.lifeline_port, self.hang_after_s,
+            address=ray.util.get_node_ip_address(), port=server.port, run=server.run, rank=rank,
+            life=server.register(rank), first=server.generation + 1, world_size=self.world_size,
+            launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}", backend=self._backend,
+            collective_timeout_s=self._collective_timeout_s, meet_s=self._meet_s, leave_s=self._leave_s,
+            lifeline_port=server.lifeline_port, hang_after_s=self.hang_after_s,
         )  # fmt: skip
 
     def actor(self) -> Any:

@@ -31,7 +31,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def rank(server: MeetingServer, number: int, *, life: int = 1, meet_s: float = WAIT_S) -> Meeting:
     """Return a rank's way to a meeting of two."""
-    return Meeting(Place("127.0.0.1", server.port, "run", number, life, 0, 2, "launcher", "gloo", 60.0, meet_s))
+    place = Place(
+        address="127.0.0.1", port=server.port, run="run", rank=number, life=life, first=0, world_size=2,
+        launcher="launcher", backend="gloo", collective_timeout_s=60.0, meet_s=meet_s,
+    )  # fmt: skip
+    return Meeting(place)
 
 
 def test_ranks_meet_once_all_of_them_have_come(server: MeetingServer, threads: ThreadPoolExecutor) -> None:

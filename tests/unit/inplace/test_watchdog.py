@@ -22,7 +22,10 @@ RANK = """
 import ctypes, sys, time
 from memstore.inplace.meeting import Place
 from memstore.inplace.watchdog_process import WatchdogProcess
-place = Place("127.0.0.1", 0, "run", 7, 2, 0, 8, "", "gloo", 60.0, 60.0, 60.0, int(sys.argv[1]), 1.0)
+place = Place(
+    address="127.0.0.1", port=0, run="run", rank=7, life=2, first=0, world_size=8, launcher="", backend="gloo",
+    collective_timeout_s=60.0, lifeline_port=int(sys.argv[1]), hang_after_s=1.0,
+)
 watchdog = WatchdogProcess(place)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -51,7 +54,10 @@ import sys
 from memstore.inplace.meeting import Meeting, Place
 from memstore.inplace.watcher import Watcher
 port, lifeline, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-place = Place("127.0.0.1", port, run, 0, 1, 0, 2, "", "gloo", 60.0, 60.0, 60.0, lifeline, 1.0)
+place = Place(
+    address="127.0.0.1", port=port, run=run, rank=0, life=1, first=0, world_size=2, launcher="", backend="gloo",
+    collective_timeout_s=60.0, lifeline_port=lifeline, hang_after_s=1.0,
+)
 watcher = Watcher(Meeting(place), lambda: None)
 watcher.guard(0)
 print("ready", flush=True)
