@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -49,22 +50,35 @@ class Place:
 
 
 class StoreBoard:
-    """The board of a meeting: the numbers in its store."""
+    """The board of a meeting: the numbers in its store, over another connection once one has broken."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._connect, self.store = connect, connect()
 
     def number(self, key: str) -> int:
         """Return a number that was put there; NONE if none was."""
-        return int(self._store.get(key)) if self._store.check([key]) else NONE
+        return self._ask(lambda store: int(store.get(key)) if store.check([key]) else NONE)
 
     def put(self, key: str, number: int) -> None:
         """Put a number there."""
-        self._store.set(key, str(number))
+        self.store.set(key, str(number))
 
     def count(self, key: str, more: int = 0) -> int:
         """Add to a count, which begins at 0; return what it is then."""
-        return self._store.add(key, more)
+        now = self._ask(lambda store: store.add(key, 0))
+        return self.store.add(key, more) if more else now  # not asked again: it may have been counted
+
+    def _ask(self, ask: Callable[[dist.Store], int]) -> int:
+        """Ask the store; over other connections for as long as a first one may take, if this one breaks."""
+        until_s = time.monotonic() + CALL_S
+        while True:
+            try:
+                return ask(self.store)
+            except dist.DistError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(LOOK_S)
+                self.store = self._connect()
 
 
 class MeetingServer:
@@ -77,7 +91,7 @@ class MeetingServer:
         self._lock = threading.Lock()
         self._failures = 0  # numbers that were looked at
         self._unread: set[int] = set()  # of failures whose rank ended between its number and its text, or is about to
-        self._members = Membership(StoreBoard(self._store), world_size)
+        self._members = Membership(StoreBoard(lambda: self._store), world_size)
 
     def close(self) -> None:
         """End the store: ranks that still wait for one another get an error."""
@@ -138,17 +152,22 @@ class MeetingServer:
         return self._lifelines.take_lost(lives, now)
 
 
+def connect(place: Place) -> dist.Store:
+    """Return a connection to the meeting's store."""
+    before = open_sockets()
+    store = dist.TCPStore(
+        place.address, place.port, is_master=False, timeout=timedelta(seconds=CALL_S), wait_for_workers=False
+    )
+    probe_new(before, place.port, SILENT_S)  # a call of the store has no limit of its own
+    return store
+
+
 class Meeting:
     """A rank's way to the others; each thread has one of its own."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        before = open_sockets()
-        self.store = dist.TCPStore(
-            place.address, place.port, is_master=False, timeout=timedelta(seconds=CALL_S), wait_for_workers=False
-        )
-        probe_new(before, place.port, SILENT_S)  # a call of the store has no limit of its own
-        self.board = StoreBoard(self.store)
+        self.board = StoreBoard(lambda: connect(place))
 
     def again(self) -> Meeting:
         """Return another connection to the same meeting, for another thread."""
@@ -171,8 +190,8 @@ class Meeting:
 
     def report(self, failure: Failure) -> None:
         """Report an exception that is to end this rank's process."""
-        number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", msgspec.json.encode(failure).decode())
+        number = self.board.count("failures", 1)
+        self.board.store.set(f"failure/{number}", msgspec.json.encode(failure).decode())
 
     def meet(self, after: int) -> int:
         """Wait until all ranks have come to a generation newer than `after`, and return its number.

@@ -27,7 +27,7 @@ from memstore.errors import ConfigError
 from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
-from memstore.inplace.meeting import LOOK_S, Meeting, Place
+from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect
 from memstore.inplace.membership import NONE
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
@@ -154,7 +154,7 @@ class _Reentry:
         self.watcher.guard(number)
         # Over a connection of its own: if a rank is lost now, the wait for its address ends only with the connection.
         dist.init_process_group(
-            place.backend, store=dist.PrefixStore(f"g{number}", Meeting(place).store), rank=place.rank,
+            place.backend, store=dist.PrefixStore(f"g{number}", connect(place)), rank=place.rank,
             world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
         )  # fmt: skip
         self.sockets.made()

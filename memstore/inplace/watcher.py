@@ -25,7 +25,6 @@ from memstore.inplace.watchdog_process import WatchdogProcess
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.05
-RECONNECT_S = 20.0  # longest wait for the meeting to be in reach again
 CLOSE_S = 5.0
 
 
@@ -65,18 +64,12 @@ class Watcher:
         self._watchdog.close()
 
     def _run(self) -> None:
-        gone_s: float | None = None  # since when the meeting is out of reach
         while not self._end.wait(LOOK_S):
             try:
-                if gone_s is not None:
-                    self._meeting = self._meeting.again()
-                    gone_s = None
                 self._look()
             except dist.DistError as exc:
-                gone_s = gone_s or time.monotonic()
-                if time.monotonic() - gone_s > RECONNECT_S:
-                    log.warning("memstore: the meeting of the ranks is gone, no loss will be seen any more: %s", exc)
-                    return
+                log.warning("memstore: the meeting of the ranks is gone, no loss will be seen any more: %s", exc)
+                return
 
     def _look(self) -> None:
         with self._lock:

@@ -239,6 +239,11 @@ class FaultProxy:
         self._stopping.set()
         self._thread.join(timeout=CONNECT_S + 1.0)
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether some connection is open."""
+        return bool(self._connections)
+
     def reset_all(self) -> None:
         """Reset every connection that is open."""
         self._reset_all.set()

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from memstore.errors import FencedError, GatherTimeout
+from memstore.inplace import meeting as meeting_file
 from memstore.inplace.meeting import Meeting, MeetingServer, Place
 from memstore.inplace.membership import NONE
 from memstore.testing.clusters.processes import wait_for
+from memstore.testing.faults.fault_proxy import FaultProxy
 
 WAIT_S = 30.0
 
@@ -29,11 +32,27 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def rank(server: MeetingServer, number: int, *, life: int = 1, meet_s: float = WAIT_S) -> Meeting:
+@pytest.fixture
+def proxy(server: MeetingServer) -> Iterator[FaultProxy]:
+    with FaultProxy(lambda: ("127.0.0.1", server.port)) as made:
+        yield made
+
+
+def reset(proxy: FaultProxy) -> None:
+    """Reset what is open; return once another connection has gone through."""
+    before = proxy.connections_count
+    proxy.reset_all()
+    wait_for(lambda: proxy.connections_count > before, "a connection after the reset", WAIT_S)
+
+
+def rank(
+    server: MeetingServer, number: int, *, life: int = 1, meet_s: float = WAIT_S, proxy: FaultProxy | None = None
+) -> Meeting:
     """Return a rank's way to a meeting of two."""
+    port = server.port if proxy is None else proxy.port
     place = Place(
-        address="127.0.0.1", port=server.port, run="run", rank=number, life=life, first=0, world_size=2,
-        launcher="launcher", backend="gloo", collective_timeout_s=60.0, meet_s=meet_s,
+        address="127.0.0.1", port=port, run="run", rank=number, life=life, first=0, world_size=2, launcher="launcher",
+        backend="gloo", collective_timeout_s=60.0, meet_s=meet_s,
     )  # fmt: skip
     return Meeting(place)
 
@@ -54,7 +73,7 @@ def test_a_loss_during_a_meeting_makes_all_wait_for_the_next_generation(
     server.begin(1)
     survivor = threads.submit(rank(server, 0).meet, 0)
     looks = rank(server, 0)
-    wait_for(lambda: looks.store.add("here/1", 0) == 1, "the survivor")
+    wait_for(lambda: looks.board.count("here/1") == 1, "the survivor")
     server.mark_broken()
     assert server.register(1) == 2
     server.begin(2)
@@ -79,7 +98,7 @@ def test_a_rank_that_is_done_waits_for_the_others(server: MeetingServer, threads
     server.begin(0)
     done = threads.submit(rank(server, 0).is_over_for_all, 0)
     looks = rank(server, 1)
-    wait_for(lambda: looks.store.add("done/0", 0) == 1, "the first rank")
+    wait_for(lambda: looks.board.count("done/0") == 1, "the first rank")
     assert not done.done()
     server.mark_broken()
     assert done.result(WAIT_S) is False
@@ -95,7 +114,7 @@ def test_a_process_whose_place_was_taken_does_not_meet(server: MeetingServer) ->
     server.begin(1)
     with pytest.raises(FencedError, match="rank 1: process 2 has taken the place of this one, which is process 1"):
         rank(server, 1, life=1).meet(0)
-    assert rank(server, 0).store.add("here/1", 0) == 0
+    assert rank(server, 0).board.count("here/1") == 0
 
 
 def test_all_are_done_once_the_function_has_returned_on_each_rank(
@@ -128,3 +147,44 @@ def test_a_process_that_replaces_a_rank_after_all_had_returned_meets_no_one(serv
     assert server.is_done()
     assert server.register(1) == 2
     assert rank(server, 1, life=2).meet(0) == NONE
+
+
+def test_a_rank_that_waits_for_the_others_outlives_a_reset_of_its_connection(
+    server: MeetingServer, threads: ThreadPoolExecutor, proxy: FaultProxy
+) -> None:
+    """It has come once: it counts no more because it asks over another connection."""
+    server.begin(0)
+    waits = threads.submit(rank(server, 0, proxy=proxy).meet, NONE)
+    looks = rank(server, 1)
+    wait_for(lambda: looks.board.count("here/0") == 1, "the first rank")
+    reset(proxy)
+    assert looks.board.count("here/0") == 1
+    assert looks.meet(NONE) == 0
+    assert waits.result(WAIT_S) == 0
+
+
+def test_a_rank_that_is_done_outlives_a_reset_of_its_connection(
+    server: MeetingServer, threads: ThreadPoolExecutor, proxy: FaultProxy
+) -> None:
+    """Before it says so, as the connection was idle for hours, and while it waits: it is counted once."""
+    server.begin(0)
+    done, looks = rank(server, 0, proxy=proxy), rank(server, 1)
+    assert not done.is_over(0)
+    proxy.reset_all()
+    wait_for(lambda: not proxy.is_open, "the reset", WAIT_S)
+    waits = threads.submit(done.is_over_for_all, 0)
+    wait_for(lambda: looks.board.count("done/0") == 1, "the first rank")
+    reset(proxy)
+    assert looks.board.count("done/0") == 1
+    assert looks.is_over_for_all(0)
+    assert waits.result(WAIT_S)
+
+
+def test_a_meeting_whose_server_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What started the ranks has ended: another connection is tried for no longer than a first one."""
+    monkeypatch.setattr(meeting_file, "CALL_S", 0.5)
+    server = MeetingServer(2)
+    meeting = rank(server, 0)
+    server.close()
+    with pytest.raises(dist.DistError):
+        meeting.is_over(0)

@@ -101,7 +101,7 @@ def test_a_rank_that_is_lost_while_the_group_is_made_frees_the_others(server: Me
         wait_for(lambda: generation() is not None, "the survivor in generation 0")
         server.mark_broken()
         server.begin(1)
-        wait_for(lambda: other.store.add("here/1", 0) == 1, "the survivor in the next generation")
+        wait_for(lambda: other.board.count("here/1") == 1, "the survivor in the next generation")
         with pytest.raises(GatherTimeout, match="1 of 2 ranks came to generation 1"):
             survivor.result(WAIT_S)
 
