@@ -1,44 +1,8 @@
 """The place in the data as part of a step's state: after a recovery no sample comes twice and none is missing.
 
-    order = SampleOrder(len(dataset), global_batch=256, rank=store.rank, world_size=store.world_size, seed=7)
-    data = Batches(DataLoader(dataset, batch_sampler=order, num_workers=4, persistent_workers=True))
-    state = {"app": AppState(model, optimizer), "data": data}
-    got = store.get(into=state)
-    for step in range(got.step + 1 if got else 0, STEPS):
-        train_step(next(data))
-        store.put(step, state)
-
-Which position belongs to a step. The one after the batches that the loop took from `Batches` before the step's put;
-what workers have prefetched by then does not count. A loop that takes the batch of S+1 before it puts S stores one
-batch too many as trained: let what takes ahead, such as a copy to the device, stand below `Batches`.
-
-When it is read. Within `put`, before that returns, also with `overlap=`: the batches that come later do not change it.
-
-What `Batches` takes, from cheap to expensive:
-
-- A DataLoader with a `SampleOrder`. Position: epoch, and samples that all ranks together have consumed in it. Nothing
-  is loaded to get there. Every rank has the same position, so another number of ranks, or another global batch, goes on
-  from it: put it with `connect(shard_rank=, shard_count=)`, since get() refuses another number of ranks otherwise.
-- A loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader. Its state counts what the
-  loop took, with workers too, within an epoch and at its end. It is this rank's own (`rank_state=` where ranks share a
-  shard) and needs as many ranks and workers as before. torchdata 0.11 with num_workers=0, shuffle=True and generator=
-  draws other orders than before for the epochs after the restored one; each sample still comes once in each.
-- Any other iterable that can be begun again, or a function that returns the batches of the epoch whose number it is
-  given. Position: epoch, and batches taken in it. Those are loaded again and dropped, which takes as long as they took
-  at first; the order has to follow from the epoch: `set_epoch` is called, as on a DistributedSampler. That one repeats
-  samples to give all ranks equally many, unless it has drop_last=True.
-
-Recovery in place. A process that stays makes a new `Batches` around the loader that it kept: a new one begins at the
-beginning, and get() moves it. With `SampleOrder` and persistent_workers=True the workers live on; what they have
-prefetched is thrown away. A StatefulDataLoader starts new workers whenever it loads a state, so keeping it saves
-little. If nothing was committed yet, get() returns None, and such a loader goes back to before its first batch.
-
-The end of an epoch. `Batches` goes on into the next one. A position at the end is that of the old epoch with nothing
-left. With drop_last=True the samples that fill no global batch are left out, others in every epoch. With
-drop_last=False they are one smaller batch, in which ranks may have one sample more or less: weigh their losses by it.
-
-What comes back are the samples. Random changes that workers make to them, such as crops, are repeated only if they are
-drawn from the sample's index and the epoch.
+How to use it, and what each kind of loader needs: docs/guide/data.md. The position is the one after the batches that
+the loop took from `Batches`; what workers have prefetched does not count. At the end of an epoch it is that of the old
+epoch with nothing left.
 """
 
 from __future__ import annotations
