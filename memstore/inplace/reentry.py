@@ -172,6 +172,8 @@ class _Reentry:
         self.sockets.end()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A group whose making broke off has counted, and groups are named by the count: a replacement's begins at 0.
+        dist.distributed_c10d._world.group_count = 0
 
     def _is_over(self, generation: int) -> bool:
         deadline_s = time.monotonic() + max(VERDICT_S, 2 * (self.place.hang_after_s or 0))

@@ -104,6 +104,7 @@ def test_a_rank_that_is_lost_while_the_group_is_made_frees_the_others(server: Me
         wait_for(lambda: other.board.count("here/1") == 1, "the survivor in the next generation")
         with pytest.raises(GatherTimeout, match="1 of 2 ranks came to generation 1"):
             survivor.result(WAIT_S)
+    assert c10d._world.group_count == 0, "the next group would have another name here than on a replacement"
 
 
 def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
