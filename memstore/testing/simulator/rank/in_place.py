@@ -9,7 +9,7 @@ one has joined, and its link comes back as every link does.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from memstore.core.arena.slot_table import Owner
@@ -66,8 +66,8 @@ class InPlaceProcess:
         self.generation = NONE  # that it watches; NONE: none
         self.stores_count = 0
         self.former: list[InPlaceRank] = []  # stores that it has left and not closed
-        self.ended: list[Owner] = []  # stores that it has closed
-        self.store = InPlaceRank(self, "")
+        self.ended: list[Owner] = []  # stores that it has closed since a hello that was welcomed
+        self.store = InPlaceRank(self)
 
     @property
     def is_up(self) -> bool:
@@ -103,9 +103,9 @@ class InPlaceProcess:
     def _enter(self, number: int) -> Thread:
         """Do everything from connect to the moment at which the function is left."""
         if self.store.is_begun:
-            self.store = InPlaceRank(self, "")
+            self.store = InPlaceRank(self)
         store = self.store
-        store.begin(self.run, number)
+        store.begin(number)
         self.world.entered(store)
         self.generation = number
         yield from store.life()
@@ -140,14 +140,15 @@ class InPlaceProcess:
 class InPlaceRank(SimRank):
     """One Store of a process that has others before and after it."""
 
-    def __init__(self, process: InPlaceProcess, key: str) -> None:
-        self.process = process
+    def __init__(self, process: InPlaceProcess) -> None:
+        self.process, self.number = process, NONE
+        key = generation_key(process.run, self.number)
         super().__init__(process.world, process.checker, process.rank, process.host_id, key)
         process.stores_count += 1
         self.pid, self.nonce = process.pid, f"n{process.pid}"
         self.owner = Owner(process.pid, 1, process.stores_count)
         self.is_begun = self.is_closed = False
-        self.number = NONE
+        self.in_hello: list[Owner] = []  # closed stores that its last hello names
         self.closed_s = 0.0
 
     @property
@@ -177,9 +178,9 @@ class InPlaceRank(SimRank):
     def is_left(self, value: bool) -> None:
         self.process.is_left = value
 
-    def begin(self, run: str, number: int) -> None:
+    def begin(self, number: int) -> None:
         """Enter a generation."""
-        self.is_begun, self.number, self.key = True, number, generation_key(run, number)
+        self.is_begun, self.number, self.key = True, number, generation_key(self.process.run, number)
         self.checker.generations.began(self)
 
     def connect(self, holder: Holder) -> None:
@@ -188,8 +189,14 @@ class InPlaceRank(SimRank):
             super().connect(holder)
 
     def ended(self) -> list[Owner]:
-        """Return the stores that its process has closed."""
-        return self.process.ended
+        """Return the stores that its process has closed, for a hello."""
+        self.in_hello = self.process.ended
+        return self.in_hello
+
+    def welcomed(self, holder: Holder, stale: Sequence[int]) -> None:
+        """Name closed stores no more once the holder has read of them."""
+        super().welcomed(holder, stale)
+        self.process.ended = [owner for owner in self.process.ended if owner not in self.in_hello]
 
     def named(self) -> dict[str, Any]:
         """Return whether its launch keeps the processes that are left."""

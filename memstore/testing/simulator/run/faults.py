@@ -16,7 +16,7 @@ STEPS_S = (2.0, 60.0, 3600.0, 86_400.0)
 LATE_S = 2.0  # at least so much later than the others a host comes back, where all were ended
 LAUNCH_LATER_S = 2.0
 SHORT_S = 4.0  # below dead_after_s and recovery_grace_s: no host is given up for this
-ZOMBIE_S = 6.0  # for so long a process that was replaced lives on
+AWAKE_S = 6.0  # for so long a process that was replaced goes on once it is awake
 LINK_AWAY_S = 0.2  # a process connects again at once, most often before its holder knows that the link broke
 Inject = Callable[[Cluster, Fault], None]
 INJECT: dict[str, Inject] = {}
@@ -108,7 +108,7 @@ def _zombie_rank(cluster: Cluster, each: Fault) -> None:
     if rank is not None:
         rank.is_frozen = rank.is_left = True
         cluster.at(each.for_s, lambda: cluster.thaw_rank(rank))
-        cluster.at(each.for_s + ZOMBIE_S, lambda: cluster.kill_rank(rank, "found at last"))
+        cluster.at(each.for_s + AWAKE_S, lambda: cluster.kill_rank(rank, "found at last"))
 
 
 @fault("lose-two")

@@ -18,7 +18,7 @@ POLL_S = 0.05
 HANG_AFTER_S = 3.0
 LOSSES_MAX = 20
 ZOMBIE_SHARE = 0.4  # of frozen processes that a kill does not reach
-ZOMBIE_S = 8.0
+FOUND_AFTER_S = 8.0  # such a process is found, and killed at last
 
 
 class InPlaceLauncher:
@@ -110,7 +110,7 @@ class _Run:
                 self.members.mark_broken()  # frees the others now
                 if self.rng.random() < ZOMBIE_SHARE:
                     process.is_left = True
-                    cluster.at(ZOMBIE_S, lambda p=process: cluster.kill_rank(p.store, "found at last"))  # type: ignore[misc]
+                    cluster.at(FOUND_AFTER_S, lambda p=process: cluster.kill_rank(p.store, "found at last"))  # type: ignore[misc]
                 else:
                     cluster.kill_rank(process.store, "frozen, and killed")
                 self._notice(process, self.rng.uniform(0.0, 1.5))
