@@ -24,7 +24,7 @@ TICK_S = 0.25
 BUSY_SHARE = 0.25
 GOES_ON = "RDt"  # runs or wants a core; waits for a disk; is held by a debugger
 BEAT, LAST_BEAT = b".", b"q"
-GONE, BYE = b"gone\n", b"bye\n"
+GONE, FROZEN, BYE = b"gone\n", b"frozen\n", b"bye\n"
 MAX_LINE_BYTES = 200
 CONNECT_S = 2.0
 CONNECT_EVERY_S = 3.0  # while there is no way: each try may take CONNECT_S, in which no look is made
@@ -78,6 +78,7 @@ class Watchdog:
         self._looks: list[bool] = []
         self._line: socket.socket | None = None
         self._try_s = 0.0
+        self._last_word = GONE
 
     def run(self) -> None:
         """Watch to the end."""
@@ -96,7 +97,7 @@ class Watchdog:
             if not beats:
                 break  # the process has ended, or is about to
             self._looks.clear()
-        return self._say(GONE)
+        return self._say(self._last_word)
 
     def _look(self) -> None:
         self._looks.append(goes_on(self._pid))
@@ -105,6 +106,7 @@ class Watchdog:
             sys.stderr.write(f"memstore: rank {self._rank} is frozen: no beat for {silent_s:g} s. It is killed\n")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+                self._last_word = FROZEN
             self._looks.clear()
 
     def _connected(self) -> socket.socket | None:

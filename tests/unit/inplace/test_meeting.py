@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from memstore.core.wire.calls import RankLoss
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace.meeting import Meeting, MeetingServer, Place
 from memstore.inplace.membership import NONE
@@ -124,3 +125,15 @@ def test_a_process_that_replaces_a_rank_after_all_had_returned_meets_no_one(serv
     assert server.is_done()
     assert server.register(1) == 2
     assert rank(server, 1, life=2).meet(0) == NONE
+
+
+def test_ranks_learn_who_was_replaced_before_their_generation(server: MeetingServer) -> None:
+    """A process that is lost without a word of its watchdog is lost by what Ray says; a later loss is a later line."""
+    server.begin(0)
+    assert rank(server, 0).losses(0) == ()
+    assert server.register(1, is_spare=True) == 2
+    server.begin(1)
+    assert server.register(0) == 2
+    first, second = RankLoss(1, 1, "ray", True, 0.0), RankLoss(0, 2, "ray", False, 0.0)
+    assert rank(server, 1, life=2).losses(1) == (first,)
+    assert rank(server, 1, life=2).losses(2) == (first, second)
