@@ -26,6 +26,7 @@ from memstore.adapters.ray_train_losses import allow_losses_at_once
 from memstore.adapters.ray_train_names import NAMES
 from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_whole
+from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.failures import REPEATS, Failures
 from memstore.inplace.meeting import MeetingServer, Place
@@ -105,7 +106,8 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
         lives = {}
         for rank, worker in zip(worker_group.execute(own_rank), worker_group.get_workers(), strict=True):
             self._actors[rank] = worker.actor
-            lives[rank] = server.register(rank)
+            is_spare = self.spares is not None and rank in self.spares.ranks
+            lives[rank] = server.register(rank, is_spare=is_spare)
         worker_group.execute(
             come, address=ray.util.get_node_ip_address(), port=server.port, run=server.run, lives=lives,
             first=server.generation + 1, backend=backend_config.backend, timeout_s=float(backend_config.timeout_s),
@@ -150,7 +152,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             try:
                 for rank, end in server.take_lost(time.monotonic()).items():
                     if not server.is_done():
-                        log.warning("memstore: rank %d is lost: %s", rank, end.value)
+                        log.warning("memstore: rank %d is lost: %s", rank, CAUSES[end.cause])
                         server.mark_broken()
                         ray.kill(self._actors[rank])
             except Exception:  # such as of a group that Ray ends at this moment: the next look may be of another loss

@@ -63,6 +63,7 @@ class Spares:
         self._group, self._count, self._rehearsed = worker_group, count, rehearsed
         self._lock = threading.Lock()
         self._waiting: list[Spare] = []
+        self.ranks: set[int] = set()  # whose present worker was a spare
         self._not_before_s = float("inf")  # no spare is started while the group is not whole
         self._deaths = 0  # in a row, of spares that did not become warm
         self._end = threading.Event()
@@ -97,6 +98,7 @@ class Spares:
             ))  # fmt: skip
         rank = ranks["starting_world_rank"]
         taken = self._take(rank)
+        (self.ranks.discard if taken is None else self.ranks.add)(rank)
         if taken is None:
             bundle = self._make_room(rank, placement_group_bundle_indices[0])
             return list(self._new_workers(1, placement_group, resources_per_worker, [bundle], **ranks))

@@ -12,13 +12,13 @@ from msgspec import convert
 from memstore.cli.options import Where, address_option, store_options
 from memstore.cli.output import age_text, plural, print_json, say, size_text
 from memstore.config import WHOLE_LIMIT, Config
-from memstore.core.cluster.text import lost_text
+from memstore.core.cluster.text import lost_text, phases_text, replaced_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
 from memstore.core.report.json_rows import event_fields
 from memstore.core.report.problems import drain_text
 from memstore.core.wire.calls import AskEvents
 from memstore.core.wire.replies import Events
-from memstore.core.wire.status_rows import DurableStep, EventRow, ShortStep
+from memstore.core.wire.status_rows import DurableStep, EventRow, ReplacedRow, ShortStep
 from memstore.errors import MemstoreError
 
 POLL_S = 0.5
@@ -178,6 +178,15 @@ def _attempt(e: Event) -> str:
     return f"attempt {e['attempt']} opened: {plural(e['ranks'], 'rank')} on {', '.join(e['hosts'])}{after}{fresh}"
 
 
+def _replaced(e: Event) -> str:
+    return f"generation {e['generation']}: {replaced_text(convert(e['replaced'], list[ReplacedRow]))}"
+
+
+def _recovered(e: Event) -> str:
+    spent = f"back after {sum(e['seconds'].values()):.2f} s: {phases_text(e['seconds'])}"
+    return f"generation {e['generation']}: {spent}; the last was rank {e['rank']} on {e['host']}"
+
+
 def _repaired(e: Event) -> str:
     left = f"; {plural(e['missing'], 'copy')} still missing" if e["missing"] else ""
     return f"repair ended: {plural(e['shards'], 'copy')}, {size_text(e['nbytes'])}{_took(e, 'repair')}{left}"
@@ -227,6 +236,8 @@ LINES: dict[str, Callable[[Event], str]] = {
     "restore": _restore,
     "restore_failed": lambda e: f"restore of attempt {e['attempt']} FAILED ({e['phase']}): {e['error']}: {e['why']}",
     "attempt": _attempt,
+    "replaced": _replaced,
+    "recovered": _recovered,
     "members": lambda e: f"attempt {e['attempt']}: its ranks were renumbered or replaced, on {', '.join(e['hosts'])}",
     "forked": lambda e: f"begins with step {e['step']} of {e['from_job']} (attempt {e['from_attempt']})",
     "pinned": lambda e: f"step {e['step']} pinned as {e['name']}",

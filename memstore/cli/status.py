@@ -25,7 +25,7 @@ from memstore.cli.output import (
     size_text,
 )
 from memstore.config import Config
-from memstore.core.cluster.text import listed
+from memstore.core.cluster.text import listed, phases_text, replaced_text
 from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import DEGRADED, UNRECOVERABLE, drain_text, is_over_limit, worst
 from memstore.core.wire.replies import Status
@@ -121,7 +121,7 @@ def screen(status: Status, where: Where) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(status, where)), Text()]
     has_rows = status.jobs or status.launches
     parts += [job_table(status.jobs, status.launches) if has_rows else Text("no job has put anything yet"), Text()]
-    parts += [Text(line) for line in map(writers_line, status.jobs) if line]
+    parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
     parts.append(host_table(status.hosts, status.failure_domains))
     if status.problems:
         parts += [Text(), *(Text(problem_line(row)) for row in by_cause(status.problems))]
@@ -182,6 +182,19 @@ def writers_line(job: JobRow) -> str:
     writers = newest.writers
     who = f"rank {writers[0]} copies" if len(writers) == 1 else f"ranks {listed(writers)} copy"
     return f"{job.job}: {who} for {plural(newest.world_size, 'rank')} of {plural(newest.shards, 'shard')}\n"
+
+
+def generation_line(job: JobRow) -> str:
+    """Return who was replaced before a generation of recovery in place and the seconds it took; "" for others."""
+    newest = job.newest
+    if newest is None or not newest.generation:
+        return ""
+    begin = f"{job.job}: generation {newest.generation}"
+    if not newest.replaced:
+        return f"{begin} of recovery in place\n"
+    took_s = newest.recovery_s
+    end = f"back after {sum(took_s.values()):.2f} s" if "first_step" in took_s else "nothing committed since"
+    return f"{begin}: {replaced_text(newest.replaced)}\n  {end}: {phases_text(took_s)}\n"
 
 
 def at_risk(newest: AttemptStatus) -> str:

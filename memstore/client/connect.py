@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from memstore.admin.stores import naming_others, others_here
 from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
 from memstore.client.pin_verbs import persist_request, persisted, pin_request
@@ -19,7 +21,7 @@ from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
-from memstore.core.wire.calls import AskSteps, Join, ReadStep, UnpinStep
+from memstore.core.wire.calls import AskSteps, InPlace, Join, ReadStep, UnpinStep
 from memstore.core.wire.codec import Request
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
@@ -168,7 +170,7 @@ def connect(
             Join(
                 job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
                 nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
-                shard=shard_rank, shards=shard_count, limit_s=limit_s, in_place=launch.is_in_place,
+                shard=shard_rank, shards=shard_count, limit_s=limit_s, in_place=_in_place_now(launch),
             ),
             limit_s=limit_s,
         )  # fmt: skip
@@ -181,6 +183,12 @@ def connect(
     except BaseException:
         link.close()
         raise
+
+
+def _in_place_now(launch: Launch) -> InPlace | None:
+    """Return what this rank knows of a recovery in place, with the time until now."""
+    in_place = launch.in_place
+    return in_place and replace(in_place, build_s=time.monotonic() - launch.since_s)
 
 
 def newest_step_here() -> int | None:

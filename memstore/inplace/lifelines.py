@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from memstore.inplace.watchdog import BYE, GONE, MAX_LINE_BYTES, probe
+from memstore.core.wire.status_rows import Cause
+from memstore.inplace.watchdog import BYE, FROZEN, GONE, MAX_LINE_BYTES, probe
 
 UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
 BLIP_S = 2.0  # after a break of the network the watchdog connects again
@@ -24,11 +25,26 @@ Process = tuple[int, int]  # a rank, and which of the processes that have been t
 
 
 class End(Enum):
-    """Why a connection of a watchdog ended."""
+    """Why a connection of a watchdog ended; UNSEEN: it did not, the rank is lost by what Ray says."""
 
-    GONE = "its process has ended"
-    SILENT = "its host does not answer"
-    BROKEN = "it has lost its watchdog, and no other one came: its process has ended, too"
+    GONE = "ended"
+    FROZEN = "frozen"
+    SILENT = "silent"
+    BROKEN = "unwatched"
+    UNSEEN = "ray"
+
+    @property
+    def cause(self) -> Cause:
+        """Return the cause as it travels."""
+        return self.value
+
+    def silent_s(self, hang_after_s: float) -> float:
+        """Return for how long nothing came from a rank before it counted as lost."""
+        silent_s = {End.FROZEN: hang_after_s, End.SILENT: hang_after_s + BLIP_S, End.BROKEN: UNWATCHED_S}
+        return silent_s.get(self, 0.0)
+
+
+WORDS = {GONE: End.GONE, FROZEN: End.FROZEN}  # a watchdog's last
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,7 @@ class Roll:
            BROKEN or    |   | hello
              SILENT     v   |
                      unwatched --UNWATCHED_S or BLIP_S--> lost
-    watched --GONE--> lost
+    watched --GONE or FROZEN--> lost
     """
 
     def __init__(self) -> None:
@@ -75,7 +91,7 @@ class Roll:
     def ended(self, process: Process, end: End, now: float) -> None:
         """Note that a connection ended without `bye`, at a moment in seconds on a monotonic clock."""
         self._lines[process] -= 1
-        if end is End.GONE:
+        if end in WORDS.values():
             self._due[process] = now, end
         elif self._lines[process] <= 0:
             self._due[process] = now + (BLIP_S if end is End.SILENT else UNWATCHED_S), end
@@ -172,7 +188,7 @@ class Lifelines:
             if line.process is not None and said[:1] == [BYE]:
                 self._roll.left(line.process)
             elif line.process is not None:
-                self._roll.ended(line.process, End.GONE if said[:1] == [GONE] else end or End.BROKEN, now)
+                self._roll.ended(line.process, WORDS.get(b"".join(said[:1]), end or End.BROKEN), now)
         return None
 
     def _end(self, sock: socket.socket) -> None:

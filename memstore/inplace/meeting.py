@@ -1,7 +1,7 @@
 """Where ranks meet: a torch TCPStore in the process that replaces lost ranks, so that no rank's death takes it away.
 
-Keys: those of `membership.py`, `failures` and `failure/N` (exceptions that are no losses), and what the process groups
-of a generation keep under its own prefix.
+Keys: those of `membership.py`, `failures` and `failure/N` (exceptions that are no losses), `losses` (the ranks that
+were replaced, and why), and what the process groups of a generation keep under its own prefix.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
 
+from memstore.core.wire.calls import RankLoss
 from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import End, Lifelines
 from memstore.inplace.membership import NONE, Coming, Membership
 
+T = TypeVar("T")
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
+LOSSES_MAX = 256  # the newest ones are kept
 _FAILURE = msgspec.json.Decoder(Failure)
+_LOSSES = msgspec.json.Decoder(tuple[RankLoss, ...])
 CALL_S = 20.0  # longest wait to connect
 SILENT_S = 30.0  # after which a host that does not answer is gone; a store whose process is stopped is waited for
 
@@ -57,7 +62,7 @@ class StoreBoard:
 
     def number(self, key: str) -> int:
         """Return a number that was put there; NONE if none was."""
-        return self._ask(lambda store: int(store.get(key)) if store.check([key]) else NONE)
+        return self.ask(lambda store: int(store.get(key)) if store.check([key]) else NONE)
 
     def put(self, key: str, number: int) -> None:
         """Put a number there."""
@@ -65,10 +70,10 @@ class StoreBoard:
 
     def count(self, key: str, more: int = 0) -> int:
         """Add to a count, which begins at 0; return what it is then."""
-        now = self._ask(lambda store: store.add(key, 0))
+        now = self.ask(lambda store: store.add(key, 0))
         return self.store.add(key, more) if more else now  # not asked again: it may have been counted
 
-    def _ask(self, ask: Callable[[dist.Store], int]) -> int:
+    def ask(self, ask: Callable[[dist.Store], T]) -> T:
         """Ask the store; over other connections for as long as a first one may take, if this one breaks."""
         until_s = time.monotonic() + CALL_S
         while True:
@@ -88,7 +93,10 @@ class MeetingServer:
         self.run = secrets.token_hex(8)
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._lifelines = None if hang_after_s is None else Lifelines(self.run, hang_after_s)
+        self._hang_after_s = hang_after_s or 0.0
         self._lock = threading.Lock()
+        self._ends: dict[int, End] = {}  # of ranks that are lost and not replaced yet
+        self._losses: list[RankLoss] = []
         self._failures = 0  # numbers that were looked at
         self._unread: set[int] = set()  # of failures whose rank ended between its number and its text, or is about to
         self._members = Membership(StoreBoard(lambda: self._store), world_size)
@@ -124,10 +132,21 @@ class MeetingServer:
         with self._lock:
             self._members.mark_broken()
 
-    def register(self, rank: int) -> int:
-        """Return the number of a new process of this rank; the former one counts no more."""
+    def register(self, rank: int, *, is_spare: bool = False) -> int:
+        """Return the number of a new process of this rank; the former one counts no more.
+
+        Args:
+            rank: Whose first process it is, or whose last one was lost.
+            is_spare: The process has waited for this.
+        """
         with self._lock:
-            return self._members.register(rank)
+            life = self._members.register(rank)
+            if life > 1:
+                end = self._ends.pop(rank, End.UNSEEN)
+                silent_s = end.silent_s(self._hang_after_s)
+                self._losses.append(RankLoss(rank, self._members.generation + 1, end.cause, is_spare, silent_s))
+                self._store.set("losses", msgspec.json.encode(self._losses[-LOSSES_MAX:]).decode())
+            return life
 
     def is_done(self) -> bool:
         """Return whether the function has returned on all ranks: what ends now is no loss."""
@@ -149,7 +168,10 @@ class MeetingServer:
             return {}
         with self._lock:
             lives = dict(self._members.lives)
-        return self._lifelines.take_lost(lives, now)
+        lost = self._lifelines.take_lost(lives, now)
+        with self._lock:
+            self._ends |= {rank: end for rank, end in lost.items() if self._members.lives[rank] == lives[rank]}
+        return lost
 
 
 def connect(place: Place) -> dist.Store:
@@ -192,6 +214,11 @@ class Meeting:
         """Report an exception that is to end this rank's process."""
         number = self.board.count("failures", 1)
         self.board.store.set(f"failure/{number}", msgspec.json.encode(failure).decode())
+
+    def losses(self, upto: int) -> tuple[RankLoss, ...]:
+        """Return the newest losses of this run whose ranks were replaced before a generation had met."""
+        there = self.board.ask(lambda store: store.get("losses") if store.check(["losses"]) else b"[]")
+        return tuple(loss for loss in _LOSSES.decode(there) if loss.generation <= upto)
 
     def meet(self, after: int) -> int:
         """Wait until all ranks have come to a generation newer than `after`, and return its number.

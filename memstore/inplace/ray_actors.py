@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from memstore.config import check_whole
+from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting, reentrant
@@ -63,11 +64,11 @@ class InPlaceGroup:
         finally:
             run.close()
 
-    def place(self, server: MeetingServer, rank: int) -> Place:
+    def place(self, server: MeetingServer, rank: int, *, is_spare: bool) -> Place:
         """Return what a new process of a rank needs to find the others."""
         return Place(
             address=ray.util.get_node_ip_address(), port=server.port, run=server.run, rank=rank,
-            life=server.register(rank), first=server.generation + 1, world_size=self.world_size,
+            life=server.register(rank, is_spare=is_spare), first=server.generation + 1, world_size=self.world_size,
             launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}", backend=self._backend,
             collective_timeout_s=self._collective_timeout_s, meet_s=self._meet_s, leave_s=self._leave_s,
             lifeline_port=server.lifeline_port, hang_after_s=self.hang_after_s,
@@ -94,21 +95,21 @@ class _Run:
 
     def to_the_end(self) -> list[Any]:
         for rank in range(self.group.world_size):
-            self._start(rank, self.group.actor())
+            self._start(rank)
         self.server.begin(0)
         self.spares_due_s = time.monotonic()
         while self.waiting:
             done, _ = ray.wait(list(self.waiting), num_returns=1, timeout=POLL_S)
             lost = [rank for rank in map(self._ended, done) if rank is not None]
+            self._end_lost()  # first, because it notes why a rank is lost
             if lost:
                 self._replace(lost)
-            self._end_lost()
             self._start_spares()
         return [self.results[rank] for rank in range(self.group.world_size)]
 
-    def _start(self, rank: int, actor: Any) -> None:
-        place = self.group.place(self.server, rank)
-        self.actors[rank] = actor
+    def _start(self, rank: int, spare: Any = None) -> None:
+        place = self.group.place(self.server, rank, is_spare=spare is not None)
+        actor = self.actors[rank] = spare or self.group.actor()
         self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
 
     def _ended(self, ref: Any) -> int | None:
@@ -133,7 +134,7 @@ class _Run:
             raise RecoveryError(f"ranks {ranks} were lost after all had returned: what they returned is lost too")
         for rank in ranks:
             ray.kill(self.actors[rank])  # it may be alive, and only out of Ray's reach
-            self._start(rank, self._spare() or self.group.actor())
+            self._start(rank, self._spare())
         self.server.begin(self.server.generation + 1)
         self.spares_due_s = time.monotonic() + SPARE_AFTER_S
 
@@ -153,7 +154,7 @@ class _Run:
         """End the actors that are lost and of which Ray does not know yet."""
         for rank, end in self.server.take_lost(time.monotonic()).items():
             if rank in self.waiting.values() and not self.server.is_done():
-                log.warning("memstore: rank %d is lost: %s", rank, end.value)
+                log.warning("memstore: rank %d is lost: %s", rank, CAUSES[end.cause])
                 self.server.mark_broken()  # frees the others now: Ray may take a while to see it
                 ray.kill(self.actors[rank])
 

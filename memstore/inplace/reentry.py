@@ -13,9 +13,11 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -29,6 +31,7 @@ from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect
 from memstore.inplace.membership import NONE
+from memstore.inplace.phases import Leaving, in_place_of, met_text
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.holder_link import interrupt_all
@@ -102,23 +105,27 @@ class _Reentry:
         self.place, self.meeting, self.sockets = place, Meeting(place), GlooSockets()
         self.kept: dict[str, Any] = {}
         self.watcher = Watcher(self.meeting, self._free)
+        self.leaving: Leaving | None = None  # of the generation before; None: this process was in none
 
     def run(self, function: Callable[[], R]) -> R:
         """Return what the function returned; None if it had returned on all ranks before this process was there."""
         last, is_first = self.place.first - 1, True
         try:
             while True:
-                last = self.meeting.meet(last)
+                before, last = last, self.meeting.meet(last)
+                met_s, failed_s = time.monotonic(), math.inf
                 if last == NONE:
                     log.warning("memstore: rank %d was lost after all had returned: nothing is left", self.place.rank)
                     return cast(R, None)
                 try:
                     self._begin(last, is_first=is_first)
+                    give_launch(self._launch(last, before, met_s))
                     result = function()
                     self.watcher.leaving()
                     if self.meeting.is_over_for_all(last):  # else a replacement would find no rank to go on with
                         return result
                 except BaseException as error:
+                    failed_s = time.monotonic()
                     self.watcher.leaving()
                     if not may_be_loss(error) or not self._is_over(last):
                         self._report(error, last)
@@ -126,8 +133,10 @@ class _Reentry:
                     text = str(error)  # a log record that kept the exception would keep its frames, and so the model
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
+                    over_s = self.watcher.over_s or time.monotonic()
                     self._end()
                     self.watcher.left()
+                    self.leaving = Leaving(failed_s, over_s, time.monotonic())
                 is_first = False
                 # The frames of the exception are gone now, and with them the model if no cycle holds it.
                 threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()
@@ -144,12 +153,6 @@ class _Reentry:
     def _begin(self, number: int, *, is_first: bool) -> None:
         place = self.place
         enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
-        give_launch(
-            Launch(
-                place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE,
-                is_in_place=number > 0,
-            )
-        )  # fmt: skip
         self.sockets.record()
         self.watcher.guard(number)
         # Over a connection of its own: if a rank is lost now, the wait for its address ends only with the connection.
@@ -158,6 +161,18 @@ class _Reentry:
             world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
         )  # fmt: skip
         self.sockets.made()
+
+    def _launch(self, number: int, before: int, met_s: float) -> Launch:
+        """Return what connect() is to know of a generation that has met and made its process group."""
+        place, now = self.place, time.monotonic()
+        launch = Launch(place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE)
+        if number == 0:
+            return launch
+        losses = self.meeting.losses(number) if place.rank == 0 else ()
+        in_place = in_place_of(number, losses, self.leaving, met_s, now)
+        if place.rank == 0:
+            log.info("memstore: %s", met_text(in_place, before))
+        return replace(launch, in_place=in_place, since_s=now)
 
     def _free(self) -> None:
         """End every wait of the training thread: in a collective, for a process group, or on the store."""

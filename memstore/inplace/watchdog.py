@@ -1,4 +1,4 @@
-"""A process beside each rank: it kills the rank once that is frozen, and says when the rank has ended.
+"""A process beside each rank: it kills the rank once that is frozen, and says so, or when the rank has ended.
 
 A rank is frozen if its beats stop for `hang_after_s` and hardly any of its threads runs, wants a core, or waits for a
 disk meanwhile. Beats also stop on a starved host, or during one long call that holds the interpreter; but then some
@@ -24,7 +24,7 @@ TICK_S = 0.25
 BUSY_SHARE = 0.25
 GOES_ON = "RDt"  # runs or wants a core; waits for a disk; is held by a debugger
 BEAT, LAST_BEAT = b".", b"q"
-GONE, BYE = b"gone\n", b"bye\n"
+GONE, FROZEN, BYE = b"gone\n", b"frozen\n", b"bye\n"
 MAX_LINE_BYTES = 200
 CONNECT_S = 2.0
 CONNECT_EVERY_S = 3.0  # while there is no way: each try may take CONNECT_S, in which no look is made
@@ -88,7 +88,8 @@ class Watchdog:
             if line in ready:
                 self._line = None  # nothing is ever sent this way: it is broken
             if 0 not in ready:
-                self._look()
+                if self._is_frozen():
+                    return self._end_rank()
                 continue
             beats = os.read(0, 4096)
             if beats.endswith(LAST_BEAT):
@@ -98,14 +99,18 @@ class Watchdog:
             self._looks.clear()
         return self._say(GONE)
 
-    def _look(self) -> None:
+    def _is_frozen(self) -> bool:
         self._looks.append(goes_on(self._pid))
-        if is_frozen(self._looks, self._limit) and os.getppid() == self._pid:
-            silent_s = len(self._looks) * TICK_S
-            sys.stderr.write(f"memstore: rank {self._rank} is frozen: no beat for {silent_s:g} s. It is killed\n")
-            with contextlib.suppress(ProcessLookupError):
+        return is_frozen(self._looks, self._limit) and os.getppid() == self._pid
+
+    def _end_rank(self) -> None:
+        """Say that the rank is frozen before it ends: of its end others may speak first, who do not know why."""
+        silent_s = len(self._looks) * TICK_S
+        sys.stderr.write(f"memstore: rank {self._rank} is frozen: no beat for {silent_s:g} s. It is killed\n")
+        self._say(FROZEN)
+        with contextlib.suppress(ProcessLookupError):
+            if os.getppid() == self._pid:
                 os.kill(self._pid, signal.SIGKILL)
-            self._looks.clear()
 
     def _connected(self) -> socket.socket | None:
         """Return the connection to the process that replaces lost ranks; None if there is no way to it now."""

@@ -36,7 +36,7 @@ class Watcher:
         self._lock = threading.Lock()  # a generation that was left is not freed afterwards: the next may have begun
         self._generation: int | None = None
         self._has_left = False  # the training thread has left the function: it is freed no more
-        self._over_s: float | None = None  # since when the generation is seen to be over
+        self.over_s: float | None = None  # since when the generation is seen to be over
         self._watchdog = WatchdogProcess(meeting.place)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memstore-generation", daemon=True)
@@ -45,7 +45,7 @@ class Watcher:
     def guard(self, generation: int) -> None:
         """Free the training thread when this generation is over."""
         with self._lock:
-            self._generation, self._has_left, self._over_s = generation, False, None
+            self._generation, self._has_left, self.over_s = generation, False, None
 
     def leaving(self) -> None:
         """Leave the training thread alone: it has left the function, and tears the generation down."""
@@ -79,8 +79,8 @@ class Watcher:
         with self._lock:
             if generation != self._generation:
                 return
-            self._over_s = self._over_s or time.monotonic()
-            if time.monotonic() - self._over_s > self._meeting.place.leave_s:
+            self.over_s = self.over_s or time.monotonic()
+            if time.monotonic() - self.over_s > self._meeting.place.leave_s:
                 self._kill(generation)
             if self._has_left:
                 return

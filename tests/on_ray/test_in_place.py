@@ -65,6 +65,21 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
     for end, losses in zip(ends, unbroken, strict=True):
         assert max(end.losses) == STEPS - 1
         assert end.losses.items() <= losses.items()
+    check_events(cluster, name, lost, "frozen" if "stop" in faults.values() else "ended")
+
+
+def check_events(cluster: EmbeddedCluster, job: str, lost: set[int], cause: str) -> None:
+    """Every lost rank is named with why; the phases of a recovery take no longer than all of it."""
+    events = cluster.events(job)
+    replaced = [row for event in events if event["event"] == "replaced" for row in event["replaced"]]
+    assert {row["rank"] for row in replaced} == lost
+    assert {row["cause"] for row in replaced} <= {cause, "ray"}  # Ray may be the first to see it
+    assert {host for row in replaced for host in (row["host"], row["to_host"])} <= {"h1", "h2"}
+    first = next(event for event in events if event["event"] == "recovered")
+    earlier = [event for event in events if event["event"] == "commit" and event["attempt"] < first["attempt"]]
+    committed_s = earlier[-1]["wall_s"]  # it died after that, or trained no further
+    assert list(first["seconds"])[-4:] == ["meet", "rebuild", "get", "first_step"]
+    assert sum(first["seconds"].values()) <= first["wall_s"] - committed_s + 0.01
 
 
 def test_an_exception_of_the_users_code_is_no_loss(cluster: EmbeddedCluster) -> None:

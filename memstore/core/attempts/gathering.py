@@ -8,7 +8,7 @@ from typing import Any
 
 from memstore.core.cluster.job import Attempt, Call
 from memstore.core.cluster.rank_calls import Replies
-from memstore.core.wire.calls import AssignRanks, Join, Rewind
+from memstore.core.wire.calls import AssignRanks, InPlace, Join, Rewind
 from recovery.inventory import StepId
 
 
@@ -26,7 +26,7 @@ class Entrant:
     shard: int | None = None
     shards: int | None = None
     is_fresh: bool = False
-    is_in_place: bool = False
+    in_place: InPlace | None = None
     limit_s: float = 0.0  # how long it waits from its question on: what is left of its connect(), or its attempt's
     is_gone: bool = False  # it died before its attempt opened
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from memstore.core.attempts.attempt_numbers import AttemptNumbers
 from memstore.core.attempts.gathering import Entrant, Gathering, joining
 from memstore.core.attempts.generation_key import newer_number
+from memstore.core.attempts.in_place import recovery_before
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
@@ -295,7 +296,7 @@ class Attempts:
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s, order=gathering.order,
                 shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
-                is_in_place=first.is_in_place,
+                generation=first.in_place.generation if first.in_place is not None else 0,
             )
         )  # fmt: skip
         self.journal.record(opened)
@@ -327,7 +328,8 @@ class Attempts:
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
             dict(fact.config), members, order=fact.order, shard_of=fact.shard_of, writers=fact.writers,
-            opened_s=fact.wall_s, is_in_place=fact.is_in_place,
+            opened_s=fact.wall_s, generation=fact.generation,
+            recovery=recovery_before(fact, job, joined),
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}

@@ -48,7 +48,7 @@ class AttemptOpened(FactBase, frozen=True):
     order: tuple[int, ...] = ()  # by rank: the launcher's number; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
     writers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
-    is_in_place: bool = False  # its launch kept the processes that were left (R20)
+    generation: int = 0  # of recovery in place: its launch kept the processes that were left (R20)
 
 
 class RestoreDecided(FactBase, frozen=True):

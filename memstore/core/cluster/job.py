@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
+from memstore.core.cluster.recovery import Recovery
 from memstore.core.cluster.step_phases import StepPhases
 from memstore.core.schedule.step_pace import Pace
 from memstore.core.wire.codec import Request
@@ -76,9 +77,15 @@ class Attempt:
     order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
-    is_in_place: bool = False  # its launch kept the processes that were left
+    generation: int = 0  # of recovery in place; 0: an ordinary launch
+    recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether its launch kept the processes that were left."""
+        return self.generation > 0
 
     @property
     def trained_step(self) -> int:
@@ -125,7 +132,7 @@ class Attempt:
             launched,
             self.shard_of,
             self.writers,
-            self.is_in_place,
+            self.generation,
         )
 
 

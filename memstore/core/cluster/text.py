@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from memstore.core.cluster.job import Job
+from memstore.core.wire.status_rows import Cause, ReplacedRow
 
 HOSTS_MAX = 5  # hosts that a message names
+RANKS_MAX = 5  # replaced ranks that a message names
+CAUSES: Mapping[Cause, str] = {
+    "ended": "its process ended",
+    "frozen": "its process was frozen",
+    "silent": "its host did not answer",
+    "unwatched": "it lost its watchdog, and no other one came: its process ended, too",
+    "ray": "Ray says that its process ended",
+}
 
 
 def listed(values: list[int], limit: int = 10) -> str:
@@ -59,3 +68,23 @@ def who_is_missing(missing: list[int], world_size: int, done: str) -> str:
 def ranks_text(ranks: list[int]) -> str:
     """Return "rank 1", or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"
+
+
+def replaced_text(rows: Sequence[ReplacedRow]) -> str:
+    """Return "rank 3 of h2 was replaced on h5 by a spare (its process ended)", for RANKS_MAX ranks at most."""
+    texts = [
+        f"rank {row.rank}{f' of {row.host}' if row.host else ''} was replaced on {row.to_host} by "
+        f"{'a spare' if row.is_spare else 'a new worker'} ({CAUSES[row.cause]})"
+        for row in rows[:RANKS_MAX]
+    ]
+    more = [f"{plural(len(rows) - RANKS_MAX, 'more rank')}"] if len(rows) > RANKS_MAX else []
+    return ", ".join([*texts, *more]) or "which ranks were replaced is not known"
+
+
+def phases_text(seconds: Mapping[str, float]) -> str:
+    """Return the seconds of phases as text.
+
+    >>> phases_text({"meet": 0.25, "first_step": 1.0})
+    'meet 0.25 s, first step 1.00 s'
+    """
+    return ", ".join(f"{phase.replace('_', ' ')} {took_s:.2f} s" for phase, took_s in seconds.items())

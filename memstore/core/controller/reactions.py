@@ -76,6 +76,7 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
         e.DrainChanged: (lambda event: membership.recompute_all_placements(),),
         e.AttemptBegun: (
+            record.attempt_begun,
             lambda event: p.rounds.abort(
                 event.job, "FencedError", f"attempt {event.attempt} of job {event.job!r} was opened"
             ),

@@ -27,7 +27,7 @@ PROBLEMS = frozenset(
 KINDS = ROUTINE | PROBLEMS | {
     "redundant", "superseded", "whole", "restore", "attempt", "members", "closed", "removed", "forked", "pinned",
     "unpinned", "lifted", "host_joined", "host_live", "replicas_agree", "drain", "drained", "drain_over", "repair",
-    "repaired", "term",
+    "repaired", "term", "replaced", "recovered",
 }  # fmt: skip
 
 

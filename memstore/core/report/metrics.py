@@ -6,6 +6,7 @@ Ray exports them with `ray_` before the name; `memstore/grafana/` draws and watc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ JOB, HOST = ("job_name",), ("host",)
 STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMMIT_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 RESTORE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+RECOVERY_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ _GAUGES: tuple[Row, ...] = (
     ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
     ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
     ("job_running", JOB, "1 while an attempt of the job is open."),
+    ("job_generation", JOB, "Generation of recovery in place that runs; 0: an ordinary launch."),
     ("committed_step", JOB, "Newest committed step of the lineage."),
     ("commit_age_seconds", JOB, "Age of the newest commit of a running job: what a death of all ranks would cost."),
     ("commit_age_steps", JOB, "Steps put after the newest commit of a running job."),
@@ -65,6 +68,8 @@ _COUNTERS: tuple[Row, ...] = (
     ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
     ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
     ("steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many."),
+    ("replaced_ranks_total", (*JOB, "cause"), "Ranks replaced in place: ended, frozen, silent, unwatched, ray."),
+    ("recovery_phase_seconds_total", (*JOB, "phase"), "Seconds of recoveries in place, by phase."),
     ("repaired_copies_total", JOB, "Copies that repair made."),
     ("repaired_bytes_total", JOB, "Bytes of the copies that repair made."),
     ("durable_writes_total", (*JOB, "outcome"), "Durable writes by outcome: written, failed, abandoned."),
@@ -74,6 +79,7 @@ _DURATIONS: tuple[tuple[str, tuple[float, ...], str], ...] = (
     ("time_to_commit_seconds", COMMIT_S, "From the first rank's put to the commit."),
     ("time_to_redundant_seconds", COMMIT_S, "From the first rank's put to all copies asked for."),
     ("restore_seconds", RESTORE_S, "From the first rank's get to the release of all ranks."),
+    ("recovery_seconds", RECOVERY_S, "From the loss of a rank to the first commit after its replacement in place."),
 )
 _ARENA: tuple[Row, ...] = (
     ("arena_used_bytes", HOST, "Arena bytes in use."),
@@ -139,6 +145,7 @@ def _job_gauges(newest: AttemptStatus, serving_s: float) -> dict[str, float]:
     newest_step = -1 if step is None else step
     return {
         "job_running": float(is_running),
+        "job_generation": newest.generation,
         "committed_step": newest_step,
         "commit_age_seconds": newest.committed_s if is_running and newest.committed_s is not None else 0.0,
         "commit_age_steps": max(0, newest.training_step - newest_step) if is_running else 0,
@@ -209,6 +216,16 @@ def _restore(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
     return samples
 
 
+def _replaced(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
+    causes = Counter(row["cause"] for row in fields["replaced"])
+    return [_one("replaced_ranks_total", h, cause, value=count) for cause, count in causes.items()]
+
+
+def _recovered(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
+    phases = [_one("recovery_phase_seconds_total", h, phase, value=s) for phase, s in fields["seconds"].items()]
+    return [_one("recovery_seconds", h, value=sum(fields["seconds"].values())), *phases]
+
+
 def _skip(h: StoreEvent, fields: Mapping[str, Any]) -> list[Sample | None]:
     samples = [_one("skips_total", h)]
     if fields.get("stall_s"):  # a put that was skipped has no seal that could carry how long it blocked
@@ -225,6 +242,8 @@ _COUNTED: dict[str, Callable[[StoreEvent, Mapping[str, Any]], list[Sample | None
     "replicas_differ": lambda h, f: [_one("replicas_differ_total", h)],
     "superseded": lambda h, f: [_one("superseded_total", h)],
     "restore": _restore,
+    "replaced": _replaced,
+    "recovered": _recovered,
     "restore_failed": lambda h, f: [_one("restores_total", h, "failed")],
     "repaired": lambda h, f: [
         _one("repaired_copies_total", h, value=f["shards"]),

@@ -242,6 +242,7 @@ class EventRecorder:
                 seconds=phases(committed=took_s, redundant=None if fact.is_degraded else took_s),
             )  # fmt: skip
             self._pass_over(job, step)
+            self._recovered(job, fact)
         if putting is not None:
             putting.is_committed = True
             if not fact.is_degraded:
@@ -274,12 +275,41 @@ class EventRecorder:
             **found,
         )  # fmt: skip
 
+    # -- recovery in place ------------------------------------------------------------------------
+
+    @never_raises
+    def attempt_begun(self, event: e.AttemptBegun) -> None:
+        """Record which ranks were replaced before a generation of recovery in place."""
+        attempt = self.state.jobs[event.job].attempts[event.attempt]
+        if attempt.recovery is not None:
+            self.add(
+                "replaced", job=event.job, attempt=event.attempt, generation=attempt.generation,
+                replaced=[asdict(row) for row in attempt.recovery.replaced],
+            )  # fmt: skip
+
+    def _recovered(self, job: Job, fact: f.StepCommitted) -> None:
+        """Record the seconds of all phases of a recovery with the first commit of its generation."""
+        attempt = job.attempts.get(fact.attempt)
+        if attempt is None or attempt.recovery is None or attempt.recovery.is_over:
+            return
+        recovery = attempt.recovery
+        recovery.end_phase("first_step", self.state.now)
+        self.add(
+            "recovered", job=job.name, attempt=fact.attempt, step=fact.step, rank=recovery.rank, host=recovery.host,
+            generation=attempt.generation,
+            seconds={phase: rounded(took_s) for phase, took_s in recovery.seconds.items()},
+        )  # fmt: skip
+
     # -- restores -------------------------------------------------------------------------------
 
     @never_raises
     def restored(self, event: e.RoundReleased) -> None:
         """Record a restored step: every rank has it (R23)."""
         active, report = event.round, event.report
+        recovery = self.state.jobs[active.job].attempts[active.attempt].recovery
+        if recovery is not None and active.is_adopting:
+            recovery.end_phase("rebuild", active.planned_s)
+            recovery.end_phase("get", self.state.now)
         self.add(
             "restore", job=active.job, attempt=active.attempt, step=event.step.step, verdict=report.verdict,
             of_attempt=event.step.attempt, ranks=len(active.calls), adopted=active.is_adopting,

@@ -126,7 +126,7 @@ class StatusReport:
         )  # fmt: skip
 
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
-        newest, on_storage = job.newest_committed, job.newest_durable
+        newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement = self.view.placement(job)
         durable = self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
@@ -134,6 +134,9 @@ class StatusReport:
         short = looked.short if looked is not None else {}
         return AttemptStatus(
             phase=attempt.phase,
+            generation=attempt.generation,
+            replaced=list(recovery.replaced) if recovery is not None else [],
+            recovery_s=dict(recovery.seconds) if recovery is not None else {},
             world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from memstore.core.wire.codec import Decoder, Request, Setting
-from memstore.core.wire.ids import Name, Positive, Unsigned
+from memstore.core.wire.codec import Decoder, Part, Request, Row, Setting
+from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.replies import (
     CopyDropped,
@@ -33,10 +33,43 @@ from memstore.core.wire.replies import (
     StepList,
     VerifyResult,
 )
+from memstore.core.wire.status_rows import Cause
 
 R = TypeVar("R")
 
 # -- ranks --------------------------------------------------------------------------------------------
+
+
+class RankLoss(Row, frozen=True):
+    """A process of a rank that was lost, and replaced by another one."""
+
+    rank: Unsigned
+    """As its launcher calls it."""
+    generation: Unsigned
+    """The first one that its replacement may take part in."""
+    cause: Cause
+    is_spare: bool
+    """The replacement had waited as a spare."""
+    silent_s: Seconds
+    """For so long nothing came from it before it counted as lost; 0: its end was seen."""
+
+
+class InPlace(Part, frozen=True):
+    """What one rank knows of a recovery in place; its durations are by its own clock, one after the other."""
+
+    generation: Positive
+    losses: tuple[RankLoss, ...]
+    """Those of the run, newest last; of its rank 0 alone."""
+    detect_s: Seconds | None
+    """From the exception that left the function until a loss was known; None: this process is new, as below."""
+    abort_s: Seconds | None
+    """Until all of the generation before was torn down."""
+    replace_s: Seconds | None
+    """Until all ranks had come, the replacements among them."""
+    meet_s: Seconds
+    """Until their process group was made."""
+    build_s: Seconds
+    """Until this call."""
 
 
 class Join(Request[Joined], frozen=True, tag="join"):
@@ -56,8 +89,8 @@ class Join(Request[Joined], frozen=True, tag="join"):
     shard: Unsigned | None
     shards: Positive | None
     limit_s: float
-    in_place: bool = False
-    """The launch replaces ranks that were lost, and keeps the processes of the others."""
+    in_place: InPlace | None = None
+    """The launch replaces ranks that were lost, and keeps the processes of the others; None: an ordinary one."""
 
 
 class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):

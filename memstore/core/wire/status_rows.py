@@ -192,6 +192,23 @@ class ShortRow(Part, frozen=True):
     why_not: str
 
 
+Cause = Literal["ended", "frozen", "silent", "unwatched", "ray"]
+"""Why a rank is lost: its process ended or was frozen, its host is silent, its watchdog is gone, or Ray says so."""
+
+
+class ReplacedRow(Part, frozen=True):
+    """A lost rank, and who took its place."""
+
+    rank: Unsigned
+    """As its launcher calls it."""
+    host: str
+    """Where it was lost; "": not known any more."""
+    to_host: str
+    cause: Cause
+    is_spare: bool
+    """The process that took its place had waited as a spare."""
+
+
 class DifferingRow(Part, frozen=True):
     """Two ranks that name one shard and put different bytes."""
 
@@ -205,6 +222,9 @@ class AttemptStatus(Part, frozen=True):
     """The newest attempt of a job, and its newest steps."""
 
     phase: str
+    generation: Unsigned
+    replaced: list[ReplacedRow]
+    recovery_s: dict[str, float]
     world_size: Unsigned
     ranks_alive: Unsigned
     shards: Unsigned

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from memstore.config import check_given_whole
+from memstore.core.wire.calls import InPlace
 from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import read_boot_id
@@ -58,7 +59,8 @@ class Launch:
     key: str | None
     launcher: str
     source: str
-    is_in_place: bool = False  # it replaces lost ranks and keeps the processes of the others
+    in_place: InPlace | None = None  # it replaces lost ranks and keeps the processes of the others
+    since_s: float = 0.0  # on the monotonic clock: when the last phase of `in_place` ended
 
 
 _given_launch: Launch | None = None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.inplace.lifelines import BLIP_S, UNWATCHED_S, End, Lifelines, Roll, parse_hello
-from memstore.inplace.watchdog import BYE, GONE
+from memstore.inplace.watchdog import BYE, FROZEN, GONE
 from memstore.testing.clusters.processes import wait_for
 
 
@@ -86,15 +86,17 @@ class Ranks:
 def test_the_last_line_of_a_connection_says_what_its_end_means() -> None:
     """A rank whose watchdog says `bye` is not lost, nor is one by the connection of a stranger."""
     ranks = Ranks(Lifelines("run", 60.0))
-    left, gone, stranger = (ranks.connect(line) for line in (b"run 0 1\n", b"run 1 1\n", b"old 2 1\n"))
+    lines = (b"run 0 1\n", b"run 1 1\n", b"run 2 1\n", b"old 2 1\n")
+    left, gone, frozen, stranger = map(ranks.connect, lines)
     assert ranks.look() == {}
     wait_for(lambda: ranks.look() == {} and stranger.recv(1) == b"", "the stranger to be sent away")
     left.sendall(BYE)
     gone.sendall(GONE)
-    wait_for(lambda: ranks.look() == {1: End.GONE}, "the end of rank 1")
-    assert left.recv(1) == gone.recv(1) == b""
+    frozen.sendall(FROZEN)
+    wait_for(lambda: ranks.look() == {1: End.GONE, 2: End.FROZEN}, "the ends of ranks 1 and 2")
+    assert left.recv(1) == gone.recv(1) == frozen.recv(1) == b""
     ranks.lifelines.close()
-    for sock in (left, gone, stranger):
+    for sock in (left, gone, frozen, stranger):
         sock.close()
 
 

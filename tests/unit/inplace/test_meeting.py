@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from memstore.core.wire.calls import RankLoss
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace import meeting as meeting_file
 from memstore.inplace.meeting import Meeting, MeetingServer, Place
@@ -188,3 +189,15 @@ def test_a_meeting_whose_server_is_gone_says_so(monkeypatch: pytest.MonkeyPatch)
     server.close()
     with pytest.raises(dist.DistError):
         meeting.is_over(0)
+
+
+def test_ranks_learn_who_was_replaced_before_their_generation(server: MeetingServer) -> None:
+    """A process that is lost without a word of its watchdog is lost by what Ray says; a later loss is a later line."""
+    server.begin(0)
+    assert rank(server, 0).losses(0) == ()
+    assert server.register(1, is_spare=True) == 2
+    server.begin(1)
+    assert server.register(0) == 2
+    first, second = RankLoss(1, 1, "ray", True, 0.0), RankLoss(0, 2, "ray", False, 0.0)
+    assert rank(server, 1, life=2).losses(1) == (first,)
+    assert rank(server, 1, life=2).losses(2) == (first, second)

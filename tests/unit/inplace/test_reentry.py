@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from memstore.core.wire.calls import InPlace
 from memstore.errors import GatherTimeout
 from memstore.inplace import generation, reentrant, reentry
 from memstore.inplace.meeting import Meeting, MeetingServer, Place
@@ -60,9 +61,9 @@ def test_the_function_runs_in_a_process_group_and_a_launch_of_its_generation(ser
         dist.all_reduce(torch.ones(1))
         launch = detect_launch(env={})
         assert (launch.rank, launch.world_size, launch.launcher) == (0, 1, "launcher")
-        return now.number, launch.key, launch.is_in_place
+        return now.number, launch.key, launch.in_place is None
 
-    assert train() == (0, "in-place:run:0", False)
+    assert train() == (0, "in-place:run:0", True)
     assert generation() is None
     assert not dist.is_initialized()
     assert c10d._new_process_group_helper is make_group
@@ -112,6 +113,7 @@ def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingS
     join_meeting(place(server, 0, 1))
     server.begin(0)
     seen: list[tuple[int, bool, object]] = []
+    entered: list[InPlace | None] = []
 
     @reentrant
     def train() -> str:
@@ -119,6 +121,7 @@ def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingS
         assert now is not None
         seen.append((now.number, now.is_first_here, now.kept.get("compiled")))
         now.kept["compiled"] = "code"
+        entered.append(detect_launch(env={}).in_place)
         if now.number == 0:
             server.mark_broken()
             server.begin(1)
@@ -127,3 +130,8 @@ def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingS
 
     assert train() == "done"
     assert seen == [(0, True, None), (1, False, "code")]
+    first, second = entered
+    assert first is None
+    assert second is not None
+    assert (second.generation, second.losses) == (1, ())
+    assert None not in (second.detect_s, second.abort_s, second.replace_s)

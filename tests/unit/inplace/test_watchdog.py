@@ -158,14 +158,14 @@ def test_a_stopped_rank_is_killed(rank: subprocess.Popen[str], line: Line) -> No
     """SIGKILL ends a stopped process, so its peers' connections break at once."""
     rank.send_signal(signal.SIGSTOP)
     assert rank.wait(ARRIVES_S) == -signal.SIGKILL
-    assert line.last_word() == "gone\n"
+    assert line.last_word() == "frozen\n"
 
 
 def test_a_rank_that_waits_while_it_holds_the_interpreter_is_killed(rank: subprocess.Popen[str], line: Line) -> None:
     """Nothing of it goes on, though its process is not stopped."""
     tell(rank, "sleep")
     assert rank.wait(ARRIVES_S) == -signal.SIGKILL
-    assert line.last_word() == "gone\n"
+    assert line.last_word() == "frozen\n"
 
 
 def test_a_rank_that_computes_while_it_holds_the_interpreter_is_left_alone(
@@ -196,7 +196,7 @@ def test_a_watchdog_that_is_killed_is_started_again(rank: subprocess.Popen[str],
     line.next_watchdog()
     rank.send_signal(signal.SIGSTOP)
     assert rank.wait(ARRIVES_S) == -signal.SIGKILL
-    assert line.last_word() == "gone\n"
+    assert line.last_word() == "frozen\n"
 
 
 @pytest.mark.parametrize("program", [FORKS + RANK + "os.write(let_go, b'.' * 9)"])

@@ -14,9 +14,11 @@ from typing import Any
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.attempts.generation_key import generation_key
+from memstore.core.wire.calls import RankLoss
 from memstore.core.wire.replies import Joined
 from memstore.errors import FencedError, GatherTimeout
 from memstore.inplace.membership import NONE, Coming, is_over
+from memstore.inplace.phases import Leaving, in_place_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.rank import GET_S, THAW_POLL_S, SimRank
 from memstore.testing.simulator.world.processes import Answer, CallFailed, Holder, ShardRead
@@ -34,6 +36,7 @@ class SimBoard:
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
+        self.losses: list[RankLoss] = []
 
     def number(self, key: str) -> int:
         """Return a number that was put there; NONE if none was."""
@@ -64,6 +67,8 @@ class InPlaceProcess:
         self.is_left = False  # its launcher takes it for dead, and cannot end it
         self.has_raised = False  # its function ended by an exception that is no loss
         self.generation = NONE  # that it watches; NONE: none
+        self.leaving: Leaving | None = None  # of the generation before
+        self.met_s = 0.0
         self.stores_count = 0
         self.former: list[InPlaceRank] = []  # stores that it has left and not closed
         self.ended: list[Owner] = []  # stores that it has closed since a hello that was welcomed
@@ -82,7 +87,10 @@ class InPlaceProcess:
             while True:
                 last = yield from self._meet(last)
                 yield from self._enter(last)
-                if not (yield from self._is_over(last)):
+                failed_s = self.world.now
+                is_over = yield from self._is_over(last)
+                self.leaving = Leaving(failed_s, self.world.now, self.world.now)
+                if not is_over:
                     self.store.why = self.store.why or "its function raised"
                     self.has_raised = True
                     return
@@ -97,6 +105,7 @@ class InPlaceProcess:
         )  # fmt: skip
         while (number := coming.look(self.world.now)) is None:
             yield LOOK_S
+        self.met_s = self.world.now
         self.checker.generations.met(self.run, number, self.rank, self.pid)
         return number
 
@@ -199,8 +208,12 @@ class InPlaceRank(SimRank):
         self.process.ended = [owner for owner in self.process.ended if owner not in self.in_hello]
 
     def named(self) -> dict[str, Any]:
-        """Return whether its launch keeps the processes that are left."""
-        return {"in_place": self.number > 0}
+        """Return what it knows of the recovery in place that its launch is."""
+        if self.number == 0:
+            return {}
+        process, now = self.process, self.world.now
+        losses = tuple(process.board.losses) if self.rank == 0 else ()
+        return {"in_place": in_place_of(self.number, losses, process.leaving, process.met_s, now)}
 
     def joined(self, answer: Joined) -> None:
         """Take its place in an attempt; the process's former stores end."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from memstore.core.wire.calls import RankLoss
+from memstore.inplace.lifelines import End
 from memstore.inplace.membership import Membership
 from memstore.testing.simulator.rank.in_place import InPlaceProcess, SimBoard
 from memstore.testing.simulator.run.cluster import Cluster
@@ -144,6 +146,9 @@ class _Run:
 
     def _start_replacement(self, rank: int) -> None:
         cluster, old = self.cluster, self.processes[rank]
+        end = End.FROZEN if old.is_left or old.is_frozen else End.GONE
+        silent_s, generation = end.silent_s(HANG_AFTER_S), self.members.generation + 1
+        self.board.losses.append(RankLoss(rank, generation, end.cause, cluster.scenario.has_spares, silent_s))
         process = self._started(rank, self._host(old.host_id))
         cluster.note(f"rank {rank} of {self.run}: process {process.life} on {process.host_id} replaces {old.store.why}")
         self.processes[rank] = process

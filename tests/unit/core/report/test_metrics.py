@@ -152,7 +152,8 @@ def test_an_event_without_numbers_counts_nothing_by_itself(kind: str) -> None:
     """Only kinds that have their numbers are read: the others may look as they like."""
     numbered = {
         "put", "commit", "redundant", "skip", "superseded", "restore", "restore_failed", "repaired", "durable",
-        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "replicas_differ",
+        "durable_failed", "durable_abandoned", "host_dead", "unchanged", "replicas_differ", "replaced",
+        "recovered",
     }  # fmt: skip
     if kind not in numbered:
         assert counted(StoreEvent(1, kind, 0.0, job="a")) == []

@@ -1,0 +1,67 @@
+"""What the ranks of a generation of recovery in place report as they join, put together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memstore.core.attempts.gathering import Entrant
+from memstore.core.cluster.facts import AttemptOpened
+from memstore.core.cluster.job import Attempt, Job
+from memstore.core.cluster.recovery import Recovery
+from memstore.core.wire.calls import InPlace, RankLoss
+from memstore.core.wire.status_rows import ReplacedRow
+
+Arrival = tuple[float, Entrant, InPlace]  # when its join reached the controller
+
+
+def recovery_before(fact: AttemptOpened, job: Job, joined: Mapping[str, Entrant]) -> Recovery | None:
+    """Return the recovery that an attempt begins with; None for an ordinary launch, or one that another controller saw.
+
+    The phases are those of the rank that joined last. If that process is new, it has none before the meeting: then
+    they are those of the rank that tore down longest, for which the others waited.
+
+    Args:
+        fact: Of the attempt, which is not in the job yet.
+        job: Of the attempt.
+        joined: The processes that wait for it, by nonce.
+    """
+    entrants = [joined[nonce] for nonce in fact.nonces if nonce in joined]
+    arrivals = [(each.call.since_s, each, each.in_place) for each in entrants if each.in_place is not None]
+    if not arrivals:
+        return None
+    since_s, last, own = max(arrivals, key=lambda arrival: (arrival[0], arrival[2].build_s))
+    slowest = max((each for *_, each in arrivals), key=lambda each: each.abort_s or 0.0)
+    stayed = own if own.abort_s is not None else slowest
+    losses = _losses_since(job, fact.key or "", arrivals)
+    silent_s = losses[0].silent_s if losses else 0.0
+    measured = {
+        "detect": max(silent_s, stayed.detect_s or 0.0), "abort": stayed.abort_s, "replace": stayed.replace_s,
+        "meet": own.meet_s, "rebuild": own.build_s,
+    }  # fmt: skip
+    return Recovery(
+        _replaced(losses, job.newest, fact), last.rank, last.call.host_id, since_s,
+        {phase: took_s for phase, took_s in measured.items() if took_s is not None},
+    )  # fmt: skip
+
+
+def _losses_since(job: Job, key: str, arrivals: list[Arrival]) -> list[RankLoss]:
+    """Return the losses since the last generation that opened an attempt: one may break before its ranks connect."""
+    run = key.rpartition(":")[0]  # a key names the run and the generation (R20)
+    attempts = [each for each in job.attempts.values() if (each.key or "").rpartition(":")[0] == run]
+    before = max((each.generation for each in attempts), default=0)
+    return [loss for _, _, each in arrivals for loss in each.losses if loss.generation > before]
+
+
+def _replaced(losses: list[RankLoss], former: Attempt | None, fact: AttemptOpened) -> tuple[ReplacedRow, ...]:
+    """Return one row for each rank: why it was lost first, and who has its place now."""
+    firsts = {loss.rank: loss for loss in reversed(losses)}
+    lasts = {loss.rank: loss for loss in losses}
+    hosts = {former.launched(member.rank): member.host_id for member in former.members.values()} if former else {}
+    return tuple(
+        ReplacedRow(
+            rank=rank, host=hosts.get(rank, ""), to_host=fact.hosts[rank], cause=firsts[rank].cause,
+            is_spare=lasts[rank].is_spare,
+        )
+        for rank in sorted(firsts)
+        if rank < len(fact.hosts)
+    )  # fmt: skip
