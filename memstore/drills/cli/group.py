@@ -18,7 +18,7 @@ from memstore.config import MIB, Config
 from memstore.drills.cli.canary import canary
 from memstore.drills.cli.run import run
 from memstore.drills.model.catalogue import DRILLS, find, rows
-from memstore.drills.model.promises import FAMILIES, GOES_ON, PLACES, RUNNING, Drill
+from memstore.drills.model.promises import AFTERWARDS, FAMILIES, PLACES, RUNNING, Drill
 from memstore.drills.model.report import EXIT_CODES
 from memstore.drills.sites.site_options import (
     check_usage,
@@ -75,9 +75,8 @@ def list_drills(as_json: bool) -> None:
         return
     for family in FAMILIES:
         for entry in (d for d in DRILLS.values() if d.family == family):
-            after = "the ranks go on" if entry.flow == GOES_ON else "the ranks are restarted"
             places = "; ".join(PLACES[place] for place in entry.runs_on)
-            click.echo(f"{entry.name}  ({family}; {after})")
+            click.echo(f"{entry.name}  ({family}; {AFTERWARDS[entry.flow]})")
             lines = [("breaks", entry.breaks), ("touches", entry.touches), ("promised", entry.promise.words)]
             if entry.beyond:
                 lines.append(("beyond", f"{entry.beyond}; promised: a refusal, or the durable step"))

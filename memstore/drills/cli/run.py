@@ -18,7 +18,7 @@ import click
 from memstore.cli.options import Seconds
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
-from memstore.drills.model.promises import EMBEDDED, NAMESPACES, RUNNING, TIGHT
+from memstore.drills.model.promises import EMBEDDED, IN_PLACE, NAMESPACES, RUNNING, TIGHT
 from memstore.drills.model.report import PASS
 from memstore.drills.run.page import HEADS, cells, page, title_of
 from memstore.drills.sites.site_options import (
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 RECORD_NAME, PAGE_NAME = "drills.json", "drills.html"
 TIMEOUT_S = 1800.0
-SUITES = ("standard", "full")
+SUITES = ("standard", "full", IN_PLACE)
 
 
 @click.command("run", short_help="A suite of drills, one after the other; writes a report and a page.")
 @click.option("--suite", type=click.Choice(SUITES), default=SUITES[0], show_default=True,
-              help="full: every drill there is, and every play beyond the tolerance.")  # fmt: skip
+              help="full: every drill there is, and every play beyond; in-place: recovery in place.")  # fmt: skip
 @click.option("--out", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
               help=f"Where to write {RECORD_NAME} and {PAGE_NAME}; default: nowhere.")  # fmt: skip
 @click.option("--timeout-s", type=Seconds(1.0), default=TIMEOUT_S, show_default=True,

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.drills.model.promises import EMBEDDED, GOES_ON, LOCAL_ONLY, NAMESPACES, RUNNING, TIGHT, Drill, Promise
+from memstore.drills.model.promises import (
+    AFTERWARDS,
+    EMBEDDED,
+    GOES_ON,
+    IN_PLACE,
+    LOCAL_ONLY,
+    NAMESPACES,
+    RUNNING,
+    TIGHT,
+    Drill,
+    Promise,
+)
 from memstore.errors import ConfigError
 
 ANYWHERE = frozenset({"local", "peer", "mixed"})
@@ -19,6 +30,13 @@ OWN_DIRECTORY = "a directory of the drill's own"
 OWN_NETWORK = "hosts of the drill's own, in network namespaces"
 ERROR_SHOWN = f"{GOES_ON_WELL}, commits go on meanwhile, the status names the error, a durable step follows once"
 OWN: dict[str, Any] = {"runs_on": (EMBEDDED,), "is_standard": False}
+OWN_RANKS = "processes of the drill's own"
+SAME_TRAINING = "every loss equals a training without a fault, bit for bit, and each sample is committed once"
+OTHERS_STAY = f"0 steps lost, the other ranks keep their processes, {SAME_TRAINING}"
+AND_THE_MEMORY = "as well the memory of every host with a copy of its shard"
+REPLACED: dict[str, Any] = {
+    "promise": Promise(OTHERS_STAY, ANYWHERE), "flow": IN_PLACE, "runs_on": (EMBEDDED,), "is_standard": False,
+}  # fmt: skip
 ON_NETWORK: dict[str, Any] = {"flow": GOES_ON, "runs_on": (NAMESPACES,), "beyond_runs_on": (NAMESPACES,)}
 
 
@@ -237,6 +255,48 @@ _DRILLS = (
         "the link of one host goes down while a shard of its rank is half across",
         OWN_NETWORK, Promise(COPIES_AGAIN), **ON_NETWORK,
     ),
+    Drill(
+        "in-place-kill-rank", "in place", "one rank, with SIGKILL while all train", OWN_RANKS, beyond=AND_THE_MEMORY,
+        **REPLACED,
+    ),
+    Drill(
+        "in-place-kill-host", "in place", "every process of one host with its ranks, and its memory", "one host",
+        beyond="that host and every other host with a copy of its ranks' shards", **REPLACED,
+    ),
+    Drill(
+        "in-place-freeze-rank", "in place", "one rank stops (SIGSTOP) until its watchdog kills it", OWN_RANKS,
+        beyond=AND_THE_MEMORY, **REPLACED,
+    ),
+    Drill(
+        "in-place-pause", "in place",
+        "one rank stops for 2 s (SIGSTOP, SIGCONT), less than its watchdog allows; in-place-freeze-rank is beyond that",
+        OWN_RANKS,
+        **{**REPLACED, "promise": Promise(f"no rank is taken for lost, all keep their processes, {SAME_TRAINING}")},
+    ),
+    Drill(
+        "in-place-kill-spare", "in place", "a spare, with SIGKILL, and then a rank, which needs a new process",
+        OWN_RANKS, beyond=AND_THE_MEMORY, **REPLACED,
+    ),
+    Drill(
+        "in-place-kill-replacement", "in place",
+        "one rank, and its replacement while the other ranks wait for that in get()", OWN_RANKS,
+        beyond=AND_THE_MEMORY, **REPLACED,
+    ),
+    Drill(
+        "in-place-kill-two-hosts", "in place", "two hosts with a copy of the same shard at once, with three copies",
+        "two hosts", beyond="the third host with a copy as well", **REPLACED,
+    ),
+    Drill(
+        "in-place-kill-controller", "in place",
+        "one rank, and the controller while the other ranks wait for the replacement in get()", CONTROLLER,
+        beyond=AND_THE_MEMORY, **REPLACED,
+    ),
+    Drill(
+        "in-place-freeze-host", "in place",
+        "every process of one host with its ranks stops (SIGSTOP) until others train in its place, then wakes",
+        "one host", beyond=AND_THE_MEMORY,
+        **{**REPLACED, "promise": Promise(f"{OTHERS_STAY}; the zombies take part in nothing", ANYWHERE)},
+    ),
 )  # fmt: skip
 DRILLS = {drill.name: drill for drill in _DRILLS}
 
@@ -248,14 +308,19 @@ def find(name: str) -> Drill:
     return DRILLS[name]
 
 
+def suites_of(drill: Drill) -> list[str]:
+    """Return the suites that have a drill."""
+    return [*(["standard"] if drill.is_standard else []), "full", *([IN_PLACE] if drill.flow == IN_PLACE else [])]
+
+
 def rows() -> list[dict[str, Any]]:
     """Return the rows that `drill list --json` prints."""
     return [
         {
             "drill": d.name, "family": d.family, "breaks": d.breaks, "touches": d.touches, "promised": d.promise.words,
-            "beyond": d.beyond, "ranks": "restarted" if d.flow != GOES_ON else "go on", "runs_on": list(d.runs_on),
+            "beyond": d.beyond, "ranks": AFTERWARDS[d.flow], "runs_on": list(d.runs_on),
             "beyond_runs_on": list(d.beyond_runs_on) if d.beyond else [], "needs_victim": d.needs_victim,
-            "needs_root": d.needs_root, "suites": ["standard", "full"] if d.is_standard else ["full"],
+            "needs_root": d.needs_root, "suites": suites_of(d),
         }
         for d in DRILLS.values()
     ]  # fmt: skip

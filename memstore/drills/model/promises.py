@@ -21,10 +21,15 @@ PLACES = {
 # A process can be part of one Ray cluster at a time; so a suite opens only one of these at a time.
 ON_RAY = frozenset({EMBEDDED, RUNNING, TIGHT})
 
-# The flow after the fault: a launcher restarts the ranks, or they go on training.
-RESTART, GOES_ON = "restart", "goes-on"
+# The flow after the fault: a launcher restarts the ranks, or they go on training, or only lost ranks are replaced.
+RESTART, GOES_ON, IN_PLACE = "restart", "goes-on", "in-place"
+AFTERWARDS = {
+    RESTART: "the ranks are restarted",
+    GOES_ON: "the ranks go on",
+    IN_PLACE: "lost ranks are replaced, the others stay",
+}
 
-FAMILIES = ("ranks", "holders", "hosts", "control plane", "storage", "network")
+FAMILIES = ("ranks", "holders", "hosts", "control plane", "storage", "network", "in place")
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Promise:
     """The outcome in which a drill must end, as text and as limits."""
 
     words: str
-    # If the ranks are restarted:
+    # If the ranks are restarted, or replaced in place:
     verdicts: frozenset[str] = frozenset({"local"})  # allowed for the restore
     tiers: frozenset[str] = frozenset({"local", "peer"})  # may give bytes
     needs: str | None = None  # the tier that must give bytes

@@ -69,7 +69,7 @@ class Report:
         """Return for how many seconds the store held training up; None if that is not known.
 
         After a restart: detect, plan, transfer and load, without the launcher's own time. If the ranks went on
-        training: from the end of the fault to the next commit.
+        training: from the end of the fault to the next commit. In place: from the fault to the first step after it.
         """
         if self.seconds["resume"] is not None:
             return self.seconds["resume"]

@@ -49,6 +49,19 @@ class Restored:
         return ""
 
 
+def compared(got: Any, state: Any, rank: int, seed: int, nbytes: int) -> Restored:
+    """Compare a state, all or a part of what a get() returned, with the one made from (seed, rank, its step)."""
+    from memstore.drills.ranks.training import compare, make_state
+
+    fresh = make_state(seed, rank, got.step, nbytes)
+    equal, differences = compare(state, fresh)
+    whole, _ = compare(fresh, fresh)
+    return Restored(
+        rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
+        dict(got.bytes_by_tier), dict(got.seconds_by_phase),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PutRow:
     """The result of one put, as the rank saw it."""
@@ -131,7 +144,7 @@ class DrillRank:
 
         `which` is empty for the restore of an attempt, or names the step and the rank to read beside training (R27).
         """
-        from memstore.drills.ranks.training import alter, compare, make_state
+        from memstore.drills.ranks.training import alter
 
         rank = which.get("rank", self.store.rank)
         try:
@@ -143,13 +156,7 @@ class DrillRank:
             return Restored(rank, error="None", message=words)
         if is_altered:
             alter(got.state)
-        fresh = make_state(self.seed, rank, got.step, self.nbytes)
-        equal, differences = compare(got.state, fresh)
-        whole, _ = compare(fresh, fresh)
-        return Restored(
-            rank, got.step, got.source, got.source_reason, whole, equal, tuple(differences), got.ranks_moved,
-            dict(got.bytes_by_tier), dict(got.seconds_by_phase),
-        )  # fmt: skip
+        return compared(got, got.state, rank, self.seed, self.nbytes)
 
     def leave(self) -> None:
         """Close the store; after that the process can join another job."""

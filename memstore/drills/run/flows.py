@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from memstore.drills.model.promises import GOES_ON, REFUSED, RESTART
+from memstore.drills.model.promises import GOES_ON, IN_PLACE, REFUSED, RESTART
+from memstore.drills.model.report import Report
+from memstore.drills.ranks.in_place import LEFT, RESTORED, TRAINED
 from memstore.drills.ranks.ranks import Restored
 from memstore.drills.run.judgement import (
     judge_bytes,
@@ -16,9 +18,14 @@ from memstore.drills.run.judgement import (
     record_comparison,
     record_restore,
 )
+from memstore.drills.run.judgement_in_place import Played, broken_in_place
 from memstore.drills.scenes.scene import Scene
+from memstore.drills.scenes.scenes_in_place import InPlaceScene
 from memstore.drills.sites.drill_context import DrillContext
 from memstore.errors import DrillError, MemstoreError
+
+if TYPE_CHECKING:
+    from memstore.drills.sites.in_place_job import InPlaceJob
 
 READ_TRIES = 5  # each put from before the check can replace the newest step once
 
@@ -126,8 +133,7 @@ class Restart(Flow):
     def pass_words(self) -> str:
         report = self.context.report
         if report.verdict == REFUSED:
-            lines = [line.strip() for line in (report.message or "").splitlines()]
-            return f"refused: {lines[1] if len(lines) > 1 else lines[0]}"
+            return refused_words(report)
         lost = f"{report.rpo_steps} steps lost"
         if self.context.promise.is_lossless:
             return f"{lost} (promised 0) · {report.rto_s or 0.0:.1f} s without the launcher's restart"
@@ -201,4 +207,85 @@ class GoesOn(Flow):
         )
 
 
-FLOWS: dict[str, type[Flow]] = {RESTART: Restart, GOES_ON: GoesOn}
+class InPlace(Flow):
+    """Ranks that recover in place: those that are lost are replaced, all others enter the training function again."""
+
+    def __init__(self, context: DrillContext, scene: Scene) -> None:
+        super().__init__(context, scene)
+        self.faults, self.job = cast(InPlaceScene, scene), cast("InPlaceJob", context.job)
+        self.pids: dict[int, int] = {}  # by rank, before the fault
+        self.results: list[Restored] = []  # of the last restore
+        self.played: Played | None = None
+        self.error = ""  # that ended the training
+
+    def setup(self) -> None:
+        self.pids = {number: rank.pid for number, rank in enumerate(self.job.ranks)}
+
+    def recover(self) -> None:
+        """Let the scene end the fault, wait for the end of the training, and take what the ranks noted."""
+        context, job = self.context, self.job
+        self.scene.recover()
+        ends, self.error = job.finish()
+        notes = job.notes()
+        last = max(note.generation for note in notes)
+        self.played = Played(notes, ends, pids=self.pids, lost=self.faults.lost, last_step=job.limit)
+        found = {n.rank: n.restored for n in notes if n.what == RESTORED and n.generation == last}
+        self.results = [restored for _, restored in sorted(found.items()) if restored is not None]
+        left_s = min((n.at_s for n in notes if n.what == LEFT), default=None)
+        if left_s is not None:
+            context.report.seconds["detect"] = detect_s = round(left_s - self.faults.fault_s, 3)
+            first = f"generation 0, by the first rank {detect_s:.1f} s after the fault"
+            context.timeline.line("left", f"{first}; generation {last} trained to the end" if ends else first)
+        if self.results:
+            record_restore(context, self.results)
+        if ends:
+            again_s = min(n.at_s for n in notes if n.what == TRAINED and n.generation == last)
+            if left_s is not None:
+                context.report.seconds["resume"] = round(again_s - self.faults.fault_s, 3)
+            record_comparison(context, [*self.results, *(end.read for end in ends)])
+
+    def wait_for_recovery(self) -> None:
+        if not self.error and self.wait_copies():
+            line = self.context.timeline.line
+            line("redundant", f"{self.job.copies_text()} of step {self.job.committed_step()}")
+
+    def check(self) -> None:
+        from memstore.drills.ranks.in_place_model import unbroken
+
+        context, played = self.context, self.played
+        assert played is not None
+        if self.error and any(r.error for r in self.results):
+            judge_refusal(context, self.results, rank=self.scene.rank, holders=self.scene.holders)
+        elif self.error:
+            context.broken_promises.append(f"the training ended by {self.error}")
+        else:
+            read = [end.read for end in played.ends]
+            if self.results:
+                judge_restore(context, self.results, read)
+            else:
+                context.report.verdict = IN_PLACE
+                judge_bytes(context, read)
+        steps_count = 0 if self.error else self.job.limit + 1
+        oracle = unbroken(context.options.seed, len(self.pids), max(steps_count, played.steps_count))
+        context.broken_promises += broken_in_place(played, oracle)
+
+    def pass_words(self) -> str:
+        report, played = self.context.report, self.played
+        if report.verdict == REFUSED or played is None:
+            return refused_words(report)
+        stayed, losses = len(self.pids) - len(played.lost), sum(n.what == TRAINED for n in played.notes)
+        samples = sum(map(len, played.ends[0].history))
+        again = f"{report.rpo_steps} steps lost · training again {report.rto_s or 0.0:.1f} s after the fault · "
+        return (
+            f"{again if self.results else ''}{stayed} of {len(self.pids)} ranks kept their processes · {losses} losses "
+            f"equal, bit for bit · {samples} samples committed, each once"
+        )
+
+
+def refused_words(report: Report) -> str:
+    """Return what was refused, as text."""
+    lines = [line.strip() for line in (report.message or "").splitlines()]
+    return f"refused: {lines[1] if len(lines) > 1 else ''.join(lines)}"
+
+
+FLOWS: dict[str, type[Flow]] = {RESTART: Restart, GOES_ON: GoesOn, IN_PLACE: InPlace}

@@ -51,10 +51,16 @@ def judge_bytes(context: DrillContext, results: Sequence[Restored]) -> None:
         context.broken_promises.append(f"restored state differs from the one made again: {'; '.join(found[:3])}")
 
 
-def judge_restore(context: DrillContext, results: Sequence[Restored]) -> None:
-    """Require one whole step, the same on every rank, with its bytes from the promised tiers."""
+def judge_restore(context: DrillContext, results: Sequence[Restored], read: Sequence[Restored] = ()) -> None:
+    """Require one whole step, the same on every rank, with its bytes from the promised tiers.
+
+    Args:
+        context: Of the drill.
+        results: What the ranks restored.
+        read: What they read besides, such as the step with which the training ended.
+    """
     report, first, promise, broken = context.report, results[0], context.promise, context.broken_promises
-    judge_bytes(context, results)
+    judge_bytes(context, [*results, *read])
     if len({(r.step, r.verdict) for r in results}) != 1:
         broken.append(f"ranks got different steps: {sorted({str(r.step) for r in results})}")
     if first.verdict not in promise.verdicts:

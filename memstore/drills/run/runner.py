@@ -19,7 +19,7 @@ from memstore.drills.breaking.kept_up import KeptUp
 from memstore.drills.model import report as phases
 from memstore.drills.model.catalogue import find
 from memstore.drills.model.options import Options
-from memstore.drills.model.promises import RESTART, promised
+from memstore.drills.model.promises import GOES_ON, IN_PLACE, RESTART, promised
 from memstore.drills.model.report import BROKEN, ERROR, PASS, Report, Timeline
 from memstore.drills.run.flows import FLOWS
 from memstore.drills.run.safety import check_last_copies
@@ -64,11 +64,16 @@ def drill_context(name: str, site: Site, options: Options, print_line: Callable[
     config = options.config.with_fields(dict(SCENES[name].job_fields))
     promise = promised(drill, is_beyond=options.is_beyond, has_durable=config.durable is not None)
     report = Report(name, options.seed, promise.words, options.is_beyond)
+    made: Callable[..., ScratchJob] = ScratchJob
+    if drill.flow == IN_PLACE:
+        from memstore.drills.sites.in_place_job import InPlaceJob  # imports torch
+
+        made = partial(InPlaceJob, is_altered=options.is_altered, group_options=SCENES[name].group_options)
     return DrillContext(
         drill, site, options, config, promise,
         rng=random.Random(f"{name} {options.seed} {options.is_beyond}"),
         report=report, timeline=Timeline(report, print_line),
-        job=ScratchJob(site, f"drill-{name}", config, seed=options.seed, nbytes=options.nbytes),
+        job=made(site, f"drill-{name}", config, seed=options.seed, nbytes=options.nbytes),
     )  # fmt: skip
 
 
@@ -79,7 +84,7 @@ class DrillRun:
         drill, self.context, self.print_line = context.drill, context, print_line
         self.scene = SCENES[drill.name](context)
         # The play beyond the tolerance is judged by its restore, in every drill.
-        flow = RESTART if context.options.is_beyond else drill.flow
+        flow = RESTART if context.options.is_beyond and drill.flow == GOES_ON else drill.flow
         self.flow = FLOWS[flow](context, self.scene)
         self.watch = Watch(context.site, self.scene.detected)
 

@@ -14,16 +14,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memstore.drills.model.catalogue import DRILLS, find
+from memstore.drills.model.catalogue import DRILLS, find, suites_of
 from memstore.drills.model.options import Options, replay
-from memstore.drills.model.promises import ON_RAY, PLACES, RUNNING, TIGHT, Drill
+from memstore.drills.model.promises import IN_PLACE, ON_RAY, PLACES, RUNNING, TIGHT, Drill
 from memstore.drills.model.report import ERROR, Report, verdict_line
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import Site
 from memstore.errors import ConfigError
 
 STANDARD, FULL = "standard", "full"
-SUITES = (STANDARD, FULL)
+SUITES = (STANDARD, FULL, IN_PLACE)
 
 Opener = Callable[[], AbstractContextManager[Site]]
 
@@ -47,16 +47,16 @@ class Play:
 
 
 def plays_of(suite: str) -> list[Play]:
-    """Return the plays of a suite: the standard drills, or every drill and then every play beyond the tolerance.
+    """Return the plays of a suite: the standard drills; or every drill, or those in place, then the plays beyond.
 
     The cluster with little memory replaces the other one on Ray; so its plays come last.
     """
     if suite == STANDARD:
         return [Play(d) for d in DRILLS.values() if d.is_standard]
-    if suite == FULL:
-        beyond = [Play(d, is_beyond=True) for d in DRILLS.values() if d.beyond is not None]
-        plays = [*(Play(d) for d in DRILLS.values()), *beyond]
-        return sorted(plays, key=lambda play: TIGHT in play.places)
+    if suite in SUITES:
+        drills = [d for d in DRILLS.values() if suite in suites_of(d)]
+        beyond = [Play(d, is_beyond=True) for d in drills if d.beyond is not None]
+        return sorted([*map(Play, drills), *beyond], key=lambda play: TIGHT in play.places)
     raise ConfigError(f"there is no suite {suite!r}: use one of {', '.join(SUITES)}", field="suite", value=suite)
 
 

@@ -29,6 +29,7 @@ class Scene:
     name: ClassVar[str]  # as in the catalogue
     struck: ClassVar[str] = "rank {0.rank} on {0.victim_host}"  # the victim as text, with the scene's attributes
     job_fields: ClassVar[Mapping[str, Any]] = {}  # fields of the scratch job's Config that override the person's
+    group_options: ClassVar[Mapping[str, Any]] = {}  # of the InPlaceGroup, if ranks recover in place
     puts_count = 12  # puts per rank during the fault, if ranks put during it
     pause_s = 0.25  # between two of these puts
     hold_s = 0.0  # how long the fault lasts at least after it is noticed, if training goes on

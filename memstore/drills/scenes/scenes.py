@@ -6,6 +6,7 @@ from memstore.drills.scenes import (
     scenes_control,
     scenes_holders,
     scenes_hosts,
+    scenes_in_place,
     scenes_network,
     scenes_partition,
     scenes_ranks,
@@ -17,7 +18,7 @@ from memstore.drills.scenes.scene import Scene
 
 _FILES = (
     scenes_ranks, scenes_holders, scenes_hosts, scenes_control, scenes_ray, scenes_storage, scenes_tight,
-    scenes_network, scenes_partition,
+    scenes_network, scenes_partition, scenes_in_place,
 )  # fmt: skip
 SCENES: dict[str, type[Scene]] = {
     scene.name: scene

@@ -175,7 +175,15 @@ class ScratchJob:
     # -- the end ------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Remove the job, and give its processes back to the pool; skip what does not answer."""
+        """End the ranks, and remove the job; skip what does not answer."""
+        self.end_ranks()
+        with contextlib.suppress(MemstoreError):
+            self.site.ask(RemoveJob(job=self.name, force=True), CALL_S / 4)
+        if self.config.durable is not None:
+            shutil.rmtree(Path(self.config.durable) / self.name, ignore_errors=True)
+
+    def end_ranks(self) -> None:
+        """Give the processes back to the pool; kill those that do not leave."""
         kill_actors(self.spares)
         try:
             self.leave(CALL_S / 4)
@@ -183,7 +191,3 @@ class ScratchJob:
         except MemstoreError:
             kill_actors(self.ranks)
         self.ranks, self.spares = [], []
-        with contextlib.suppress(MemstoreError):
-            self.site.ask(RemoveJob(job=self.name, force=True), CALL_S / 4)
-        if self.config.durable is not None:
-            shutil.rmtree(Path(self.config.durable) / self.name, ignore_errors=True)
