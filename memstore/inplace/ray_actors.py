@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from memstore.config import check_whole
 from memstore.core.cluster.text import CAUSES
@@ -20,6 +20,8 @@ from memstore.inplace.reentry import join_meeting, reentrant
 
 log = logging.getLogger("memstore")
 POLL_S = 0.05
+SPARE_LOOK_S = 2.0  # between two questions to a spare
+SPARE_ANSWERS_S = 1.0  # longest wait for a spare's answer, with which it takes the place of a rank
 SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
 
 
@@ -89,7 +91,8 @@ class _Run:
         self.actors: dict[int, Any] = {}  # by rank
         self.waiting: dict[Any, int] = {}  # the end of each rank's function -> rank
         self.results: dict[int, Any] = {}
-        self.spares: dict[Any, Any] = {}  # the end of a spare's warm-up -> the spare
+        self.spares: dict[Any, Any] = {}  # the end of a spare's warm-up, or its last answer -> the spare
+        self.looked_s = 0.0  # when the spares were last asked for an answer
         self.spares_due_s: float | None = None
         self.losses = 0
 
@@ -140,15 +143,30 @@ class _Run:
 
     def _spare(self) -> Any:
         """Return a spare that is ready; None if there is none."""
-        ready, _ = ray.wait(list(self.spares), num_returns=1, timeout=0) if self.spares else ([], [])
+        ready, _ = ray.wait(list(self.spares), num_returns=len(self.spares), timeout=0) if self.spares else ([], [])
+        for ref in ready:
+            actor = self.spares.pop(ref)
+            try:
+                ray.get([ref, actor.answer.remote()], timeout=SPARE_ANSWERS_S)  # it may have died, or be frozen, since
+            except RayError:
+                ray.kill(actor)
+                continue
+            return actor
+        return None
+
+    def _look_at_spares(self) -> None:
+        """Ask each spare that answered last time to answer again; forget those that have died."""
+        self.looked_s = time.monotonic()
+        ready, _ = ray.wait(list(self.spares), num_returns=len(self.spares), timeout=0) if self.spares else ([], [])
         for ref in ready:
             actor = self.spares.pop(ref)
             try:
                 ray.get(ref)
-            except RayActorError:
-                return self._spare()
-            return actor
-        return None
+            except RayError as exc:
+                log.warning("memstore: a spare is lost, and replaced in %g s: %s", SPARE_AFTER_S, exc)
+                self.spares_due_s = self.spares_due_s or self.looked_s + SPARE_AFTER_S
+                continue
+            self.spares[actor.answer.remote()] = actor
 
     def _end_lost(self) -> None:
         """End the actors that are lost and of which Ray does not know yet."""
@@ -159,6 +177,8 @@ class _Run:
                 ray.kill(self.actors[rank])
 
     def _start_spares(self) -> None:
+        if time.monotonic() - self.looked_s > SPARE_LOOK_S:
+            self._look_at_spares()
         if self.spares_due_s is not None and time.monotonic() >= self.spares_due_s:
             self.spares_due_s = None
             while len(self.spares) < self.group.spares_count:
@@ -178,6 +198,9 @@ class _Member:
         """Do what takes seconds and needs no rank: the function's module, and torch.distributed's first call."""
         ray.get(function[0])
         warm_torch()
+
+    def answer(self) -> None:
+        """Show that this process is there."""
 
     def run(self, place: Place, function: list[Any], args: tuple[Any, ...]) -> Any:
         """Call the function as this rank, in every generation."""
