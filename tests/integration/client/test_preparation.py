@@ -222,7 +222,10 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
     cluster.wait_live("h1", "h2")
     with ranks(cluster, 1) as (reader,):
         assert reader.get().step == 1
-        wait_for(lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK, "growth for the reader's puts", WAIT_S)
+        wait_for(
+            lambda: claimed_bytes(cluster, "h1") >= 3 * 64 * CHUNK, "growth for the reader's puts", WAIT_S,
+            seen=lambda: cluster.status()["hosts"],
+        )  # fmt: skip
         with ranks(cluster, 1, "other") as (other,):
             assert other.put(1, state_of(128 * CHUNK)).wait("committed", WAIT_S).level == "committed"
 
