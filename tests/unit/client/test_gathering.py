@@ -46,9 +46,13 @@ def test_who_waits_says_for_whom(
         assert said[0].endswith("waiting for rank 1 (up to 60 s)")
 
         where = ["--store", cluster.config.store, "--arena-dir", cluster.config.arena_dir]
-        shown = CliRunner().invoke(main, ["status", *where]).stdout
-        assert "gathering 1/2" in shown
-        assert "a launch gathers: 1 of 2 ranks have come" in " ".join(shown.split())
+
+        def shown() -> str:
+            return " ".join(CliRunner().invoke(main, ["status", *where]).stdout.split())
+
+        assert "gathering 1/2" in shown()
+        # The controller counts from the join's arrival, so that it may say so a little later than the rank does.
+        wait_for(lambda: "a launch gathers: 1 of 2 ranks have come" in shown(), "the launch's line", seen=shown)
         [row] = json.loads(CliRunner().invoke(main, ["status", "--json", *where]).stdout)["launches"]
         assert (row["job"], row["ranks"], row["missing"]) == ("train", 1, [1])
 
