@@ -44,13 +44,15 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
     if isinstance(hello, RankHello):
         state.idle_s = 0.0
     yield from _forget_ended(state, ended)
-    if process in table.stores and hello.life < table.stores[process][0]:
+    if table.has_newer_store(process, hello.life):
         yield from _welcome(state, link, hello)
         return
     table.newest[store] = link.order
     if not (yield from _greet(state, link, hello)):
         yield from _retire(link)
         return
+    if table.has_newer_store(process, hello.life):
+        return  # its link was taken while this one was welcomed
     table.stores[process] = (hello.life, link.owner)
     table.links[link.nonce] = link
     if isinstance(hello, RankHello):

@@ -244,6 +244,10 @@ class Ranks:
         """Return a link's nonce and process, whichever try to connect, or store of it, the link is of."""
         return link.nonce, link.owner.pid, link.owner.start
 
+    def has_newer_store(self, process: tuple[str, int, int], life: int) -> bool:
+        """Return whether a newer store of a process than the one of this life has the process's link."""
+        return process in self.stores and life < self.stores[process][0]
+
     def current(self, link: Link) -> Link:
         """Return the link on which the same store is connected now."""
         now = self.links.get(link.nonce, link)

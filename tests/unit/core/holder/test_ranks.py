@@ -171,6 +171,16 @@ def test_the_newest_stores_link_whose_thread_runs_after_the_former_ones_takes_it
     assert state.ranks.links == {"n": newest}
 
 
+def test_a_former_stores_link_whose_welcome_is_late_does_not_take_the_newest_ones_place() -> None:
+    """It came back just before the process connected its newest store."""
+    state, newest, former = host(SlotTable(8)), Link(owner=replace(OWNER, link=2)), Link()
+    late = ranks.join(state, former, structs.replace(HELLO, life=1))
+    assert isinstance(next(late), effects.SendWelcome)
+    list(ranks.join(state, newest, structs.replace(HELLO, life=2)))
+    assert list(late) == []
+    assert (state.ranks.links, former.is_retired) == ({"n": newest}, False)
+
+
 def test_a_former_store_is_taken_again_once_a_newer_ones_connect_has_failed() -> None:
     """It is the only one that the process has then."""
     state, newest, former = host(SlotTable(8)), Link(owner=replace(OWNER, link=2)), Link()
