@@ -16,6 +16,7 @@ from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
 Launch = tuple[int, tuple[int, ...], str | None]  # attempt, order of its ranks, key
+Disturbances = tuple[int, tuple[int, ...]]  # faults so far; the term of the controller, incarnations of the holders
 REPORTED_WITHIN = 4  # commits in a row
 
 
@@ -37,7 +38,7 @@ class SharedShards:
         # (attempt and step, shard) -> what its writers put as shared chunks
         self.shared: dict[tuple[StepId, int], list[list[bytes]]] = defaultdict(list)
         self.put_by: dict[ShardId, list[bytes]] = {}  # shared chunks of a rank's put
-        self._calm: dict[int, int] = {}  # attempt -> faults before it, if none of them lasts
+        self._calm: dict[int, Disturbances] = {}  # attempt -> those before it, if none of them lasts
         self._unreported: dict[tuple[int, int, int], int] = {}  # attempt, two writers that differ -> commits in a row
         self._reported: set[tuple[int, int, int]] = set()  # attempt, two writers that a holder reported to differ
 
@@ -90,7 +91,7 @@ class SharedShards:
             if answer.shared_shard == SharedShardPlace(number, len(by_shard), by_shard[number], writers_by_shard):
                 self.writers[launch] = fact
                 if self._is_calm():
-                    self._calm.setdefault(fact.attempt, self._faults_count())
+                    self._calm.setdefault(fact.attempt, self._disturbances())
                 return
         facts = [fact.writers for fact in known]
         raise Violation("R34", f"rank {rank.rank} of {launch} was sent {answer.shared_shard}, facts say {facts}")
@@ -129,7 +130,7 @@ class SharedShards:
         launch = next((x for x in reversed(self.writers) if x[0] == step.attempt), None)  # perhaps renumbered
         if launch is None or fact.is_degraded:
             return
-        if not self._is_calm() or self._calm.get(step.attempt) != self._faults_count():
+        if not self._is_calm() or self._calm.get(step.attempt) != self._disturbances():
             self._calm.pop(step.attempt, None)
             return
         opened = self.writers[launch]
@@ -177,10 +178,16 @@ class SharedShards:
         is_clear = is_clear and served is not None and not any(map(served.machine.state.is_draining, world.holders))
         return are_well(world) and is_clear and len(trusted_hosts(world)) == len(world.holders)
 
-    def _faults_count(self) -> int:
-        """Count the faults so far but for ranks that differ, and the end of all faults as one more."""
-        injected = self.observed.injected
-        return sum(injected.values()) - injected.get("differ", 0) + self.observed.is_healed
+    def _disturbances(self) -> Disturbances:
+        """Return what grows with each fault but ranks that differ, with the end of all faults and with each restart.
+
+        Some faults end a process long after they are done, and it may be there again before the next commit.
+        """
+        world, injected = self.world, self.observed.injected
+        faults_count = sum(injected.values()) - injected.get("differ", 0) + self.observed.is_healed
+        served = world.served()
+        term = served.term if served is not None else 0
+        return faults_count, (term, *(holder.info.incarnation for holder in world.holders.values()))
 
     # -- what is got ----------------------------------------------------------------------------
 
