@@ -67,12 +67,12 @@ class StepCommits:
         # A get may bring back a step from durable storage that is older than the newest commit and whose commit fact
         # is gone.
         if is_over and step not in state.holds.in_use(job):
-            self.out.send(
-                copy.host,
-                self._abandon_order(
-                    job, step, "skipped" if job.is_abandoned(step) else "superseded", "the step was given up"
-                ),
-            )
+            if isinstance(owner, Attempt) and self._is_skip_recording(job, step):
+                # The order is the fact's effect, on all hosts. If the fact is lost, a successor may commit the step.
+                owner.steps[step.step] = "abandoned"
+                return False
+            level: Literal["skipped", "superseded"] = "skipped" if job.is_abandoned(step) else "superseded"
+            self.out.send(copy.host, self._abandon_order(job, step, level, "the step was given up"))
             return False
         job.add_copy(copy)
         return True
@@ -207,8 +207,9 @@ class StepCommits:
         fact = job.commits.get(StepId(attempt.attempt_number, job.newest_commit(attempt.attempt_number)))
         if fact is not None:
             self.out.send(host, self._committed_order(job, attempt, fact))
-        if attempt.abandoned_ranges:
-            step = StepId(attempt.attempt_number, attempt.abandoned_ranges[-1][0])
+        skipped = [StepId(attempt.attempt_number, first) for first, _ in attempt.abandoned_ranges]
+        step = next((step for step in reversed(skipped) if not self._is_skip_recording(job, step)), None)
+        if step is not None:
             self.out.send(host, self._abandon_order(job, step, "skipped", SKIPPED))
 
     def evaluate_all(self, job: Job) -> None:
@@ -246,6 +247,15 @@ class StepCommits:
         key = (fact.job, fact.attempt, fact.step)
         unapplied = self.journal.log.unapplied()
         return any(isinstance(p, StepCommitted) and (p.job, p.attempt, p.step) == key for p in unapplied)
+
+    def _is_skip_recording(self, job: Job, step: StepId) -> bool:
+        """Return whether the step was given up by a fact that is not replicated yet."""
+        skips = [fact for fact in self.journal.log.unapplied() if isinstance(fact, StepSkipped)]
+        return any(
+            (fact.job, fact.attempt) == (job.name, step.attempt)
+            and fact.step <= step.step < max(fact.resume, fact.step + 1)
+            for fact in skips
+        )
 
     # -- the rule -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.orders import AbandonStep
+from memstore.core.wire.orders import AbandonStep, JournalAppend
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import ControllerWorld
 from recovery.inventory import StepId
@@ -174,6 +174,33 @@ def test_a_seal_after_the_skip_is_not_counted() -> None:
     world.run(2.0)
     assert ranks[0].tickets[1] == "skipped"
     assert world.holders_of(StepId(1, 1), 0) == []
+
+
+def test_no_rank_is_sent_a_skip_before_its_fact_is_replicated() -> None:
+    """Neither a copy that comes late nor a host that joins again brings it: a successor may commit the step (R16)."""
+    world, ranks = trained(4, replicas=2)
+    world.skip(ranks[1], 1)
+    world.run(1.0)
+    for holder in world.holders.values():
+        holder.instead[JournalAppend] = lambda _: None  # the next fact is on its way
+    world.skip(ranks[1], 2)
+    world.run(0.2)
+    assert ranks[1].resume_step == 4
+    world.put(ranks[0], 3)  # its rank knows of no such skip
+    world.kill_host("h3", keep_memory=True)
+    world.return_host("h3")
+    world.run(0.5)
+    assert ranks[0].tickets[3] == "sealed"
+    assert world.holders_of(StepId(1, 3), 0)
+    assert {order.step for holder in world.holders.values() for order in holder.received(AbandonStep)} == {1}
+
+    for holder in world.holders.values():
+        holder.instead.clear()
+        for order in holder.received(JournalAppend):
+            holder.carry_out(order)
+    world.run(1.0)
+    assert ranks[0].tickets[3] == "skipped"
+    assert world.holders_of(StepId(1, 3), 0) == []
 
 
 def test_a_skip_of_a_step_a_newer_one_overtook_changes_nothing() -> None:
