@@ -45,11 +45,12 @@ class Retention:
         compact(self.state, self.journal)
 
     def free_unrestorable(self, job: Job) -> None:
-        """Drop, at an attempt's first put, older steps that no lineage can restore any more (R10, R22).
+        """Drop, from an attempt's first put on, older steps that no lineage can restore any more (R10, R22).
 
         An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
         otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
         beyond the restored one stay until then, the newest of them for which there is room: a rewind may be taken back.
+        What is held at the first put, such as by a fork, is looked at again when a put is skipped.
         """
         attempt = job.newest
         if attempt is None:
