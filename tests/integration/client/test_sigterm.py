@@ -156,7 +156,7 @@ def test_a_process_that_goes_on_after_a_signal_is_asked_again_by_the_next(
 def test_storage_that_hangs_holds_the_end_for_its_time_only(tmp_path: Path, program: subprocess.Popen[str]) -> None:
     """The log says what is waited for, and the process ends by the signal, also if there is no answer at all."""
     with ProcessCluster(tmp_path, {"h0": {}}, durable_gate=tmp_path / "gate") as cluster:
-        rank = Rank(program, cluster, "hung", tmp_path / "hung", limit_s=2.0)
+        rank = Rank(program, cluster, "hung", tmp_path / "hung", limit_s=6.0)
         rank.signal()
         assert rank.ends() == -signal.SIGTERM
         assert "the newest committed step is not durable after" in rank.log()

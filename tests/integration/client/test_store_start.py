@@ -204,11 +204,11 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
             timeout=120, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
+        memstore.stop(config=mistyped, keep_data=False, force=True)
+        remove_leftovers(mistyped)
         assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
         assert f"job 'train' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
         assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
-        memstore.stop(config=mistyped, keep_data=False, force=True)
-        remove_leftovers(mistyped)
 
 
 def test_a_cluster_that_wants_a_token_is_reported_from_one_that_is_not_there() -> None:
