@@ -178,12 +178,12 @@ def test_a_ray_address_of_no_process_is_refused_at_once(tmp_path: Path, monkeypa
 @pytest.mark.timeout(600)
 def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
     """Of two holders on this machine the child's Ray node tells the rank's; the rank itself has not joined Ray."""
-    name = scratch_store_name()
+    name = scratch_store_name()  # no other test here has a store with job "outside"
     config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
     fields = f"store={name!r}, arena_bytes={64 << 20}, interface='127.0.0.1'"
     code = (
         "import sys, memstore\n"
-        f"with memstore.connect('train', rank=0, world_size=1, config=memstore.Config({fields})) as store:\n"
+        f"with memstore.connect('outside', rank=0, world_size=1, config=memstore.Config({fields})) as store:\n"
         "    store.put(0, {'a': 1}).wait('committed', 30)\n"
         "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
     )
@@ -197,7 +197,7 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         assert run.returncode == 0, run.stderr
         status = memstore.status(config=config)
         assert [host["status"] for host in status.hosts] == ["live", "live"]
-        assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("train", 0)]
+        assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("outside", 0)]
         mistyped = Config(store=f"{name}x")
         run = subprocess.run(
             [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
@@ -207,7 +207,7 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         memstore.stop(config=mistyped, keep_data=False, force=True)
         remove_leftovers(mistyped)
         assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
-        assert f"job 'train' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
+        assert f"job 'outside' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
         assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
 
 
