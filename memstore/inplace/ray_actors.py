@@ -143,11 +143,13 @@ class _Run:
 
     def _spare(self) -> Any:
         """Return a spare that is ready; None if there is none."""
-        ready, _ = ray.wait(list(self.spares), num_returns=len(self.spares), timeout=0) if self.spares else ([], [])
-        for ref in ready:
-            actor = self.spares.pop(ref)
+        while self.spares:
+            ready, _ = ray.wait(list(self.spares), num_returns=1, timeout=SPARE_ANSWERS_S)  # one may be about to answer
+            if not ready:
+                return None
+            actor = self.spares.pop(ready[0])
             try:
-                ray.get([ref, actor.answer.remote()], timeout=SPARE_ANSWERS_S)  # it may have died, or be frozen, since
+                ray.get([ready[0], actor.answer.remote()], timeout=SPARE_ANSWERS_S)  # it may have died or frozen since
             except RayError:
                 ray.kill(actor)
                 continue
