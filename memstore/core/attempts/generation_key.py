@@ -10,6 +10,12 @@ def generation_key(run: str, number: int) -> str:
     return f"{_PREFIX}{run}:{number}"
 
 
+def run_of(key: str | None) -> str | None:
+    """Return the run that a launch key names; None if it is of no generation of recovery in place."""
+    parsed = _parsed(key)
+    return parsed and parsed[0]
+
+
 def newer_number(key: str | None, other: str | None) -> int | None:
     """Return the number of the generation that `other` names if it is a newer one of the same run than `key`'s."""
     mine, theirs = _parsed(key), _parsed(other)

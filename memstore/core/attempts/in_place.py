@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memstore.core.attempts.gathering import Entrant
+from memstore.core.attempts.generation_key import run_of
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.recovery import Recovery
@@ -46,8 +47,8 @@ def recovery_before(fact: AttemptOpened, job: Job, joined: Mapping[str, Entrant]
 
 def _losses_since(job: Job, key: str, arrivals: list[Arrival]) -> list[RankLoss]:
     """Return the losses since the last generation that opened an attempt: one may break before its ranks connect."""
-    run = key.rpartition(":")[0]  # a key names the run and the generation (R20)
-    attempts = [each for each in job.attempts.values() if (each.key or "").rpartition(":")[0] == run]
+    run = run_of(key)
+    attempts = [each for each in job.attempts.values() if run is not None and run_of(each.key) == run]
     before = max((each.generation for each in attempts), default=0)
     return [loss for _, _, each in arrivals for loss in each.losses if loss.generation > before]
 

@@ -30,7 +30,7 @@ def enter(world: ControllerWorld, key: str, *ranks: InPlace) -> list[FakeRank]:
     """Let the ranks of a generation join, each half a second after the one before; rank 2 is on h1 now."""
     joined = []
     for rank, in_place in enumerate(ranks):
-        joined.append(world.join(rank, len(ranks), key, host=("h0", "h1", "h1")[rank], in_place=in_place))
+        joined.append(world.join(rank, len(ranks), f"in-place:{key}", host=("h0", "h1", "h1")[rank], in_place=in_place))
         world.run(0.5)
     world.run(1.0)
     return joined
