@@ -231,12 +231,16 @@ class Attempts:
         if not is_known or not gathering.was_unknown:
             gathering.was_unknown = not is_known
             return False
+        self._join_again(now, name, gathering)
+        return True
+
+    def _join_again(self, now: float, name: str, gathering: Gathering) -> None:
+        """Let the ranks of a launch join as if they came now: what stands about their job has changed."""
         del self.gatherings[name]
         for entrant in gathering.joins.values():
             call, request = entrant.call, entrant.call.request
             if isinstance(request, Join):  # a rewind is of a known job
                 self.join(now, Call(call.host_id, call.call_id, request, call.since_s))
-        return True
 
     def _level_asked(self, gathering: Gathering, before: Iterable[str]) -> str:
         hosts = [entrant.call.host_id for entrant in gathering.joins.values()]
@@ -339,6 +343,10 @@ class Attempts:
             return
         self.out.emit(AttemptBegun(fact.job, fact.attempt))
         self.fence_all(now, fact.job)
+        gathering = self.gatherings.get(fact.job)
+        if gathering is not None and gathering.key is not None and gathering.key == fact.key:
+            # They came while the attempt was being written down: each takes the place of its rank's older process.
+            self._join_again(now, fact.job, gathering)
 
     def fence_all(self, now: float, name: str) -> None:
         """Order every live host to refuse older processes and to answer with its inventory (R21)."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.wire.messages import CallReceived, HostUp, Report
 from memstore.core.wire.reports import RankArrived
 from memstore.testing.controller.holder import FakeHolder, FakeRank
@@ -74,6 +75,22 @@ def test_a_rank_that_restarts_before_its_first_get_keeps_the_attempt() -> None:
     world.run(5.0)
     member = world.job().attempts[1].members[1]
     assert (member.nonce, member.host_id) == (newcomer.nonce, "h2")
+    assert world.get([ranks[0], newcomer, ranks[2]]) == [{"step": None}] * 3
+
+
+def test_a_rank_that_restarts_while_the_attempt_is_written_down_keeps_it() -> None:
+    """Its join comes between the attempt's fact and its replication: it takes the place, and gathers for no other."""
+    world = ControllerWorld(3)
+    ranks = [world.join(rank, 3, "k") for rank in range(3)]
+    log = world.served.parts.attempts.journal.log
+    assert world.run_until(lambda: any(isinstance(fact, AttemptOpened) for fact in log.unapplied()))
+    world.kill_rank(ranks[1])
+    newcomer = world.join(1, 3, "k", host="h2")
+    assert world.run_until(lambda: JOB in world.served.parts.attempts.gatherings)
+    assert JOB not in world.served.jobs
+    world.run(2.0)
+    assert [rank.attempt for rank in (ranks[0], newcomer, ranks[2])] == [1, 1, 1]
+    assert JOB not in world.served.parts.attempts.gatherings
     assert world.get([ranks[0], newcomer, ranks[2]]) == [{"step": None}] * 3
 
 
