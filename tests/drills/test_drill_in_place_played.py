@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,9 @@ from memstore.drills.model.promises import IN_PLACE, REFUSED
 from memstore.drills.model.report import BROKEN, ERROR, PASS, PHASES, Report
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import EmbeddedSite
-from memstore.testing.clusters.embedded import EmbeddedCluster
 
-HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}  # h1 is Ray's head and cannot be lost
 RANKS = 3
 pytestmark = [pytest.mark.ray, pytest.mark.drill, pytest.mark.long, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[EmbeddedSite]:
-    """Three hosts for all drills of this file; the last one loses one."""
-    with EmbeddedCluster(HOSTS) as cluster:
-        site = EmbeddedSite(cluster)
-        yield site
-        site.close()
 
 
 def play(site: EmbeddedSite, name: str, **options: Any) -> Report:

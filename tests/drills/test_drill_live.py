@@ -26,22 +26,11 @@ from memstore.drills.run.suite_record import record
 from memstore.drills.sites.scratch import ScratchJob
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.errors import DrillError
-from memstore.testing.clusters.embedded import EmbeddedCluster
 
-HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}  # h1 is Ray's head and cannot be lost
 NBYTES = 2 * MIB
 BILL = (2 * 2 + 1) * 3 * MIB  # what a host reserves for one of the live jobs' ranks: a state of 2 MiB is 3 chunks
 SEED = 7
 pytestmark = [pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[EmbeddedSite]:
-    """Three hosts in two racks for all tests of this file; none of them loses a host."""
-    with EmbeddedCluster(HOSTS) as cluster:
-        site = EmbeddedSite(cluster)
-        yield site
-        site.close()
 
 
 @contextlib.contextmanager

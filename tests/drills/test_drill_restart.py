@@ -11,21 +11,15 @@ from memstore.drills.model.options import Options
 from memstore.drills.model.report import PASS
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import EmbeddedSite
-from memstore.testing.clusters.embedded import EmbeddedCluster
-
-HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}
 
 
 @pytest.mark.ray
 @pytest.mark.drill
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
+def test_ray_restarted_with_a_late_host_ends_as_promised(site: EmbeddedSite) -> None:
     """Every process killed at once, one host late: the newest step comes back from arenas that were adopted."""
-    with EmbeddedCluster(HOSTS) as cluster:
-        site = EmbeddedSite(cluster)
-        report = run_drill("restart-ray", site, Options(seed=7, ranks_count=2, nbytes=2 * MIB, config=site.config))
-        site.close()
+    report = run_drill("restart-ray", site, Options(seed=7, ranks_count=2, nbytes=2 * MIB, config=site.config))
     assert report.outcome == PASS, report.words
     assert (report.rpo_steps, report.is_verified, report.bytes_by_tier["durable"]) == (0, True, 0)
     assert {"started", "joined"} <= {line.label for line in report.timeline}

@@ -26,10 +26,8 @@ from memstore.drills.run.runner import run_drill
 from memstore.drills.scenes.scenes import SCENES
 from memstore.drills.sites.site import EmbeddedSite
 from memstore.shell.rank.admin_link import store_root
-from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.scratch_folder import scratch_folder
 
-HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1"}}  # h1 is Ray's head and cannot be lost
 RANKS = 2  # on h2 and h3; starting a rank's process is what a drill takes longest for
 
 
@@ -38,15 +36,6 @@ def on_ray(test: Any) -> Any:
     for mark in (pytest.mark.ray, pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(600)):
         test = mark(test)
     return test
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[EmbeddedSite]:
-    """Three hosts in two racks for all drills of this file; each drill brings back what it took away."""
-    with EmbeddedCluster(HOSTS) as cluster:
-        site = EmbeddedSite(cluster)
-        yield site
-        site.close()
 
 
 @pytest.fixture(scope="class")
@@ -76,9 +65,10 @@ def check_kept(site: EmbeddedSite, name: str) -> None:
     assert report.outcome == PASS, report.words
     assert report.words.startswith("0 steps lost (promised 0)")
     assert (report.is_verified, report.rpo_steps, report.exit_code) == (True, 0, 0)
-    assert report.verdict in DRILLS[name].promise.verdicts
+    is_repaired = "repaired" in labels(report)  # the restart was so slow that repair had brought the copy before
+    assert report.verdict in DRILLS[name].promise.verdicts | ({"local"} if is_repaired else set())
     assert report.bytes_by_tier["durable"] == 0
-    assert report.bytes_by_tier["peer"] > 0 or name != "kill-host"
+    assert report.bytes_by_tier["peer"] > 0 or name != "kill-host" or is_repaired
     assert report.bytes_by_tier["peer"] == 0 or DRILLS[name].promise.verdicts != {"local"}
     assert report.bytes_compared > RANKS * 2 * MIB
     noticed = {"detected"} if SCENES[name].is_noticed else set()
