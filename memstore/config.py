@@ -92,6 +92,7 @@ class Config:
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
     overlap_check: str = "whole"  # "sampled" compares only 64 bytes a MiB, and what autograd counts (R11)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
+    scatter: int = 1  # placements that the ranks of a host take by turns: a lost one's are restored from as many groups
     durable: str | None = None  # durable storage: a path, file://, s3://, gs:// or az://; None: RAM only
     durable_every: str | int = "30min"  # time between durable steps, or N steps; "auto": the optimum, as put_every's
     durable_keep: int = 3  # newest steps kept on durable storage
@@ -214,6 +215,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("abandoned_arena_ttl_s", 0, 1e9),
     ("replicas", 1, 16),
     ("min_copies", 1, 16),
+    ("scatter", 1, 16),
     ("keep_steps", 1, 1000),
     ("stall_budget_s", 0, 3600),
     ("durable_keep", 1, 10_000),

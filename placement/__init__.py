@@ -6,6 +6,7 @@ from placement.domains import SpreadLevel, is_finer, spread_level
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
 from placement.odds import corollary_bound, survival_odds, survival_odds_counted
 from placement.rebalance import Move, Rebalanced, rebalance
+from placement.scatter import scattered
 from placement.topology import Host, Topology
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "is_finer",
     "place",
     "rebalance",
+    "scattered",
     "spread_level",
     "survival_odds",
     "survival_odds_counted",

@@ -55,6 +55,24 @@ class Placement:
     replicas_asked: int
     unmet: tuple[Unmet, ...] = ()
     warnings: tuple[str, ...] = ()
+    scattered: tuple[Placement, ...] = ()  # beside it, of the same hosts; see `scatter.py`
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Return this placement and those beside it."""
+        return (self, *self.scattered)
+
+    def merged(self) -> dict[str, list[str]]:
+        """Return, by owner, the other hosts that must hold copies of any of its ranks."""
+        return {
+            owner: list(dict.fromkeys(target for each in self.placements for target in each.targets.get(owner, ())))
+            for owner in self.targets
+        }
+
+    def targets_of(self, owner: str, rank: int) -> tuple[str, ...]:
+        """Return the other hosts that must hold a rank's copies; `owner` is its host."""
+        placements = self.placements
+        return placements[rank % len(placements)].targets.get(owner, ())
 
 
 def place(

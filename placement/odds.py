@@ -8,7 +8,7 @@ Pure: no torch, ray, socket, clock, environment or file access. Read README.md f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from itertools import combinations
 from math import comb
@@ -28,7 +28,7 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
     redirected for lack of room) are counted, if small.
 
     Args:
-        placement: `targets` is what counts; `groups` is not consulted.
+        placement: `targets` is what counts, and those of all placements beside it; `groups` is not consulted.
         lost_count: Hosts lost together, 0 <= lost_count <= number of hosts.
 
     Returns:
@@ -36,7 +36,7 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
 
     Raises:
         ValueError: lost_count is out of range, or an irregular component has more than
-            IRREGULAR_HOSTS_MAX hosts.
+            IRREGULAR_HOSTS_MAX hosts (of several placements: only if more hosts are lost than there are copies).
 
     Complexity: O(k) big-number operations for each of the groups of one size, O(k**2) for each
         further size, ring or irregular component.
@@ -44,16 +44,19 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
         is the cycle lemma on gaps between survivors; the product is ours.
     """
     hosts_count = _check(placement, lost_count)
+    fatal = fatal_sets(placement) if placement.scattered else set()
+    if fatal and lost_count <= min(map(len, fatal)):  # each set of so many hosts holds at most one fatal set
+        return 1 - Fraction(sum(len(each) == lost_count for each in fatal), comb(hosts_count, lost_count))
     total = [1] + [0] * lost_count
     group_sizes: Counter[int] = Counter()
-    for members in components_of(placement.targets):
-        shape = group_of(members, placement.targets)
+    for members in components_of(placement.merged()):
+        shape = group_of(members, placement.targets) if not placement.scattered else None
         if shape is not None and shape.kind == "group":
             group_sizes[len(members)] += 1
         elif shape is not None:
             total = _product(total, _ring_series(len(members), len(placement.targets[members[0]]) + 1, lost_count))
         else:
-            total = _product(total, _irregular_series(members, placement.targets, lost_count))
+            total = _product(total, _irregular_series(members, placement, lost_count))
     for size, count in sorted(group_sizes.items()):
         total = _product(total, _groups_series(size, count, lost_count))
     return Fraction(total[lost_count], comb(hosts_count, lost_count))
@@ -72,12 +75,17 @@ def survival_odds_counted(placement: Placement, lost_count: int) -> Fraction:
             f"{hosts_count} hosts have {sets_count} sets of {lost_count}, more than {COUNTED_SETS_MAX}; "
             "use survival_odds"
         )
-    fatal = [frozenset((owner, *held)) for owner, held in placement.targets.items()]
+    fatal = fatal_sets(placement)
     harmless = sum(
         not any(copies.issubset(lost) for copies in fatal)
         for lost in map(frozenset, combinations(placement.targets, lost_count))
     )
     return Fraction(harmless, sets_count)
+
+
+def fatal_sets(placement: Placement) -> set[frozenset[str]]:
+    """Return the sets of hosts with all copies of some shard."""
+    return {frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items()}
 
 
 def corollary_bound(hosts_count: int, replicas: int, lost_count: int) -> Fraction:
@@ -139,14 +147,18 @@ def _ring_series(hosts_count: int, replicas: int, degree: int) -> list[int]:
     return series
 
 
-def _irregular_series(members: Sequence[str], targets: Mapping[str, Sequence[str]], degree: int) -> list[int]:
+def _irregular_series(members: Sequence[str], placement: Placement, degree: int) -> list[int]:
     if len(members) > IRREGULAR_HOSTS_MAX:
         raise ValueError(
             f"{len(members)} hosts share copies in a shape that is neither group nor ring; exact odds are counted "
             f"up to {IRREGULAR_HOSTS_MAX} such hosts; compute a new placement, or sample the odds"
         )
     index = {host: at for at, host in enumerate(members)}
-    fatal = {sum(1 << index[host] for host in (owner, *targets[owner])) for owner in members}
+    fatal = {
+        sum(1 << index[host] for host in (owner, *each.targets[owner]))
+        for each in placement.placements
+        for owner in members
+    }
     series = _harmless(frozenset(fatal), len(members))
     return (series + [0] * (degree + 1))[: degree + 1]
 

@@ -97,6 +97,11 @@ class Attempt:
         """Return how many copies are asked for, the owner's own included."""
         return int(self.config["replicas"])
 
+    @property
+    def scatter(self) -> int:
+        """Return how many placements the ranks of a host take by turns."""
+        return int(self.config["scatter"])
+
     def nonces_by_host(self) -> dict[str, list[str]]:
         """Return the nonces of the attempt's processes, by host."""
         found: dict[str, list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.wire.orders import PushTargets, WriterTargets
+from memstore.core.wire.orders import PushTargets, RankTargets
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from recovery.inventory import ShardId
 
@@ -26,29 +26,30 @@ class HolderSharedShards:
     """The ranks with equal state, as one holder knows them."""
 
     def __init__(self) -> None:
-        self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of a rank that shares nothing
-        self.declared: dict[str, tuple[int, dict[int, WriterTargets]]] = {}  # job -> attempt, local writers
+        self.ordinary: dict[str, list[str]] = {}  # job -> hosts of the copies of the ranks that have no own targets
+        self.declared: dict[str, tuple[int, dict[int, RankTargets]]] = {}  # job -> attempt, local ranks that have
         self.newest: dict[tuple[str, int], Newest] = {}  # (job, local rank)
         self.late: dict[tuple[str, int], int] = {}  # those awaited in vain in this attempt, without a seal since
         self.differing: set[tuple[str, int, int, int]] = set()  # job, attempt, two ranks: reported and not equal since
 
     def declare(self, order: PushTargets) -> None:
-        """Take from the controller where this host's copies go, and which ranks copy for others."""
+        """Take from the controller where the copies of the ranks here go, and which ranks write for others."""
         job, attempt = order.job, order.attempt
         self.ordinary[job] = list(order.targets)
-        self.declared[job] = (attempt, {row.rank: row for row in order.writers})
+        self.declared[job] = (attempt, {row.rank: row for row in order.ranks})
         self.differing = {key for key in self.differing if key[0] != job or key[1] == attempt}
 
     def targets(self, shard: ShardId) -> list[str]:
         """Return the hosts that take copies of a local rank's shard."""
         row = self._row(shard)
-        return list(row.targets if row is not None else self.ordinary_targets(shard.job))
+        return list(row.targets if row is not None else self.ordinary.get(shard.job, ()))
 
-    def ordinary_targets(self, job: str) -> list[str]:
-        """Return the hosts that take copies of a job's ranks here, but for the ranks that were declared writers."""
-        return list(self.ordinary.get(job, ()))
+    def all_targets(self, job: str) -> list[str]:
+        """Return the hosts that take copies of any of a job's ranks here."""
+        _, table = self.declared.get(job, (0, {}))
+        return list(dict.fromkeys([*self.ordinary.get(job, ()), *(h for row in table.values() for h in row.targets)]))
 
-    def _row(self, shard: ShardId) -> WriterTargets | None:
+    def _row(self, shard: ShardId) -> RankTargets | None:
         attempt, table = self.declared.get(shard.job, (0, {}))
         return table.get(shard.rank) if attempt == shard.attempt else None
 

@@ -128,6 +128,7 @@ class StatusReport:
     def _attempt(self, job: Job, attempt: Attempt) -> AttemptStatus:
         newest, on_storage, recovery = job.newest_committed, job.newest_durable, attempt.recovery
         placement = self.view.placement(job)
+        placements = placement.placements if placement is not None else ()
         durable = self.states.of(job.name)
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
@@ -165,9 +166,9 @@ class StatusReport:
             level_asked=attempt.level_asked,
             is_level_finer=placement is not None
             and is_finer(placement.level, attempt.level_asked, self.state.hosts.failure_domains),
-            targets={h: list(t) for h, t in placement.targets.items()} if placement is not None else {},
+            targets=placement.merged() if placement is not None else {},
             warnings=list(placement.warnings) if placement is not None else [],
-            unmet=[f"{u.owner} -> {u.target}: {u.why}" for u in placement.unmet] if placement is not None else [],
+            unmet=[f"{u.owner} -> {u.target}: {u.why}" for each in placements for u in each.unmet],
             durable=attempt.config.get("durable"),
             durable_step=on_storage.step if on_storage is not None else None,
             durable_seen_s=self.state.now - seen_s if seen_s is not None else None,

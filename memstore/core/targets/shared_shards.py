@@ -17,7 +17,7 @@ from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed, plural, ranks_text
 from memstore.core.wire.calls import ReportDiffering
-from memstore.core.wire.orders import WriterTargets
+from memstore.core.wire.orders import RankTargets
 from memstore.core.wire.replies import Noted, SharedShardPlace
 from memstore.core.wire.status_rows import DifferingRow
 from placement.domains import spread_level
@@ -147,12 +147,12 @@ class SharedShards:
         known = self.routes[job.name] = Routes(placement, attempt.attempt_number, domains, other_writers)
         return known
 
-    def rows(self, attempt: Attempt, peer_hosts: Callable[[int], list[str]]) -> dict[str, list[WriterTargets]]:
+    def rows(self, attempt: Attempt, peer_hosts: Callable[[int], list[str]]) -> dict[str, list[RankTargets]]:
         """Return, by host, [writer, its targets, the ranks that write the same] of every writer that puts there."""
-        table: dict[str, list[WriterTargets]] = {}
+        table: dict[str, list[RankTargets]] = {}
         for ranks in self._writers_by_shard(attempt).values():
             for rank in ranks:
-                row = WriterTargets(rank, tuple(peer_hosts(rank)), tuple(other for other in ranks if other != rank))
+                row = RankTargets(rank, tuple(peer_hosts(rank)), tuple(other for other in ranks if other != rank))
                 table.setdefault(attempt.members[rank].host_id, []).append(row)
         return table
 

@@ -18,19 +18,19 @@ from memstore.core.cluster.sent_orders import SentOrders
 from memstore.core.cluster.state import ClusterState
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.shared_shards import SharedShards
-from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets
+from memstore.core.wire.orders import AllHosts, HostAddress, HostNews, PushTargets, RankTargets
 from placement.domains import levels_of, spread_level
-from placement.groups import Placement, Strategy, place
-from placement.rebalance import rebalance
+from placement.groups import Placement, Strategy
+from placement.scatter import scattered
 from recovery.planner import RecoveryPlan
 
 
 class PeerHostLookup:
-    """`ClusterView.peer_hosts` for many ranks in a row, while nothing changes: once for all ranks of a host."""
+    """`ClusterView.peer_hosts` for many ranks in a row, while nothing changes: once a host and placement."""
 
     def __init__(self, view: ClusterView, job: Job, attempt: Attempt) -> None:
         self._view, self._job, self._attempt = view, job, attempt
-        self._found: dict[str, list[str]] = {}  # by the rank's own host
+        self._found: dict[tuple[str, int], list[str]] = {}  # by the rank's own host and placement
 
     def peer_hosts(self, rank: int) -> list[str]:
         """As `ClusterView.peer_hosts`."""
@@ -38,9 +38,10 @@ class PeerHostLookup:
         member = attempt.members.get(rank)
         if member is None or attempt.writers or not hosts.is_live(member.host_id):
             return self._view.peer_hosts(self._job, attempt, rank)  # it depends on the rank, not on its host alone
-        if member.host_id not in self._found:
-            self._found[member.host_id] = self._view.peer_hosts(self._job, attempt, rank)
-        return self._found[member.host_id]
+        key = member.host_id, rank % attempt.scatter
+        if key not in self._found:
+            self._found[key] = self._view.peer_hosts(self._job, attempt, rank)
+        return self._found[key]
 
 
 class ClusterView:
@@ -128,10 +129,9 @@ class ClusterView:
                 return None
             topology = self.state.hosts.topology(sorted(hosts))
             strategy = cast(Strategy, str(attempt.config["placement"]))
-            if before is None:
-                job.placement = place(topology, replicas=attempt.replicas, strategy=strategy)
-            else:
-                job.placement = rebalance(before, topology, replicas=attempt.replicas, strategy=strategy).placement
+            job.placement = scattered(
+                before, topology, replicas=attempt.replicas, strategy=strategy, scatter=attempt.scatter
+            )
         return job.placement
 
     def owner_host(self, job: Job, attempt: Attempt, rank: int) -> str:
@@ -152,7 +152,7 @@ class ClusterView:
     def wanted(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
         """Return the hosts that are to hold a rank's shard: its owner, and its targets or other writers' (R34)."""
         placement, owner = self.placement(job), self.owner_host(job, attempt, rank)
-        targets = placement.targets.get(owner, ()) if placement is not None else ()
+        targets = placement.targets_of(owner, rank) if placement is not None else ()
         return [owner, *self.shared_shards.targets(job, attempt, rank, owner, targets)]
 
     def peer_hosts(self, job: Job, attempt: Attempt, rank: int) -> list[str]:
@@ -183,18 +183,28 @@ class ClusterView:
         for rank, member in attempt.members.items() if self.state.draining else ():
             if member.host_id not in targets and self.state.is_draining(member.host_id):
                 targets[member.host_id] = self.peer_hosts(job, attempt, rank)
-        writers = self.shared_shards.rows(attempt, lambda rank: self.peer_hosts(job, attempt, rank))
+        rows = self._rank_targets(job, attempt)
         for host, others in targets.items():
             if only is None or host in only:
                 order = PushTargets(
                     job=job.name,
                     attempt=attempt.attempt_number,
                     targets=tuple(others),
-                    writers=tuple(writers.get(host, ())),
+                    ranks=tuple(rows.get(host, ())),
                 )
                 if not (is_news_only and self.sent.is_known(host, order)):
                     self.sent.note(host, order)
                     self.out.send(host, order)
+
+    def _rank_targets(self, job: Job, attempt: Attempt) -> dict[str, list[RankTargets]]:
+        """Return, by host, the targets of the ranks there that are not simply those of their host."""
+        lookup = PeerHostLookup(self, job, attempt)
+        found = self.shared_shards.rows(attempt, lookup.peer_hosts)
+        for rank, member in attempt.members.items():
+            if rank % attempt.scatter and rank not in attempt.writers:
+                row = RankTargets(rank, tuple(lookup.peer_hosts(rank)), ())
+                found.setdefault(member.host_id, []).append(row)
+        return found
 
     def send_initial_state(self, hosts: Iterable[str]) -> None:
         """Send hosts whose session has just begun the addresses of all others, and which jobs there are.

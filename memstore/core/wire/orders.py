@@ -99,13 +99,13 @@ class Fence(Message, frozen=True, tag="fence"):
     """Nonces of processes that go on in the new attempt: they asked for it by a rewind (R22)."""
 
 
-class WriterTargets(Row, frozen=True):
-    """The targets of a rank that writes a shared shard (R34)."""
+class RankTargets(Row, frozen=True):
+    """The targets of a rank that writes a shared shard (R34), or that has others than the first rank here (R18)."""
 
     rank: Unsigned
     targets: tuple[str, ...]
     other_writers: tuple[Unsigned, ...]
-    """Ranks that copy the same."""
+    """Ranks that write the same."""
 
 
 class PushTargets(Message, frozen=True, tag="targets"):
@@ -114,7 +114,8 @@ class PushTargets(Message, frozen=True, tag="targets"):
     job: Name
     attempt: Unsigned
     targets: tuple[str, ...]
-    writers: tuple[WriterTargets, ...]
+    ranks: tuple[RankTargets, ...]
+    """Ranks that have targets of their own."""
 
 
 class RankSlots(Row, frozen=True):

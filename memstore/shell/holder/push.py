@@ -48,7 +48,7 @@ class Pusher:
 
     def connect(self, job: str) -> None:
         """Open the streams to a job's targets before the first push needs them."""
-        for target in self.context.state.shared_shards.ordinary_targets(job):
+        for target in self.context.state.shared_shards.all_targets(job):
             try:
                 self.context.peers.peer(target).connect()
             except TransportError as exc:

@@ -105,7 +105,7 @@ class FakeHolder:
         self.clock_s = -math.inf  # the controller's clock, as it last sent it in this session
         self.fences: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}
-        self.writers: dict[str, dict[int, list[str]]] = {}  # job -> local writer -> targets
+        self.rank_targets: dict[str, dict[int, list[str]]] = {}  # job -> local rank -> targets of its own
         self.ranks: dict[str, FakeRank] = {}  # by nonce
         self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
         self.is_up = True
@@ -131,7 +131,7 @@ class FakeHolder:
     def restart(self, *, keep_memory: bool) -> None:
         """Let a new holder process take the host's memory over, or find none."""
         self.info = replace(self.info, incarnation=incarnation.following(self.info.incarnation, 0))
-        self.targets, self.writers, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
+        self.targets, self.rank_targets, self.calls, self.ranks, self.is_up = {}, {}, {}, {}, True
         self.rooms = {}
         if not keep_memory:
             self.copies, self.journal, self.term, self.fences = {}, [], 0, {}
@@ -175,7 +175,7 @@ class FakeHolder:
             return
         self.keep(Copy(shard, spec, self.host_id), reports.PutTimes(stall_s=rank.stall_s, age_s=rank.stall_s))
         rank.raise_level(step, "sealed")
-        for target in self.writers.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
+        for target in self.rank_targets.get(rank.job, {}).get(rank.rank, self.targets.get(rank.job, ())):
             self._later(self, lambda t=target: self.push(shard, t))  # type: ignore[misc]
 
     def keep(self, copy: Copy, put: reports.PutTimes | None = None) -> None:
@@ -227,7 +227,7 @@ class FakeHolder:
                 self._fence(order)
             case orders.PushTargets():
                 self.targets[order.job] = list(order.targets)
-                self.writers[order.job] = {row.rank: list(row.targets) for row in order.writers}
+                self.rank_targets[order.job] = {row.rank: list(row.targets) for row in order.ranks}
             case orders.Grow():  # copies of the job are accepted without a reservation; the real holder grows its arena
                 self.rooms.setdefault(order.job, order)
             case orders.Reserve():

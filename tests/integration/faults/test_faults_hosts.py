@@ -34,6 +34,21 @@ def test_a_lost_host_is_restored_from_its_peer(tmp_path: Path, nursery: RankNurs
         assert not together(ranks, "train", first=4, last=6)[0]["degraded"]
 
 
+def test_scattered_ranks_of_a_lost_host_come_back_from_two(tmp_path: Path, nursery: RankNursery) -> None:
+    """The copies of h0's two ranks are on both hosts of the other rack, and either comes back bit for bit."""
+    with ProcessCluster(tmp_path, racks(4, per_rack=2), dead_after_s=60.0, repair_bytes_per_s=8 << 20) as cluster:
+        fleet = Fleet(cluster, nursery, scatter=2, kib=1024)
+        ranks = fleet.begin(["h0", "h0", "h2", "h3"], last_step=2)
+        assert {*cluster.job("train")["targets"]["h0"]} == {"h2", "h3"}
+        fleet.kill(ranks)
+        cluster.lose_host("h0")
+        ranks, got = fleet.resume(["h1", "h1", "h2", "h3"])
+        assert (got["step"], got["verdict"], got["steps_lost"]) == (2, "peer", 0)
+        assert got["ranks_moved"] == [0, 1]
+        assert got["bytes"]["peer"] > 0
+        assert not together(ranks, "train", first=3, last=5)[0]["degraded"]
+
+
 @pytest.mark.parametrize("replicas", [3, *later(2)])
 @pytest.mark.parametrize("hosts_count", [5, *later(3, 7)])
 def test_losing_replicas_less_one_hosts_costs_nothing(

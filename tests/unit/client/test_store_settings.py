@@ -122,7 +122,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     """Three, on a machine that has the cores for more."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
-        near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), writers=()))
+        near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
         near.pusher.connect("train")
         assert far.listener.connections == 3
 

@@ -120,7 +120,7 @@ def greeted(channel: Channel) -> Inventory:
 
 
 def push_to(target: str) -> PushTargets:
-    return PushTargets(job="job", attempt=1, targets=(target,), writers=())
+    return PushTargets(job="job", attempt=1, targets=(target,), ranks=())
 
 
 def obeys(holder: Holder, channel: Channel) -> None:

@@ -97,7 +97,7 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
     received(controller, Inventory)
     send(controller, JournalAppend(records=(LARGE,), seq=1))
     send(controller, JournalAppend(records=(b"small",), seq=2))
-    send(controller, PushTargets(job="job", attempt=1, targets=("b",), writers=()))
+    send(controller, PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
     wait_for(lambda: holder.state.shared_shards.ordinary.get("job") == ["b"], "an order after the facts")
     wait_for(lambda: "journal" in received(controller, Heartbeat).stats.short_of_room, "a beat that says so")
     assert holder.journal.records() == [], "a later fact must not be there without the one before it"

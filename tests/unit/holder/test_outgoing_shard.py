@@ -29,7 +29,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
             holder.replicas.ensure_free(2 * CHUNKS)
-        found[0].state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), writers=()))
+        found[0].state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
         yield found
 
 

@@ -30,8 +30,7 @@ from memstore.core.wire.replies import Skipped
 from memstore.core.wire.reports import SliceWritten
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
 from memstore.testing.simulator.world.scenario import Fault
-from placement.groups import place
-from placement.rebalance import rebalance
+from placement.scatter import scattered
 from placement.topology import Host
 from recovery.inventory import ShardId, StepId
 from recovery.planner import plan
@@ -86,11 +85,7 @@ def one_rack() -> Iterator[None]:
         hosts = sorted(placed.targets)
         return replace(placed, targets={h: (hosts[(i + 2) % len(hosts)],) for i, h in enumerate(hosts)}, unmet=())
 
-    def moved(*args: Any, **kwargs: Any) -> Any:
-        found = rebalance(*args, **kwargs)
-        return replace(found, placement=near(found.placement))
-
-    with patch.multiple(targets, place=lambda *a, **k: near(place(*a, **k)), rebalance=moved):
+    with patch.object(targets, "scattered", lambda *args, **kwargs: near(scattered(*args, **kwargs))):
         yield
 
 

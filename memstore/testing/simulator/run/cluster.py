@@ -58,7 +58,8 @@ class Cluster:
             settle_s=3.0, failure_domains=("rack",) if scenario.racks else (),
         )  # fmt: skip
         self.config = Config(
-            replicas=scenario.replicas, keep_steps=scenario.keep_steps, connect_timeout_s=20.0,
+            replicas=scenario.replicas, scatter=scenario.scatter, keep_steps=scenario.keep_steps,
+            connect_timeout_s=20.0,
             max_restores=MAX_RESTORES if scenario.is_in_place else 1000,
             durable="/durable" if scenario.has_durable else None, durable_every=3, stall_budget_s=1.0,
             durable_bytes_per_s=PACE_BYTES_PER_S if scenario.is_paced else 0,

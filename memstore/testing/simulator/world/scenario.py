@@ -44,6 +44,7 @@ class Scenario:
     hosts: int = 3
     racks: int = 0  # 0: no label
     replicas: int = 2
+    scatter: int = 1
     keep_steps: int = 1
     world_size: int = 3
     step_s: float = 0.4
@@ -73,9 +74,10 @@ class Scenario:
         kind = "strict" if self.is_strict else "wild"
         rows = [
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
-            f"replicas={self.replicas}, keep_steps={self.keep_steps}, a step every {self.step_s:.2f} s, "
-            f"durable storage {'on' if self.has_durable else 'off'}{', ranks renumbered' if self.is_ordered else ''}"
-            f"{', in place' if self.is_in_place else ''}{self._shared_shards_text()}"
+            f"replicas={self.replicas}, scatter={self.scatter}, keep_steps={self.keep_steps}, "
+            f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
+            f"{', ranks renumbered' if self.is_ordered else ''}{', in place' if self.is_in_place else ''}"
+            f"{self._shared_shards_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
 
@@ -111,6 +113,7 @@ MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
 HELLO_SEEDS = (0, 5, 39)  # modulo 40
 SILENT_SEEDS = (4, 24, 37)  # modulo 40
 IN_PLACE_SEEDS = (0, 4, 24, 35, 37, 39)  # modulo 40
+SCATTER_SEEDS = (0, 6, 11, 16, 25, 45, 50, 62)  # modulo 80
 IN_PLACE_WEIGHTS = {
     "kill-rank": 3, "freeze-rank": 2, "leave-rank": 2, "zombie-rank": 3, "lose-two": 2, "kill-host": 1, "lose-both": 3,
     "die-in-recovery": 5, "controller-in-recovery": 3, "holder-in-recovery": 3, "late-launch": 2,
@@ -143,6 +146,8 @@ def draw(seed: int) -> Scenario:
         drawn = replace(drawn, hosts=3, racks=0, replicas=2, world_size=6)
     if seed % 40 in IN_PLACE_SEEDS:
         drawn = replace(drawn, is_in_place=True, has_spares=random.Random(f"spares {seed}").random() < 0.5)
+    if seed % 80 in SCATTER_SEEDS:
+        drawn = replace(drawn, hosts=max(3, hosts), world_size=2 * max(3, hosts), scatter=2)
     return _with_shared_shards(drawn) if seed % 20 in SHARED_SHARD_SEEDS else drawn
 
 

@@ -22,13 +22,13 @@ HOSTS = 12
 @pytest.fixture
 def placements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many hosts each placement was made for."""
-    real, found = targets.rebalance, list[int]()
+    real, found = targets.scattered, list[int]()
 
-    def counted(old: Any, topology: Any, **kwargs: Any) -> Any:
+    def counted(before: Any, topology: Any, **kwargs: Any) -> Any:
         found.append(len(topology.hosts))
-        return real(old, topology, **kwargs)
+        return real(before, topology, **kwargs)
 
-    monkeypatch.setattr(targets, "rebalance", counted)
+    monkeypatch.setattr(targets, "scattered", counted)
     return found
 
 

@@ -17,7 +17,7 @@ from memstore.core.holder.effects import SendToRank, WaitFor
 from memstore.core.holder.shared_shards import HolderSharedShards
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.messages import HostInfo
-from memstore.core.wire.orders import PushTargets, WriterTargets
+from memstore.core.wire.orders import PushTargets, RankTargets
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from recovery.inventory import ShardId, ShardSpec
 
@@ -114,7 +114,7 @@ def test_a_declared_equal_rank_is_one_of_its_attempt() -> None:
 
 def copying(attempt: int) -> PushTargets:
     """Rank 0 copies for ranks 1 and 2."""
-    return PushTargets(job="job", attempt=attempt, targets=(), writers=(WriterTargets(0, ("h1", "h2"), (1, 2)),))
+    return PushTargets(job="job", attempt=attempt, targets=(), ranks=(RankTargets(0, ("h1", "h2"), (1, 2)),))
 
 
 def test_a_frozen_writer_is_waited_for_once_until_it_seals_again() -> None:
