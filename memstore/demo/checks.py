@@ -30,16 +30,30 @@ class Check:
 
 
 RESUMED, NOTHING_REDONE, FROM_PEER, SAME_LOSSES = "resumed", "nothing-redone", "from-peer", "same-losses"
+KEPT = "processes-kept"
 # Without SAME_LOSSES: a fresh start repeats the same losses, only later.
 NEED_RESTORE = (RESUMED, NOTHING_REDONE, FROM_PEER)
 
 
 def check_all(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
-    """Return every check of a run that lost a host."""
+    """Return every check of a run that lost a host, and whose ranks were all started again."""
     return [
         _check_resumed(run, kill),
         _check_nothing_redone(run, kill),
         _check_from_peer(run, kill),
+        _check_same_losses(run, undisturbed, steps_count),
+    ]
+
+
+def check_in_place(run: Run, undisturbed: Run, kill: Kill, steps_count: int) -> list[Check]:
+    """Return every check of a run that lost a host, and of which only the lost rank was started again.
+
+    The new process may be on the host that has the copy: then no byte crosses the wire.
+    """
+    return [
+        _check_resumed(run, kill),
+        _check_nothing_redone(run, kill),
+        check_kept(run, kill),
         _check_same_losses(run, undisturbed, steps_count),
     ]
 
@@ -96,6 +110,19 @@ def _check_from_peer(run: Run, kill: Kill) -> Check:
     is_ok = bool(ranks) and set(ranks) <= moved and nbytes["peer"] > 0 and nbytes["durable"] == 0
     detail = f"ranks of {kill.host}: {ranks}, ranks restored over the wire: {sorted(moved)}, {nbytes['peer']:,} bytes"
     return Check(FROM_PEER, is_ok, detail)
+
+
+def check_kept(run: Run, kill: Kill) -> Check:
+    """Check that every rank that was not on the killed host went on in its process, and that the others did not."""
+    killed = killed_attempt(run, kill)
+    before = {j.rank: j for j in run.joined if j.attempt == killed}
+    after = {j.rank: j.pid for j in run.joined if j.attempt > killed}
+    lost = sorted(rank for rank, joined in before.items() if joined.host == kill.host)
+    kept = sorted(rank for rank, joined in before.items() if after.get(rank) == joined.pid)
+    others = sorted(before.keys() - lost)
+    is_ok = bool(lost) and kept == others and set(after) == set(before)
+    pids = ", ".join(f"rank {rank}: {before[rank].pid} and {after.get(rank, 'none')}" for rank in sorted(before))
+    return Check(KEPT, is_ok, f"{len(kept)} of {len(others)} survivors kept their process ({pids})")
 
 
 def _check_same_losses(run: Run, undisturbed: Run, steps_count: int) -> Check:

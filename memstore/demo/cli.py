@@ -28,10 +28,13 @@ MIN_STEPS = 10
     "--kill-after", type=click.IntRange(0), help="Committed step that lets the kill happen (default: middle)."
 )
 @click.option("--no-restore", is_flag=True, help="Start over instead of restoring: the checks must fail.")
+@click.option("--no-in-place", is_flag=True, help="Leave out the run in which the other ranks keep their processes.")
 @click.option("--no-control", is_flag=True, help="Leave out the control run at the end.")
 @click.option("--plot", default="demo.png", show_default=True, type=click.Path(dir_okay=False), help="Where to plot.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def demo(steps: int, kill_after: int | None, no_restore: bool, no_control: bool, plot: str, as_json: bool) -> int:
+def demo(
+    steps: int, kill_after: int | None, no_restore: bool, no_in_place: bool, no_control: bool, plot: str, as_json: bool
+) -> int:  # fmt: skip
     """Train a small transformer on 4 simulated hosts, kill one with its memory, and compare every loss."""
     prepare_ray()
     for name, value in TRAIN_ENVIRONMENT.items():
@@ -49,8 +52,9 @@ def demo(steps: int, kill_after: int | None, no_restore: bool, no_control: bool,
     kill_after = steps * 7 // 16 if kill_after is None else kill_after
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as folder, quiet():
         options = Options(
-            Path(folder), steps=steps, kill_after=kill_after, is_restoring=not no_restore, has_control=not no_control
-        )
+            Path(folder), steps=steps, kill_after=kill_after, is_restoring=not no_restore,
+            has_in_place=not no_in_place, has_control=not no_control,
+        )  # fmt: skip
         outcome = run_demo(options, lambda line: click.echo(line, err=True))
     draw(outcome, Path(plot))
     click.echo(json.dumps(as_dict(outcome, plot)) if as_json else table(outcome, plot))

@@ -19,6 +19,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
     attempt: int
     rank: int
     host: str
+    pid: int
     entered_s: float  # wall clock at the begin of the training function
     connect_s: float  # how long connect() took
     wall_s: float

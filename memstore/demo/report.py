@@ -62,12 +62,22 @@ def table(outcome: Outcome, plot: str) -> str:
          f"{ours}"),
         ("detected", f"{_text(took['detect'], 2)} after the kill, while Ray restarts the workers"),
     ]  # fmt: skip
+    if outcome.in_place is not None:
+        rows.append(("time lost in place", _in_place_text(took["lost"], seconds(outcome.in_place))))
     lines = [f"  {name:<22}{value}" for name, value in rows]
     lines += ["", "  checks", *map(_check_line, lost.checks)]
+    if outcome.in_place is not None:
+        lines += ["", "  checks of the run in place", *map(_check_line, outcome.in_place.checks)]
     if outcome.control is not None:
         lines += ["", f"  the same checks with restore off: {len(outcome.control_failed)} of 3 must-fail checks failed"]
         lines += map(_check_line, outcome.control.checks)
     return "\n".join([*lines, "", f"  plot: {plot} · {outcome.total_s:.0f} s in all", verdict(outcome)])
+
+
+def _in_place_text(ordinary_s: float | None, took: dict[str, float | None]) -> str:
+    lost_s = took["lost"]
+    ratio = "" if not ordinary_s or lost_s is None else f", {lost_s / ordinary_s:.2f} of the ordinary restart"
+    return f"{_text(lost_s)}{ratio}; all ranks in their function again after {_text(took['restart'])}"
 
 
 def _check_line(check: Check) -> str:
@@ -76,12 +86,13 @@ def _check_line(check: Check) -> str:
 
 def verdict(outcome: Outcome) -> str:
     """Return one line with the verdict: PASS, or FAIL with the failed checks."""
-    failed = [check.name for check in outcome.disturbed.checks if not check.is_ok]
+    runs = [run for run in (outcome.disturbed, outcome.in_place) if run is not None]
+    failed = [check.name for run in runs for check in run.checks if not check.is_ok]
     if failed:
         cause = "" if outcome.options.is_restoring else " (restore is switched off: they must)"
         return f"FAIL  {', '.join(failed)} failed{cause}"
     if not outcome.is_ok:
-        return "FAIL  the checks pass, but some of them also pass without restore: they prove nothing"
+        return "FAIL  the checks pass, but some of them also pass where they must fail: they prove nothing"
     proof = " · without restore the checks fail, as they must" if outcome.control is not None else ""
     return f"PASS  a host died with its memory; training went on from a peer's RAM, bit for bit{proof}"
 
@@ -91,6 +102,7 @@ def as_dict(outcome: Outcome, plot: str) -> dict[str, Any]:
     return {
         "ok": outcome.is_ok, "steps": outcome.options.steps, "restore": outcome.options.is_restoring,
         "demo": _run_dict(outcome.disturbed),
+        "in_place": _run_dict(outcome.in_place) if outcome.in_place is not None else None,
         "control": _run_dict(outcome.control) if outcome.control is not None else None,
         "control_failed": outcome.control_failed, "seconds_total": outcome.total_s, "plot": plot,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The demo from start to end: an uninterrupted run, a run that loses a host, a control run that does not restore.
+"""The demo from start to end: a run without a loss, two that lose a host, a control run that does not restore.
 
 This file imports Ray; so `cli.py` sets Ray's environment before it imports this file.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from memstore.adapters.ray_train import InPlaceTorchConfig
 from memstore.config import MIB
-from memstore.demo.checks import NEED_RESTORE, Check, Kill, check_all
+from memstore.demo.checks import NEED_RESTORE, Check, Kill, check_all, check_in_place, check_kept
 from memstore.demo.records import Run, read_run
 from memstore.demo.training import ModelSize, Settings, parameters_count, train
 from memstore.demo.watcher import PrintLine, Watcher
@@ -37,6 +38,7 @@ class Options:
     control_steps: int = 10
     control_kill_after: int = 3
     is_restoring: bool = True
+    has_in_place: bool = True
     has_control: bool = True
     size: ModelSize = field(default_factory=ModelSize)
 
@@ -67,6 +69,7 @@ class Outcome:
     options: Options
     undisturbed: Run
     disturbed: LostHostRun
+    in_place: LostHostRun | None
     control: LostHostRun | None
     total_s: float
 
@@ -78,9 +81,12 @@ class Outcome:
 
     @property
     def is_ok(self) -> bool:
-        """Return whether every check holds, and whether the control run, if any, failed all that it must fail."""
+        """Return whether every check holds, and whether each that must fail on some run failed there."""
         has_proof = self.control is None or set(self.control_failed) == set(NEED_RESTORE)
-        return has_proof and all(check.is_ok for check in self.disturbed.checks)
+        if self.in_place is not None:  # Ray's restart keeps no process: what finds them kept there proves nothing
+            has_proof = has_proof and not check_kept(self.disturbed.run, self.disturbed.kill).is_ok
+        checks = [*self.disturbed.checks, *(self.in_place.checks if self.in_place is not None else ())]
+        return has_proof and all(check.is_ok for check in checks)
 
 
 @dataclass(frozen=True)
@@ -114,21 +120,25 @@ class Demo:
         self.site, self.options, self.print_line = site, options, print_line
 
     def lose_host(
-        self, job: str, choice: HostChoice, undisturbed: Run, *, steps: int, kill_after: int, is_restoring: bool
-    ) -> LostHostRun:
+        self, job: str, choice: HostChoice, undisturbed: Run, *, steps: int, kill_after: int, is_restoring: bool = True,
+        is_in_place: bool = False,
+    ) -> LostHostRun:  # fmt: skip
         """Train, and lose the victim on the way; return the run with its checks."""
         watcher = self.watcher(job, steps, choice.victim, kill_after)
-        run = self.fit(watcher, choice, is_restoring=is_restoring)
+        run = self.fit(watcher, choice, is_restoring=is_restoring, is_in_place=is_in_place)
         if watcher.kill is None:
             raise MemstoreError(f"{job}: the training ended before step {kill_after} was committed: use more steps")
-        checks = check_all(run, undisturbed, watcher.kill, steps)
+        checks = (check_in_place if is_in_place else check_all)(run, undisturbed, watcher.kill, steps)
         return LostHostRun(run, watcher.kill, checks, watcher.detect_s, watcher.detect_why, watcher.done)
 
     def watcher(self, job: str, steps: int, victim: str = "", kill_after: int = -1) -> Watcher:
         """Return the watcher of a run that is yet to start."""
         return Watcher(self.site, job, self.options.folder / job, steps, self.print_line, victim, kill_after)
 
-    def fit(self, watcher: Watcher, choice: HostChoice | None = None, *, is_restoring: bool = True) -> Run:
+    def fit(
+        self, watcher: Watcher, choice: HostChoice | None = None, *, is_restoring: bool = True,
+        is_in_place: bool = False,
+    ) -> Run:  # fmt: skip
         """Train one job under Ray Train to its end, with restarts; return the records of its ranks."""
         job, journal, options = watcher.job, watcher.journal, self.options
         journal.mkdir(parents=True)
@@ -138,10 +148,10 @@ class Demo:
         trainer = TorchTrainer(
             train,
             train_loop_config={"settings": settings},
-            torch_config=TorchConfig(backend="gloo"),
+            torch_config=(InPlaceTorchConfig if is_in_place else TorchConfig)(backend="gloo"),
             scaling_config=ScalingConfig(
                 num_workers=len(HOSTS), resources_per_worker={"CPU": 1}, placement_strategy="SPREAD",
-                label_selector=choice.selectors if choice is not None else None,
+                label_selector=choice.selectors if choice is not None and not is_in_place else None,
             ),
             run_config=RunConfig(
                 name=job, storage_path=str(options.folder / "ray"), failure_config=FailureConfig(max_failures=2)
@@ -182,10 +192,15 @@ def run_demo(options: Options, print_line: PrintLine) -> Outcome:
         )
         disturbed = demo.lose_host("demo", choice, undisturbed, steps=options.steps, kill_after=options.kill_after,
                                    is_restoring=options.is_restoring)  # fmt: skip
-        control = None
+        in_place = control = None
+        if options.has_in_place and options.is_restoring:
+            print_line("[inplace] the same loss once more, in place: the other ranks keep their processes")
+            site.heal()
+            in_place = demo.lose_host("in-place", choice, undisturbed, steps=options.steps,
+                                      kill_after=options.kill_after, is_in_place=True)  # fmt: skip
         if options.has_control and options.is_restoring:
             print_line("[control] the same with restore switched off, a few steps only: the checks must fail")
             site.heal()
             control = demo.lose_host("control", choice, undisturbed, steps=options.control_steps,
                                      kill_after=options.control_kill_after, is_restoring=False)  # fmt: skip
-    return Outcome(options, undisturbed, disturbed, control, time.monotonic() - started_s)
+    return Outcome(options, undisturbed, disturbed, in_place, control, time.monotonic() - started_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sysconfig
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from memstore.adapters.torch import AppState
 from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.demo.records import Joined, Restored, StepRun, write
+from memstore.inplace import reentrant
 from memstore.shell.host.identity import current_node_labels
 
 TEXT_BYTES = 1 << 20
@@ -123,8 +125,13 @@ class Settings:
     size: ModelSize = field(default_factory=ModelSize)
 
 
+@reentrant
 def train(settings: dict[str, Any]) -> None:
-    """Train, and write a journal of what happens. Ray Train passes one dict; its "settings" is a Settings."""
+    """Train, and write a journal of what happens. Ray Train passes one dict; its "settings" is a Settings.
+
+    Under `InPlaceTorchConfig` the ranks that were not lost enter it again in their processes; else Ray starts all of
+    them again.
+    """
     entered_s = time.time()
     s: Settings = settings["settings"]
     torch.set_num_threads(1)  # so that sums have one order; besides, four ranks may share two cores
@@ -138,7 +145,7 @@ def train(settings: dict[str, Any]) -> None:
     with memstore.connect(s.job, config=s.config, fresh=not s.is_restoring) as store:
         host = (current_node_labels() or {}).get("host", "")
         took_s = time.perf_counter() - started_s
-        write(s.journal, Joined(store.attempt, rank, host, entered_s, took_s, time.time()))
+        write(s.journal, Joined(store.attempt, rank, host, os.getpid(), entered_s, took_s, time.time()))
         started_s = time.perf_counter()
         got = store.get(into=state) if s.is_restoring else None
         if got is not None:

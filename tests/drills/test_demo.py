@@ -90,6 +90,10 @@ def test_a_lost_host_costs_nothing(tmp_path: Path) -> None:
     assert {check["name"]: check["is_ok"] for check in body["demo"]["checks"]} == {
         "resumed": True, "nothing-redone": True, "from-peer": True, "same-losses": True,
     }  # fmt: skip
+    assert {check["name"]: check["is_ok"] for check in body["in_place"]["checks"]} == {
+        "resumed": True, "nothing-redone": True, "processes-kept": True, "same-losses": True,
+    }  # fmt: skip
+    assert body["in_place"]["seconds"]["lost"] > 0
     assert plot.stat().st_size > 10_000
-    for line in ("[kill]", "[detect]", "[restore]"):
+    for line in ("[kill]", "[detect]", "[restore]", "[inplace]"):
         assert line in result.stderr

@@ -9,11 +9,13 @@ from msgspec.structs import replace
 
 from memstore.demo.checks import (
     FROM_PEER,
+    KEPT,
     NOTHING_REDONE,
     RESUMED,
     SAME_LOSSES,
     Kill,
     check_all,
+    check_in_place,
     committed_step,
     steps_redone,
 )
@@ -33,7 +35,7 @@ def ran(attempt: int, steps: range, start_s: float, rank: int = 0) -> list[StepR
 
 
 def joined(attempt: int, hosts: list[str], wall_s: float) -> list[Joined]:
-    return [Joined(attempt, rank, host, wall_s, 0.1, wall_s) for rank, host in enumerate(hosts)]
+    return [Joined(attempt, rank, host, 100 * attempt + rank, wall_s, 0.1, wall_s) for rank, host in enumerate(hosts)]
 
 
 def restored(step: int, moved: tuple[int, ...], nbytes: dict[str, int]) -> list[Restored]:
@@ -131,6 +133,25 @@ def test_nothing_after_the_kill_is_caught() -> None:
     """A run that never came back fails, also if it wrote a result before."""
     run = replace(good_run(), restored=[], steps=ran(1, range(5), 91.0))
     assert failed(run) == {RESUMED, FROM_PEER, SAME_LOSSES}
+
+
+@pytest.mark.parametrize(
+    ("pids", "is_kept"),
+    [
+        ({}, True),
+        ({0: 200, 1: 201, 2: 202, 3: 203}, False),
+        ({3: 203}, False),
+        ({2: 102}, False),
+    ],
+    ids=["the lost one is new", "all are new", "a survivor is new", "the lost one is the same"],
+)
+def test_a_survivor_with_a_new_process_is_caught(pids: dict[int, int], is_kept: bool) -> None:
+    """In place, the process of rank 2, which was lost, is a new one, and each other rank's is the one it was."""
+    before, after = good_run().joined[:4], good_run().joined[4:]
+    expected = {0: 100, 1: 101, 2: 202, 3: 103, **pids}
+    run = replace(good_run(), joined=[*before, *(replace(joined, pid=expected[joined.rank]) for joined in after)])
+    bad = {check.name for check in check_in_place(run, UNDISTURBED, KILL, STEPS) if not check.is_ok}
+    assert bad == (set() if is_kept else {KEPT})
 
 
 def test_a_journal_keeps_what_was_written(tmp_path: Path) -> None:

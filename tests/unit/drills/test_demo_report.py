@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray.train.torch", reason="the demo runs under Ray Train")
 
-from memstore.demo.checks import Kill, check_all
+from memstore.demo.checks import Kill, check_all, check_in_place
 from memstore.demo.records import Joined, Restored, Run, StepRun
 from memstore.demo.report import as_dict, draw, seconds, table, verdict
 from memstore.demo.run import LostHostRun, Options, Outcome
@@ -22,8 +22,8 @@ def ran(attempt: int, steps: range, start_s: float) -> list[StepRun]:
     return [StepRun(attempt, 0, s, (1.0 / (s + 3)).hex(), s - 1, 0.001, start_s + i) for i, s in enumerate(steps)]
 
 
-def joined(attempt: int, rank: int, host: str, entered_s: float) -> Joined:
-    return Joined(attempt, rank, host, entered_s, 0.25, entered_s + 1)
+def joined(attempt: int, rank: int, host: str, entered_s: float, pid: int = 0) -> Joined:
+    return Joined(attempt, rank, host, pid or 100 * attempt + rank, entered_s, 0.25, entered_s + 1)
 
 
 def lost(*, is_restoring: bool) -> LostHostRun:
@@ -43,9 +43,25 @@ def lost(*, is_restoring: bool) -> LostHostRun:
     )
 
 
+def lost_in_place(pid: int = 100) -> LostHostRun:
+    """A loss of which rank 0 is back in its function after 2 s, by default in its process."""
+    run = Run(
+        joined=[
+            joined(1, 0, "h1", 89.0), joined(1, 1, "h2", 89.0), joined(2, 0, "h1", 102.0, pid),
+            joined(2, 1, "h3", 102.0),
+        ],
+        restored=lost(is_restoring=True).run.restored,
+        steps=[*ran(1, range(4), 96.0), *ran(2, range(4, STEPS), 103.0)],
+    )  # fmt: skip
+    checks = check_in_place(run, Run(steps=ran(1, range(STEPS), 0.0)), KILL, STEPS)
+    return LostHostRun(run, KILL, checks, 0.05, "reset", "gone")
+
+
 def outcome(tmp_path: Path, *, is_restoring: bool = True, control: LostHostRun | None = None) -> Outcome:
     options = Options(tmp_path, steps=STEPS, kill_after=3, is_restoring=is_restoring)
-    return Outcome(options, Run(steps=ran(1, range(STEPS), 0.0)), lost(is_restoring=is_restoring), control, 60.0)
+    in_place = lost_in_place() if is_restoring else None
+    undisturbed = Run(steps=ran(1, range(STEPS), 0.0))
+    return Outcome(options, undisturbed, lost(is_restoring=is_restoring), in_place, control, 60.0)
 
 
 def test_pass_needs_a_control_that_fails(tmp_path: Path) -> None:
@@ -56,6 +72,12 @@ def test_pass_needs_a_control_that_fails(tmp_path: Path) -> None:
     toothless = replace(good, control=lost(is_restoring=True))
     assert not toothless.is_ok
     assert "prove nothing" in verdict(toothless)
+    moved = replace(good, in_place=lost_in_place(pid=200))
+    assert not moved.is_ok
+    assert "processes-kept failed" in verdict(moved)
+    blind = replace(good, disturbed=replace(good.disturbed, run=lost_in_place().run))
+    assert not blind.is_ok
+    assert "prove nothing" in verdict(blind)
     bad = outcome(tmp_path, is_restoring=False)
     assert not bad.is_ok
     assert "resumed, nothing-redone, from-peer failed" in verdict(bad)
@@ -68,6 +90,11 @@ def test_table_shows_measured_numbers(tmp_path: Path) -> None:
     assert "every 50 steps would have redone 4" in text
     assert "3.0 MiB local · 1.0 MiB peer · 0 B durable" in text
     assert "time lost             12.0 s, of which Ray's restart 9.0 s, memstore connect + get 0.8 s" in text
+    assert (
+        "time lost in place    3.0 s, 0.25 of the ordinary restart; all ranks in their function again after 2.0 s"
+        in text
+    )
+    assert "1 of 1 survivors kept their process (rank 0: 100 and 100, rank 1: 101 and 201)" in text
     assert "3 of 3 must-fail checks failed" in text
     assert seconds(lost(is_restoring=True))["restore"] == pytest.approx(0.5)
 
