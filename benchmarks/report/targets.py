@@ -77,6 +77,13 @@ SHARING = _at_most(
     "training over a shaped link, a put every step: interleaved / without, time per iteration",
     "sharing",
 )
+IN_PLACE = _at_most(
+    0.4, "in place", "a lost rank or host -> first new step, in place, new worker / Ray's restart", "inplace"
+)
+IN_PLACE_SPARE = _at_most(0.10, "in place spare", "the same with a spare / Ray's restart", "inplace")
+IN_PLACE_SPARE_S = _at_most(2.5, "in place spare s", "the same with a spare, a lost rank, in seconds", "inplace")
+IN_PLACE_FREEZE = _at_most(5, "in place freeze", "a frozen rank -> first new step, with a spare, in seconds", "inplace")
+IN_PLACE_COST = _at_most(1.01, "in place cost", "nothing is lost: in place / without, a rank's step", "inplace")
 GPU_OVERLAP = _at_most(0.02, "gpu overlap", "GPU: stall / pinned copy, overlapped", "gpu")
 GPU_STALL = _at_most(1.05, "gpu stall", "GPU: stall / pinned copy, not overlapped", "gpu")
 GPU_D2H = _at_least(0.9, "gpu d2h", "GPU: copy out / the pinned peak", "gpu")

@@ -1,0 +1,335 @@
+"""`python -m benchmarks.cases.bench_in_place --kills 5 --out FOLDER`: a lost rank or host -> the first new step done.
+
+Four ranks under Ray Train on an embedded cluster of four hosts, in three ways of sharding. Three contenders, each a job
+of its own in the same cluster: Ray's restart of all ranks, recovery in place with a new worker, and with a spare. Ranks
+are killed at random moments of their training. The clock runs from the signal until the last rank has done its first
+step in the training function that it entered afterwards. In every job each step's loss and samples have to be those of
+a job that lost nothing, bit for bit, and in place every other rank has to keep its process.
+
+Contenders follow one another: of a pair of kills that make a ratio both are the n-th of their jobs. Ray looks for dead
+workers every 0.5 s (2 s by default) in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.report import __main__, results
+from benchmarks.report.harness import MIB, Options, Record
+from benchmarks.report.targets import IN_PLACE, IN_PLACE_COST, IN_PLACE_FREEZE, IN_PLACE_SPARE, IN_PLACE_SPARE_S
+from benchmarks.rigs.process_costs import cpu_seconds
+from memstore.drills.ranks.in_place import Gate
+from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
+from memstore.testing.faults.processes import descendants
+
+if TYPE_CHECKING:
+    from benchmarks.rigs.in_place_training import StepDone
+    from memstore.drills.sites.site import EmbeddedSite
+
+RESTART, NEW_WORKER, SPARE = "Ray's restart", "in place, new worker", "in place, spare"
+CONTENDERS = (RESTART, NEW_WORKER, SPARE)
+SETUPS = {"fsdp": "FSDP2", "tensor": "FSDP2 x TP", "ddp": "DDP, shared shards"}
+KILL, HOST, FREEZE = "kill a rank", "kill a host", "freeze a rank"
+WINDOW = 20  # steps that are trained before a fault, at most
+AFTER = 10  # and after it
+BLOCKS, BLOCK = 25, 20  # of steps, by turns
+WAIT_S = 180.0
+WARM_S = 5.0  # after a spare has begun its imports
+ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}  # fmt: skip
+
+
+@dataclass
+class Job:
+    """One training under Ray Train; this side opens the gate and breaks things."""
+
+    site: EmbeddedSite
+    name: str
+    contender: str
+    setup: str
+    folder: Path
+    limit: int = -1
+    kept_count: int = 0  # survivors of all faults that kept their process
+    seconds: list[float] = field(default_factory=list)
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    ranks_count: int = 0
+
+    def start(self, kills: int) -> None:
+        """Start the training, and wait for the first steps."""
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        from benchmarks.rigs.in_place_training import RANKS, Announced, Records, Settings, train
+        from memstore.adapters.ray_train import InPlaceTorchConfig
+
+        self.folder.mkdir(parents=True)
+        self.records, self.gate = Records(self.folder), Gate(self.folder)
+        self.gate.open(self.limit)
+        spares = int(self.contender == SPARE)
+        torch_config = TorchConfig(backend="gloo")
+        if self.contender != RESTART:
+            torch_config = InPlaceTorchConfig(backend="gloo", spares=spares)
+        trainer = TorchTrainer(
+            partial(train, Announced(str(self.folder))),
+            train_loop_config={"settings": Settings(self.name, self.setup, str(self.folder), self.site.config)},
+            torch_config=torch_config,
+            scaling_config=ScalingConfig(
+                num_workers=RANKS, resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"
+            ),
+            run_config=RunConfig(
+                name=self.name, storage_path=str(self.folder / "ray"),
+                failure_config=FailureConfig(max_failures=2 * kills + 1),
+            ),
+        )  # fmt: skip
+        self.ranks_count = RANKS
+        self.run: Future[object] = self.thread.submit(trainer.fit)
+        self.train(2)
+
+    def train(self, steps: int) -> None:
+        """Let all ranks train so many more steps, and wait for them."""
+        self.limit += steps
+        self.gate.open(self.limit)
+        self.wait(f"step {self.limit} of all ranks", lambda: self._have_done(self.limit), WAIT_S + steps)
+
+    def _have_done(self, step: int) -> bool:
+        done = {found.rank for found in self.done() if found.step >= step}
+        return len(done) == self.ranks_count
+
+    def done(self) -> list[StepDone]:
+        """Return the steps that all ranks have done."""
+        return self.records.steps_done()
+
+    def wait(self, what: str, is_there: Callable[[], bool], within_s: float = WAIT_S) -> None:
+        """Wait for something that the ranks do."""
+        deadline_s = time.monotonic() + within_s
+        while not is_there():
+            if self.run.done():
+                self.run.result()
+                raise RuntimeError(f"{self.name}: the training ended before {what}")
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{self.name}: no {what} within {within_s:g} s")
+            time.sleep(0.02)
+
+    def processes(self) -> dict[int, int]:
+        """Return each rank's process."""
+        return {found.rank: found.pid for found in self.done()}
+
+    def spares(self) -> set[int]:
+        """Return the processes that wait to take a rank's place."""
+        from benchmarks.rigs.in_place_training import announced
+
+        used = {found.pid for found in self.done()}
+        return {pid for pid in announced(self.folder) - used if Path(f"/proc/{pid}").exists()}
+
+    def break_and_wait(self, fault: str, chance: random.Random) -> None:
+        """Break something while the ranks train; take the seconds until all have done a new step."""
+        if self.contender == SPARE:
+            self.wait("a spare", lambda: bool(self.spares()))
+            time.sleep(WARM_S)
+        before = self.processes()
+        at = self.limit + chance.randrange(1, WINDOW)
+        self.limit += WINDOW + AFTER
+        self.gate.open(self.limit)
+        self.wait(f"step {at}", lambda: any(found.step >= at for found in self.done()))
+        time.sleep(chance.random() * 0.2)
+        begun_s = time.monotonic()
+        lost = self._break(fault, before, chance)
+        self.wait("a new step of all ranks", lambda: len(self._first_steps(begun_s)) == self.ranks_count)
+        self.seconds.append(max(self._first_steps(begun_s).values()) - begun_s)
+        after = self.processes()
+        self.kept_count += sum(after[rank] == pid for rank, pid in before.items() if rank not in lost)
+        if self.contender != RESTART:
+            restarted = [rank for rank in before if rank not in lost and after[rank] != before[rank]]
+            if restarted:
+                raise RuntimeError(f"{self.name}: {fault}: ranks {restarted} lost their processes: {before}, {after}")
+        self.wait(f"step {self.limit} of all ranks", lambda: self._have_done(self.limit))
+        self.site.heal()
+
+    def _break(self, fault: str, before: dict[int, int], chance: random.Random) -> set[int]:
+        """Break something; return the ranks that are lost by it."""
+        if fault != HOST:
+            rank = chance.choice(sorted(before))
+            os.kill(before[rank], signal.SIGKILL if fault == KILL else signal.SIGSTOP)
+            return {rank}
+        spares, options = self.spares(), []
+        for host in list(self.site.cluster.labels)[1:]:  # Ray's head cannot be lost
+            here = {pid for pid, _ in self.site.cluster.node_processes(host)}
+            ranks = {rank for rank, pid in before.items() if pid in here}
+            if ranks and not spares & here:
+                options.append((host, ranks))
+        host, ranks = chance.choice(options)
+        self.site.lose_host(host, [])
+        return ranks
+
+    def _first_steps(self, begun_s: float) -> dict[int, float]:
+        """Return when each rank had done its first step since it entered the function after the fault."""
+        first: dict[int, float] = {}
+        for found in self.done():
+            if found.entered_s > begun_s:
+                first.setdefault(found.rank, found.done_s)
+        return first
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Train so many steps; return the wall and the processor seconds of a step, with all that the ranks started."""
+        here = [*descendants(list(self.processes().values()))]
+        before_s, begun_s = cpu_seconds(here), time.monotonic()
+        self.train(steps)
+        return (time.monotonic() - begun_s) / steps, (cpu_seconds(here) - before_s) / steps / self.ranks_count
+
+    def end(self) -> None:
+        """Let the training end."""
+        self.gate.open(self.limit, is_last=True)
+        self.run.result(WAIT_S)
+        self.thread.shutdown()
+
+
+def check_same(job: Job, expected: Sequence[StepDone]) -> int:
+    """Compare every step of every rank with the job that lost nothing; return how many steps there were."""
+    right = {(found.rank, found.step): (found.loss, found.samples) for found in expected}
+    done = job.done()
+    for found in done:
+        if (found.loss, found.samples) != right[found.rank, found.step]:
+            raise RuntimeError(f"{job.name}: rank {found.rank}, step {found.step}: another loss or other samples")
+    missing = set(right) - {(found.rank, found.step) for found in done}
+    if missing and job.limit >= max(step for _, step in right):
+        raise RuntimeError(f"{job.name}: {len(missing)} steps were never done, as {min(missing)}")
+    return len({found.step for found in done})
+
+
+@contextmanager
+def cluster() -> Iterator[EmbeddedSite]:
+    """Start four hosts in two racks with a store."""
+    prepare_ray()
+    os.environ.update(ENVIRONMENT)
+    with quiet(), embedded_site(4, 512 * MIB) as site:
+        yield site
+
+
+def play(
+    site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: str, kills: int, seed: int
+) -> Job:  # fmt: skip
+    """Train one job to its end, with so many faults."""
+    number = len(list(folder.iterdir()))
+    job = Job(site, f"j{number}", contender, setup, folder / f"j{number}")
+    job.start(kills)
+    chance = random.Random(seed)
+    for _ in range(kills):
+        job.break_and_wait(fault, chance)
+        print(f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+    job.end()
+    return job
+
+
+def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int) -> list[StepDone]:
+    """Return the steps of a job that loses nothing, as many as the others train."""
+    name = f"unbroken-{setup}"
+    job = Job(site, name, NEW_WORKER, setup, folder / name)
+    job.start(1)
+    job.train(kills * (WINDOW + AFTER))
+    job.end()
+    return job.done()
+
+
+def measure(
+    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int,
+    *, has_cost: bool = False,
+) -> list[Record]:  # fmt: skip
+    """Play every fault for every contender; a frozen rank is not seen by Ray's restart, and only timed with a spare."""
+    records = []
+    with cluster() as site, tempfile.TemporaryDirectory(prefix="memstore-bench-") as folder:
+        for setup in setups:
+            expected = unbroken(site, Path(folder), setup, kills)
+            for fault in faults:
+                if fault != KILL and setup != setups[0]:  # what is lost is all that they change
+                    continue
+                record = Record(f"{SETUPS[setup]}: {fault}", 0, {})
+                for contender in [SPARE] if fault == FREEZE else contenders:
+                    job = play(site, Path(folder), setup, contender, fault, kills, seed)
+                    steps = check_same(job, expected)
+                    record.seconds[contender] = job.seconds
+                    others = "all" if contender != RESTART else str(job.kept_count)
+                    record.notes.append(
+                        f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; {steps} steps with losses and samples "
+                        f"of the unbroken job; {others} of the other ranks' processes kept"
+                    )
+                _judge(record, fault)
+                records.append(record)
+        if has_cost:
+            records.append(cost(site, Path(folder)))
+    return records
+
+
+def cost(site: EmbeddedSite, folder: Path) -> Record:
+    """Train two jobs by turns that lose nothing: one that could recover in place, and one that could not."""
+    record = Record("nothing is lost", 0, {RESTART: [], NEW_WORKER: []})
+    jobs = [Job(site, f"cost{n}", name, "fsdp", folder / f"cost{n}") for n, name in enumerate(record.seconds)]
+    for job in jobs:
+        job.start(0)
+        job.train(BLOCK)
+    cpu: dict[str, list[float]] = {RESTART: [], NEW_WORKER: []}
+    for number in range(BLOCKS):
+        for job in jobs[:: 1 if number % 2 else -1]:
+            wall_s, cpu_s = job.block(BLOCK)
+            record.seconds[job.contender].append(wall_s)
+            cpu[job.contender].append(cpu_s)
+    for job in jobs:
+        job.end()
+    record.ratio("step time, in place / ordinary", NEW_WORKER, RESTART, IN_PLACE_COST)
+    pairs = zip(cpu[NEW_WORKER], cpu[RESTART], strict=True)
+    record.figure(
+        "processor seconds of a rank's step, in place / ordinary", [a / b for a, b in pairs], "", IN_PLACE_COST
+    )
+    record.notes.append(f"nothing is lost: {BLOCKS} blocks of {BLOCK} steps of each job, by turns")
+    return record
+
+
+def _judge(record: Record, fault: str) -> None:
+    for contender, target in ((NEW_WORKER, IN_PLACE), (SPARE, IN_PLACE_SPARE)):
+        if {contender, RESTART} <= record.seconds.keys():
+            record.ratio(f"{contender} / {RESTART}", contender, RESTART, target)
+    if SPARE in record.seconds:
+        limit = IN_PLACE_FREEZE if fault == FREEZE else IN_PLACE_SPARE_S if fault == KILL else None
+        record.figure(f"{SPARE}, seconds", record.seconds[SPARE], "s", limit)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Record]:
+    """Run what the command line asks for; return the records."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cases.bench_in_place", description=__doc__)
+    parser.add_argument("--kills", type=int, default=5, help="of each job")
+    parser.add_argument("--setup", choices=SETUPS, action="append", help="only this one")
+    parser.add_argument("--fault", choices=[KILL, HOST, FREEZE], action="append", help="only this one")
+    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one")
+    parser.add_argument("--seed", type=int, default=1, help="of ranks and moments")
+    parser.add_argument("--out", type=Path, help="folder for in_place.json")
+    chosen = parser.parse_args(arguments)
+    setups = chosen.setup or list(SETUPS)
+    about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")
+    records = measure(
+        setups, chosen.fault or [KILL, HOST, FREEZE], chosen.contender or CONTENDERS, chosen.kills, chosen.seed,
+        has_cost=chosen.fault is None,
+    )  # fmt: skip
+    print(f"{__main__.described(about)}\n\n{__main__.HEAD}")
+    for record in records:
+        record.about = about
+        print(__main__.rows(record), flush=True)
+    if chosen.out is not None:
+        results.merge("in_place", records, chosen.out)
+    return records
+
+
+if __name__ == "__main__":
+    main()
