@@ -267,3 +267,17 @@ def dcp_nursery() -> Iterator[RankNursery]:
     """Forks ranks that have imported torch.distributed."""
     with RankNursery("memstore.testing.ranks.dcp_ranks") as nursery:
         yield nursery
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[object]:
+    """Start three hosts in two racks, an EmbeddedSite for all drills of a file; h1 is Ray's head and cannot be lost."""
+    pytest.importorskip("ray")
+    from memstore.drills.sites.site import EmbeddedSite
+    from memstore.testing.clusters.embedded import EmbeddedCluster
+    from memstore.testing.clusters.store_name import racks
+
+    with EmbeddedCluster(racks(3)) as cluster:
+        site = EmbeddedSite(cluster)
+        yield site
+        site.close()
