@@ -2,9 +2,10 @@
 
 Four ranks under Ray Train on an embedded cluster of four hosts, in three ways of sharding. Three contenders, each a job
 of its own in the same cluster: Ray's restart of all ranks, recovery in place with a new worker, and with a spare. Ranks
-are killed at random moments of their training. The clock runs from the signal until the last rank has done its first
-step in the training function that it entered afterwards. In every job each step's loss and samples have to be those of
-a job that lost nothing, bit for bit, and in place every other rank has to keep its process.
+are killed or frozen at random moments of their training, hosts killed, or cut off in network namespaces (root). The
+clock runs from the fault until the last rank has done its first step in the training function that it entered
+afterwards. In every job each step's loss and samples have to be those of a job that lost nothing, bit for bit, and in
+place every other rank has to keep its process.
 
 Contenders follow one another: of a pair of kills that make a ratio both are the n-th of their jobs. Ray looks for dead
 workers every 0.5 s (2 s by default) in all of them.
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,21 @@ from typing import TYPE_CHECKING
 
 from benchmarks.report import __main__, results
 from benchmarks.report.harness import MIB, Options, Record
-from benchmarks.report.targets import IN_PLACE, IN_PLACE_COST, IN_PLACE_FREEZE, IN_PLACE_SPARE, IN_PLACE_SPARE_S
+from benchmarks.report.targets import (
+    IN_PLACE,
+    IN_PLACE_COST,
+    IN_PLACE_CUT,
+    IN_PLACE_FREEZE,
+    IN_PLACE_SPARE,
+    IN_PLACE_SPARE_S,
+)
 from benchmarks.rigs.process_costs import cpu_seconds
+from memstore.config import Config
 from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
+from memstore.testing.clusters.namespaces import NamespaceRig, available
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.store_name import racks, scratch_store_name
 from memstore.testing.faults.processes import descendants
 
 if TYPE_CHECKING:
@@ -42,7 +54,8 @@ if TYPE_CHECKING:
 RESTART, NEW_WORKER, SPARE = "Ray's restart", "in place, new worker", "in place, spare"
 CONTENDERS = (RESTART, NEW_WORKER, SPARE)
 SETUPS = {"fsdp": "FSDP2", "tensor": "FSDP2 x TP", "ddp": "DDP, shared shards"}
-KILL, HOST, FREEZE = "kill a rank", "kill a host", "freeze a rank"
+KILL, HOST, FREEZE, CUT = "kill a rank", "kill a host", "freeze a rank", "cut a host"
+FAULTS = (KILL, HOST, FREEZE, CUT)
 WINDOW = 20  # steps that are trained before a fault, at most
 AFTER = 10  # and after it
 BLOCKS, BLOCK = 25, 20  # of steps, by turns
@@ -67,6 +80,7 @@ class Job:
     seconds: list[float] = field(default_factory=list)
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     ranks_count: int = 0
+    cut_host: str = ""
 
     def start(self, kills: int) -> None:
         """Start the training, and wait for the first steps."""
@@ -157,23 +171,45 @@ class Job:
             if restarted:
                 raise RuntimeError(f"{self.name}: {fault}: ranks {restarted} lost their processes: {before}, {after}")
         self.wait(f"step {self.limit} of all ranks", lambda: self._have_done(self.limit))
-        self.site.heal()
+        self._heal()
 
     def _break(self, fault: str, before: dict[int, int], chance: random.Random) -> set[int]:
         """Break something; return the ranks that are lost by it."""
-        if fault != HOST:
+        if fault in (KILL, FREEZE):
             rank = chance.choice(sorted(before))
             os.kill(before[rank], signal.SIGKILL if fault == KILL else signal.SIGSTOP)
             return {rank}
+        host, ranks = self._choose_host(before, chance)
+        if fault == HOST:
+            self.site.lose_host(host, [])
+        elif self.site.cluster.rig is not None:
+            self.site.cluster.rig.cut(host)
+            self.cut_host = host
+        return ranks
+
+    def _choose_host(self, before: dict[int, int], chance: random.Random) -> tuple[str, set[int]]:
+        """Return a host that has ranks and no spare, and its ranks."""
         spares, options = self.spares(), []
         for host in list(self.site.cluster.labels)[1:]:  # Ray's head cannot be lost
             here = {pid for pid, _ in self.site.cluster.node_processes(host)}
             ranks = {rank for rank, pid in before.items() if pid in here}
             if ranks and not spares & here:
                 options.append((host, ranks))
-        host, ranks = chance.choice(options)
-        self.site.lose_host(host, [])
-        return ranks
+        return chance.choice(options)
+
+    def _heal(self) -> None:
+        """Give the cluster the lost host back, or the one that was cut off once Ray has given it up."""
+        self.site.heal()
+        host, rig = self.cut_host, self.site.cluster.rig
+        if not host or rig is None:
+            return
+        zombies, address = set(rig.processes(host)), rig.address(host)
+        wait_for(lambda: address not in _live_addresses(), "Ray to give the host up", WAIT_S)
+        rig.heal(host)
+        wait_for(lambda: not zombies & set(rig.processes(host)), "the raylet that was given up to end", WAIT_S)
+        self.site.cluster.add_node(host)
+        self.site.wait_hosts_live(list(self.site.cluster.labels))
+        self.cut_host = ""
 
     def _first_steps(self, begun_s: float) -> dict[int, float]:
         """Return when each rank had done its first step since it entered the function after the fault."""
@@ -197,6 +233,12 @@ class Job:
         self.thread.shutdown()
 
 
+def _live_addresses() -> set[str]:
+    import ray
+
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
 def check_same(job: Job, expected: Sequence[StepDone]) -> int:
     """Compare every step of every rank with the job that lost nothing; return how many steps there were."""
     right = {(found.rank, found.step): (found.loss, found.samples) for found in expected}
@@ -211,12 +253,24 @@ def check_same(job: Job, expected: Sequence[StepDone]) -> int:
 
 
 @contextmanager
-def cluster() -> Iterator[EmbeddedSite]:
-    """Start four hosts in two racks with a store."""
+def cluster(*, has_links: bool = False) -> Iterator[EmbeddedSite]:
+    """Start four hosts in two racks with a store; with links to cut each but Ray's head has a network of its own."""
     prepare_ray()
     os.environ.update(ENVIRONMENT)
-    with quiet(), embedded_site(4, 512 * MIB) as site:
-        yield site
+    if not has_links:
+        with quiet(), embedded_site(4, 512 * MIB) as site:
+            yield site
+        return
+    from memstore.drills.sites.site import EmbeddedSite
+    from memstore.testing.clusters.embedded import EmbeddedCluster
+
+    labels = racks(4)
+    with quiet(), NamespaceRig(list(labels)[1:]) as rig:
+        config = Config(
+            store=scratch_store_name("b"), arena_bytes=512 * MIB, chunk_bytes=MIB, interface=str(rig.network)
+        )
+        with EmbeddedCluster(labels, config=config, rig=rig) as made, closing(EmbeddedSite(made)) as site:
+            yield site
 
 
 def play(
@@ -248,29 +302,48 @@ def measure(
     setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int,
     *, has_cost: bool = False,
 ) -> list[Record]:  # fmt: skip
-    """Play every fault for every contender; a frozen rank is not seen by Ray's restart, and only timed with a spare."""
-    records = []
-    with cluster() as site, tempfile.TemporaryDirectory(prefix="memstore-bench-") as folder:
-        for setup in setups:
-            expected = unbroken(site, Path(folder), setup, kills)
-            for fault in faults:
-                if fault != KILL and setup != setups[0]:  # what is lost is all that they change
-                    continue
-                record = Record(f"{SETUPS[setup]}: {fault}", 0, {})
-                for contender in [SPARE] if fault == FREEZE else contenders:
-                    job = play(site, Path(folder), setup, contender, fault, kills, seed)
-                    steps = check_same(job, expected)
-                    record.seconds[contender] = job.seconds
-                    others = "all" if contender != RESTART else str(job.kept_count)
-                    record.notes.append(
-                        f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; {steps} steps with losses and samples "
-                        f"of the unbroken job; {others} of the other ranks' processes kept"
-                    )
-                _judge(record, fault)
-                records.append(record)
-        if has_cost:
-            records.append(cost(site, Path(folder)))
+    """Play every fault for every contender; what Ray's restart does not see, or late, is only timed with a spare."""
+    records: list[Record] = []
+    expected: dict[str, list[StepDone]] = {}
+    with tempfile.TemporaryDirectory(prefix="memstore-bench-") as name:
+        folder = Path(name)
+        with cluster() as site:
+            for setup in setups:
+                expected[setup] = unbroken(site, folder, setup, kills)
+                for fault in faults:
+                    if fault == KILL or (fault != CUT and setup == setups[0]):  # what is lost is all that they change
+                        of_fault = [SPARE] if fault == FREEZE else contenders
+                        records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup]))
+            if has_cost:
+                records.append(cost(site, folder))
+        if CUT in faults and available() is None:
+            with cluster(has_links=True) as site:
+                records.append(race(site, folder, setups[0], CUT, [SPARE], kills, seed, expected[setups[0]]))
     return records
+
+
+def race(
+    site: EmbeddedSite, folder: Path, setup: str, fault: str, contenders: Sequence[str], kills: int, seed: int,
+    expected: Sequence[StepDone],
+) -> Record:  # fmt: skip
+    """Play one fault for every contender."""
+    record = Record(f"{SETUPS[setup]}: {fault}", 0, {})
+    for contender in contenders:
+        job = play(site, folder, setup, contender, fault, kills, seed)
+        steps = check_same(job, expected)
+        record.seconds[contender] = job.seconds
+        others = "all" if contender != RESTART else str(job.kept_count)
+        record.notes.append(
+            f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; {steps} steps with losses and samples of the "
+            f"unbroken job; {others} of the other ranks' processes kept"
+        )
+    for contender, target in ((NEW_WORKER, IN_PLACE), (SPARE, IN_PLACE_SPARE)):
+        if {contender, RESTART} <= record.seconds.keys():
+            record.ratio(f"{contender} / {RESTART}", contender, RESTART, target)
+    if SPARE in record.seconds:
+        limit = {KILL: IN_PLACE_SPARE_S, FREEZE: IN_PLACE_FREEZE, CUT: IN_PLACE_CUT}.get(fault)
+        record.figure(f"{SPARE}, seconds", record.seconds[SPARE], "s", limit)
+    return record
 
 
 def cost(site: EmbeddedSite, folder: Path) -> Record:
@@ -297,21 +370,12 @@ def cost(site: EmbeddedSite, folder: Path) -> Record:
     return record
 
 
-def _judge(record: Record, fault: str) -> None:
-    for contender, target in ((NEW_WORKER, IN_PLACE), (SPARE, IN_PLACE_SPARE)):
-        if {contender, RESTART} <= record.seconds.keys():
-            record.ratio(f"{contender} / {RESTART}", contender, RESTART, target)
-    if SPARE in record.seconds:
-        limit = IN_PLACE_FREEZE if fault == FREEZE else IN_PLACE_SPARE_S if fault == KILL else None
-        record.figure(f"{SPARE}, seconds", record.seconds[SPARE], "s", limit)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Record]:
     """Run what the command line asks for; return the records."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cases.bench_in_place", description=__doc__)
     parser.add_argument("--kills", type=int, default=5, help="of each job")
     parser.add_argument("--setup", choices=SETUPS, action="append", help="only this one")
-    parser.add_argument("--fault", choices=[KILL, HOST, FREEZE], action="append", help="only this one")
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one")
     parser.add_argument("--seed", type=int, default=1, help="of ranks and moments")
     parser.add_argument("--out", type=Path, help="folder for in_place.json")
@@ -319,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     setups = chosen.setup or list(SETUPS)
     about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")
     records = measure(
-        setups, chosen.fault or [KILL, HOST, FREEZE], chosen.contender or CONTENDERS, chosen.kills, chosen.seed,
+        setups, chosen.fault or FAULTS, chosen.contender or CONTENDERS, chosen.kills, chosen.seed,
         has_cost=chosen.fault is None,
     )  # fmt: skip
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}")

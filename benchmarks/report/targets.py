@@ -83,6 +83,7 @@ IN_PLACE = _at_most(
 IN_PLACE_SPARE = _at_most(0.10, "in place spare", "the same with a spare / Ray's restart", "inplace")
 IN_PLACE_SPARE_S = _at_most(2.5, "in place spare s", "the same with a spare, a lost rank, in seconds", "inplace")
 IN_PLACE_FREEZE = _at_most(5, "in place freeze", "a frozen rank -> first new step, with a spare, in seconds", "inplace")
+IN_PLACE_CUT = _at_most(6, "in place cut", "a host cut off -> first new step, with a spare, in seconds", "inplace")
 IN_PLACE_COST = _at_most(1.01, "in place cost", "nothing is lost: in place / without, a rank's step", "inplace")
 GPU_OVERLAP = _at_most(0.02, "gpu overlap", "GPU: stall / pinned copy, overlapped", "gpu")
 GPU_STALL = _at_most(1.05, "gpu stall", "GPU: stall / pinned copy, not overlapped", "gpu")
