@@ -82,6 +82,7 @@ class ReplicaIndex:
         self.shards: dict[Key, StoredReplica] = {}
         self.incoming: dict[Key | tuple[ShardId, str, str], IncomingReplica] = {}
         self.shares: dict[str, PeerShare] = {}
+        self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
         self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
         self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
         self.pins_count = 0
@@ -300,9 +301,17 @@ class ReplicaIndex:
     def set_share(self, job: str, share: PeerShare) -> None:
         """Reserve room for a job in place of its earlier share; the caller has grown the arena to `slots_needed`."""
         self.shares[job] = share
+        self.prepared.pop(job, None)
+
+    def end_preparation(self, job: str, before: int | None = None) -> None:
+        """Keep no more room for what a job may claim: its ranks here are gone, or its attempt `before` has begun."""
+        share = self.prepared.get(job)
+        if share is not None and (before is None or share.attempt < before):
+            del self.prepared[job]
 
     def drop_share(self, job: str, attempt: int) -> None:
         """Give up the room of a removed job, unless an attempt opened since then has claimed it again."""
+        self.end_preparation(job, before=attempt + 1)
         share = self.shares.get(job)
         if share is not None and share.attempt <= attempt:
             del self.shares[job]
@@ -324,9 +333,12 @@ class ReplicaIndex:
         return share.total + max(0, foreign - share.total // (share.versions + 1))
 
     def spare_count(self) -> int:
-        """Free slots that no present job's reservation needs beside what its replicas lie in (R9)."""
-        wanted = sum(self._unmet_count(name, share) for name, share in self.shares.items())
-        return max(0, len(self.table.free) - wanted)
+        """Free slots that no present job's reservation or first put needs beside what its replicas lie in (R9)."""
+        wanted: dict[str, int] = {}
+        for shares in (self.shares, self.prepared):
+            for name, share in shares.items():
+                wanted[name] = max(wanted.get(name, 0), self._unmet_count(name, share))
+        return max(0, len(self.table.free) - sum(wanted.values()))
 
     def _unmet_count(self, job: str, share: PeerShare) -> int:
         """Return how many slots of a share are still empty.

@@ -173,6 +173,8 @@ def send_fenced(state: HolderState, job: str, first: int, members: Collection[st
 
     A process of `members` goes on in the new attempt: it asked for it by a rewind (R22).
     """
+    with state.store.lock:
+        state.store.index.end_preparation(job, before=first)
     for link in state.ranks.of_job(job):
         if 0 < link.attempt < first and link.nonce not in members:
             yield _fenced(state, link)
@@ -208,9 +210,17 @@ def leave(state: HolderState, link: Link) -> Procedure[None]:
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
         state.report(RankGone(nonce=link.nonce))  # in this step: the process may connect again during the next effect
+        _end_preparation(state, link.job)
     yield from _forget(state, link.owner)
     if link.parent:
         yield from grant_job(state, link.job)
+
+
+def _end_preparation(state: HolderState, job: str) -> None:
+    """Keep no more room for the first put of a job whose last rank here is gone."""
+    if not any(state.is_alive(link.owner) for link in state.ranks.of_job(job)):
+        with state.store.lock:
+            state.store.index.end_preparation(job)
 
 
 def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
@@ -235,6 +245,8 @@ def reap(state: HolderState) -> Procedure[None]:
             del table.owners[nonce]
             table.parents.pop(nonce, None)
             state.report(RankGone(nonce=nonce))
+            if (link := table.links.get(nonce)) is not None:
+                _end_preparation(state, link.job)
             yield from _forget(state, owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)

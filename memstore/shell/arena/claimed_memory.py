@@ -48,13 +48,15 @@ class ClaimedMemory:
         with self.lock:
             with self._index_lock:
                 needed, before = self._index.slots_needed(job, share), self._index.shares.get(job)
+                prepared = self._index.prepared.get(job)
             try:
                 self.grow_to(needed, on_step)
             except CapacityError as exc:
                 raise CapacityError(f"{exc}. {self._asked(share)}", **vars(exc)) from exc
             with self._index_lock:
                 self._index.set_share(job, share)
-        if before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values())):
+        shrinks = before is not None and (not share.total or sum(share.ranks.values()) < sum(before.ranks.values()))
+        if shrinks or (prepared is not None and share.total < prepared.total):
             self.release()
 
     def _asked(self, share: PeerShare) -> str:
@@ -74,16 +76,21 @@ class ClaimedMemory:
         with self._index_lock:
             incoming = {replica.shard.job for replica in index.incoming.values()}
             known = {*jobs, *incoming, *(shard.job for shard, _ in index.shards)}
-            unknown = [job for job in index.shares if job not in known]
+            unknown = [job for job in {**index.shares, **index.prepared} if job not in known]
             for job in unknown:
-                index.drop_share(job, index.shares[job].attempt)
+                index.shares.pop(job, None)
+                index.end_preparation(job)
         if unknown:
             self.release()
 
     def prepare(self, job: str, share: PeerShare) -> None:
-        """Grow for a share that may be claimed later; CapacityError at the limit."""
+        """Grow for a share that may be claimed later; CapacityError at the limit.
+
+        Others may claim the slots; until then `release` leaves them.
+        """
         table = self._index.table
         with self._index_lock:
+            self._index.prepared[job] = share
             missing = self._index.slots_needed(job, share) - table.claimed_count
             count = len(table.free) + missing
         self.ensure_free(count)

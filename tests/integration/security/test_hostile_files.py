@@ -249,7 +249,10 @@ def test_other_users_of_the_machine_can_open_nothing(tmp_path: Path, open_place:
             path.name.partition(".0.")[0] for path in ours
         }
         for path in ours:
-            status = path.lstat()
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue  # of a step that was dropped since the folders were listed
             assert stat.S_IMODE(status.st_mode) == (0o700 if stat.S_ISDIR(status.st_mode) else 0o600), path
         control = open_place / "open"
         control.touch(0o644)

@@ -129,6 +129,32 @@ def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: 
     replicas.close()
 
 
+def test_what_a_restored_job_will_put_into_stays_until_it_claims_it_or_goes(folder: Path) -> None:
+    """A process that ends gives back what nobody reserved, but not this; another job's claim may take it."""
+    replicas = open_replica_store(folder)
+    room, index = replicas.room, replicas.index
+    replicas.claim("a", share(4))
+    room.prepare("a", PeerShare(2, {0: 9}, 3))
+    room.release()
+    assert on_disk(folder) == 12
+    replicas.claim("b", share(8))
+    assert on_disk(folder) == 12, "what is only prepared is there for whoever claims it"
+    replicas.claim("b", share(0))
+    replicas.claim("a", PeerShare(2, {0: 6}, 0))
+    assert on_disk(folder) == 6, "it claimed less than was prepared"
+    room.prepare("a", PeerShare(2, {0: 9}, 0))
+    index.end_preparation("a", before=2)
+    room.release()
+    assert on_disk(folder) == 9
+    index.end_preparation("a", before=3)
+    room.release()
+    assert on_disk(folder) == 6
+    room.prepare("c", PeerShare(1, {0: 4}, 0))
+    room.keep_shares(["a", "b"])
+    assert on_disk(folder) == 6, "a job that the controller does not know"
+    replicas.close()
+
+
 def test_a_refused_share_gives_its_room_back_and_peers_that_move_do_not(folder: Path) -> None:
     """The first put was refused elsewhere: the share is 0 again. Peers come and go with flapping hosts."""
     replicas = open_replica_store(folder)
