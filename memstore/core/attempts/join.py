@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from memstore.core.attempts.attempt_numbers import AttemptNumbers
 from memstore.core.attempts.gathering import Entrant, Gathering, joining
-from memstore.core.attempts.generation_key import newer_number
+from memstore.core.attempts.generation_key import newer_number, run_of
 from memstore.core.attempts.in_place import recovery_before
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
@@ -289,13 +289,14 @@ class Attempts:
         if gathering.level_asked is not None:
             before.add(gathering.level_asked)
         level = self._level_asked(gathering, before)
-        parent = job.parent_for_next() if job is not None and not first.is_fresh else None
+        is_fresh = first.is_fresh and not _has_committed(job, run_of(gathering.key))
+        parent = job.parent_for_next() if job is not None and not is_fresh else None
         attempt_number = self.unsigned.next(name)
         self.opening.setdefault(name, []).extend(joins)
         opened = self.view.with_writers(
             AttemptOpened(
                 job=name, attempt=attempt_number, world_size=gathering.world_size, parent=parent, key=gathering.key,
-                is_fresh=first.is_fresh, level_asked=level, config=dict(first.config),
+                is_fresh=is_fresh, level_asked=level, config=dict(first.config),
                 nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
                 wall_s=self.state.wall_s, order=gathering.order,
@@ -481,6 +482,12 @@ def _member(rank: int, host: str, nonce: str, joined: Entrant | None, now: float
     if joined is None:
         return AttemptMember(rank, host, nonce, last_active_s=now)
     return AttemptMember(rank, host, nonce, joined.pid, joined.is_gone, last_active_s=now)
+
+
+def _has_committed(job: Job | None, run: str | None) -> bool:
+    """Return whether a generation of this run has a committed step: a fresh start is behind it."""
+    attempts = [] if job is None or run is None else [job.attempts.get(step.attempt) for step in job.commits]
+    return any(attempt is not None and run_of(attempt.key) == run for attempt in attempts)
 
 
 def _unreadable(name: str, why: str) -> str:

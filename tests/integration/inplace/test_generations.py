@@ -1,0 +1,73 @@
+"""Generations of recovery in place, as the store sees them: attempts of one launch (R20)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from memstore.core.attempts.generation_key import generation_key
+from memstore.core.wire.calls import InPlace
+from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
+from memstore.testing.clusters.processes import ProcessCluster
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessCluster]:
+    monkeypatch.setenv("MEMSTORE_HOST", "h1")
+    with ProcessCluster(tmp_path, {"h1": {}}, arena_bytes=16 << 20) as made:
+        yield made
+    give_launch(None)
+
+
+def enter(run: str, number: int) -> None:
+    """Be the only rank of a generation."""
+    in_place = InPlace(
+        generation=number, losses=(), detect_s=None, abort_s=None, replace_s=None, meet_s=0.0, build_s=0.0
+    ) if number else None  # fmt: skip
+    give_launch(Launch(0, 1, generation_key(run, number), f"launcher-{run}", IN_PLACE, in_place))
+
+
+def train(cluster: ProcessCluster, steps: list[int], **options: Any) -> int | None:
+    """Connect, get, put these steps; return the step that was restored."""
+    state = {"weight": torch.zeros(16)}
+    config = cluster.config.with_fields({"replicas": 1, "connect_timeout_s": WAIT_S})
+    with memstore.connect("job", config=config, **options) as store:
+        got = store.get(into=state)
+        restored = state["weight"][0].clone()
+        for step in steps:
+            state["weight"].fill_(float(step))
+            store.put(step, state).wait("committed", WAIT_S)
+    if got is not None:
+        assert float(restored) == float(got.step)
+    return got.step if got is not None else None
+
+
+def test_a_later_generation_goes_on_from_a_fresh_start(cluster: ProcessCluster) -> None:
+    """`fresh=True` stands in the function that is entered again: it starts the job over once, not at each loss."""
+    enter("first", 0)
+    assert train(cluster, [0, 1]) is None
+    enter("second", 0)
+    assert train(cluster, [0, 1, 2], fresh=True) is None
+    enter("second", 1)
+    assert train(cluster, [3], fresh=True) == 2
+    enter("second", 2)
+    assert train(cluster, [], fresh=True) == 3
+    enter("third", 0)
+    assert train(cluster, [], fresh=True) is None
+
+
+def test_a_later_generation_of_a_fresh_start_without_a_commit_finds_nothing(cluster: ProcessCluster) -> None:
+    """What was before the fresh start stays out of reach."""
+    enter("first", 0)
+    assert train(cluster, [0, 1]) is None
+    enter("second", 0)
+    assert train(cluster, [], fresh=True) is None
+    enter("second", 1)
+    assert train(cluster, [], fresh=True) is None
