@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from memstore.core.arena.replica_index import ReplicaIndex
+from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect
@@ -45,7 +48,7 @@ def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
     store: Any = SimpleNamespace(
         arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
         lease=lambda owner, job, rank, attempt, substitute_for: table.lease(owner, 4, attempt=attempt),
-        reclaim=table.reclaim,
+        reclaim=table.reclaim, lock=threading.RLock(), index=ReplicaIndex(table),
     )  # fmt: skip
     return HolderState(
         HostInfo("a", 1, "", 0), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
@@ -129,6 +132,19 @@ def test_a_process_that_says_bye_is_reported_as_gone() -> None:
     list(ranks.leave(state, link))
     assert reports == [RankArrived(nonce="n"), RankGone(nonce="n")]
     assert (state.ranks.links, state.ranks.owners, table.leases.get(OWNER, set())) == ({}, {}, set())
+
+
+def test_room_for_a_first_put_is_kept_until_the_last_rank_here_has_gone() -> None:
+    """Other ranks of the job may put, processes of other jobs are none of its own."""
+    state = host(SlotTable(8))
+    links = [Link(), Link(nonce="m", owner=replace(OWNER, pid=OWNER.pid + 1))]
+    for link, nonce in zip(links, ("n", "m"), strict=True):
+        list(ranks.join(state, link, structs.replace(HELLO, nonce=nonce)))
+    state.store.index.prepared.update(job=PeerShare(1, {0: 4}, 4), other=PeerShare(1, {0: 4}, 4))
+    list(ranks.leave(state, links[0]))
+    assert {*state.store.index.prepared} == {"job", "other"}
+    list(ranks.leave(state, links[1]))
+    assert {*state.store.index.prepared} == {"other"}
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -74,7 +74,10 @@ class Host:
     def __post_init__(self) -> None:
         store: Any = self
         self.lock = contextlib.nullcontext()
-        self.index = SimpleNamespace(shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY])
+        self.index = SimpleNamespace(
+            shards={}, find=lambda shard, digest: STORED, copies=lambda host, job: [COPY],
+            end_preparation=lambda job, before: None,
+        )  # fmt: skip
         self.fresh = Fresh()
         self.state = HolderState(
             HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
