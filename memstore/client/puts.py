@@ -334,7 +334,8 @@ class Puts:
         for room in stale:
             room.abandon()
             if not room.ticket.is_over:
-                self.skip(room.ticket, "it was begun, not ended, and its room was needed")
+                # Failed, not skipped: only that step is given up, and not the one for which the room is needed.
+                self.skip(room.ticket, "it was begun, not ended, and its room was needed", "failed")
         self._open = [room for room in stale if not room.is_over]
         return bool(stale)
 

@@ -385,15 +385,18 @@ class StepCommits:
             attempt.pace.reached(step.step, call.since_s)
             for number in sorted(n for n in attempt.steps.open if n < step.step):
                 self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
-            newest_seen = max([step.step, *attempt.steps, *(member.step for member in attempt.members.values())])
-            # A put that failed for a cause of its own says nothing of room: the next one is as good as any.
-            gap = 1 if request.is_failed else min(attempt.resume_gap, _gap_limit(attempt))
-            attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
-            if not request.is_failed:
+            if (
+                request.is_failed
+            ):  # it says nothing of room: the next step is as good as any, also where ranks put it before
+                attempt.resume_step = max(attempt.resume_step, step.step + 1)
+            else:
+                newest_seen = max([step.step, *attempt.steps, *(member.step for member in attempt.members.values())])
+                gap = min(attempt.resume_gap, _gap_limit(attempt))
+                attempt.resume_step = max(attempt.resume_step, newest_seen + gap)
                 attempt.resume_gap = min(attempt.resume_gap * 2, RESUME_GAP_MAX)
             # At once, so that no copy still under way makes it whole; tickets are updated when the fact is replicated.
             attempt.abandoned_ranges.append((step.step, attempt.resume_step))
-            for number in [n for n in attempt.steps.open if n >= step.step]:
+            for number in [n for n in attempt.steps.open if step.step <= n < attempt.resume_step]:
                 attempt.steps[number] = "abandoned"
             why = request.why[:WHY_CHARS_MAX]
             attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"

@@ -6,8 +6,10 @@ import contextlib
 import gc
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,21 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
         )  # fmt: skip
         with ranks(cluster, 1, "other") as (other,):
             assert other.put(1, state_of(128 * CHUNK)).wait("committed", WAIT_S).level == "committed"
+
+
+def test_a_put_that_was_begun_and_never_ended_costs_no_other_step(cluster: ProcessCluster) -> None:
+    """As after a save that failed elsewhere: a rank that needs its room gives it up alone, whoever put before (R12)."""
+    state = state_of(16 * CHUNK)
+    with ranks(cluster, 2, stall_budget_s=0.5) as (first, second):
+        for step in (1, 2):
+            changed = {"weight": state["weight"] + step}
+            tickets = together([partial(store.put, step, changed) for store in (first, second)])
+            assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
+        begun, room = first.puts.begin(3, 16 * CHUNK, began_s=time.monotonic())
+        assert room is not None
+        tickets = [store.put(4, {"weight": state["weight"] + 4}) for store in (second, first)]
+        assert [ticket.wait("committed", WAIT_S).level for ticket in tickets] == ["committed"] * 2
+        assert (begun.level, begun.reason) == ("failed", "it was begun, not ended, and its room was needed")
 
 
 def is_closed(cluster: ProcessCluster, job: str) -> bool:

@@ -115,6 +115,19 @@ def test_puts_that_fail_do_not_widen_the_pause() -> None:
     assert world.put_all(ranks, 13)
 
 
+def test_a_put_that_fails_late_leaves_the_newer_step_that_another_rank_has_put() -> None:
+    """Its rank puts that step too: only the failed one is given up (R12)."""
+    world, ranks = trained()
+    world.put(ranks[0], 1)
+    world.put(ranks[0], 2)
+    world.run(0.5)
+    world.skip(ranks[1], 1, is_failed=True)
+    world.run(0.5)
+    assert (ranks[0].tickets[1], ranks[0].resume_step) == ("skipped", 2)
+    world.put(ranks[1], 2)
+    assert world.run_until(lambda: [rank.tickets[2] for rank in ranks] == ["committed"] * 2, 10.0)
+
+
 def widest_gap(step_s: float, first: int = 1) -> int:
     """How far ahead ranks are sent while one of them never finds room, at a pace."""
     world, ranks = trained()
