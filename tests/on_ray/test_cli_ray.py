@@ -7,16 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from click.testing import CliRunner
 
 import memstore
 from memstore.cli import main
 from memstore.config import Config
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,6 +61,27 @@ def test_up_and_down_and_what_is_left() -> None:
         assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
         run("down", "--leftovers", "--discard")
         assert not root.exists()
+
+
+@pytest.mark.long
+def test_down_while_a_holder_is_being_started_leaves_none() -> None:
+    """A holder that the controller has asked Ray for, and that does not run yet, ends with the store."""
+    config = Config(store=scratch_store_name("c"), arena_bytes=64 << 20, interface="127.0.0.1")
+
+    def holders() -> list[str]:
+        named = [str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return [name for name in named if name.startswith(f"memstore-{config.store}-") and "controller" not in name]
+
+    with (
+        EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        up = thread.submit(memstore.start, config)
+        wait_for(lambda: bool(holders()) or up.done(), "a holder's actor")
+        result = CliRunner().invoke(main, ["down", "--discard", "--yes", "--store", config.store])
+        assert result.exit_code == 0, result.output
+        assert holders() == []
+        assert isinstance(up.exception(60), Exception)  # its store was stopped
 
 
 def _reader_outside(store: str, address: str) -> str:

@@ -42,6 +42,8 @@ RETRY_S = 5.0  # a node whose holder could not start is tried again after this
 START_S = 60.0
 DRAIN_S = 600.0  # for a node that Ray takes away without naming the moment
 PROBE_S = 2.0
+BEGUN_S = 10.0  # for holders whose start has begun when the store is stopped; then their processes are killed
+POLL_S = 0.05
 
 
 def controller_name(store: str) -> str:
@@ -152,7 +154,7 @@ class ControllerActor:
         self.hosts: dict[str, str] = {}  # node id -> host id, once known
         self.errors: dict[str, str] = {}  # node id -> why its holder does not run
         self.retry_s: dict[str, float] = {}
-        self.starting: set[str] = set()
+        self.starting: dict[str, Any] = {}  # node id -> holder actor whose start has begun; None before it is made
         self.drains: dict[str, float] = {}  # host -> when Ray takes its node away (wall clock)
         self.stopping = threading.Event()
         feed_from_controller(self.controller, self.stopping)
@@ -210,7 +212,7 @@ class ControllerActor:
                 continue
             if time.monotonic() < self.retry_s.get(node_id, 0.0):
                 continue
-            self.starting.add(node_id)
+            self.starting[node_id] = None
             count = machines[node["NodeManagerAddress"]]
             threading.Thread(target=self._start, args=(node, count), daemon=True).start()
 
@@ -220,7 +222,9 @@ class ControllerActor:
         self.retry_s[node_id] = time.monotonic() + RETRY_S
         actor: Any = None
         try:
-            actor = (
+            if self.stopping.is_set():
+                return
+            actor = self.starting[node_id] = (
                 ray.remote(HolderActor)
                 .options(
                     name=f"memstore-{self.fields['store']}-{node_id[:12]}-{secrets.token_hex(6)}", namespace=NAMESPACE,
@@ -230,8 +234,6 @@ class ControllerActor:
                 .remote(self.fields, self.secret, dict(node.get("Labels") or {}), hosts_on_machine)
             )  # fmt: skip
             started = ray.get(actor.start.remote(), timeout=START_S)
-            self.hosts[node_id] = str(started["host"])
-            self.errors.pop(node_id, None)
             if started["shared"]:
                 ray.kill(actor)
             else:
@@ -239,6 +241,8 @@ class ControllerActor:
                 old, self.actors[node_id] = self.actors.get(node_id), actor
                 if old is not None:
                     ray.kill(old)
+            self.errors.pop(node_id, None)
+            self.hosts[node_id] = str(started["host"])  # last: from now on the store counts as started here
         except Exception as exc:
             if actor is not None:
                 ray.kill(actor)  # a holder that could not start must not wait for ever beside the next try
@@ -246,11 +250,17 @@ class ControllerActor:
             self.errors[node_id] = f"{type(cause).__name__}: {cause}"
             log.warning("memstore: no holder on node %s: %s", node_id[:12], self.errors[node_id])
         finally:
-            self.starting.discard(node_id)
+            self.starting.pop(node_id, None)
 
     def close_holders(self, discard: bool) -> list[str]:
-        """Close every holder; return the hosts that did."""
+        """Close every holder, and those that are being started; return the hosts that did."""
         self.stopping.set()
+        until_s = time.monotonic() + BEGUN_S
+        while self.starting and time.monotonic() < until_s:  # one left out would outlive its store
+            time.sleep(POLL_S)
+        for actor in list(self.starting.values()):
+            if actor is not None:
+                ray.kill(actor)
         calls = {node: actor.close.remote(discard) for node, actor in self.actors.items()}
         closed = []
         for node, call in calls.items():
