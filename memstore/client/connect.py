@@ -145,8 +145,7 @@ def connect(
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
         address: Ray cluster to start the store in if it is absent.
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
-        fresh: Start over: older steps are not restored, and dropped after the first commit unless pinned. A function
-            that is entered again in place goes on from its own steps.
+        fresh: Start over, once and not again in place: older steps are dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.
         shard_rank: Which shard this rank holds, from 0; equal numbers mean equal state. All ranks name one, or none.
         shard_count: How many shards there are: 1 for data parallelism; for HSDP the size of the FSDP group.

@@ -235,7 +235,7 @@ def test_a_get_claims_no_room(cluster: ProcessCluster) -> None:
 
 
 def test_a_put_that_was_begun_and_never_ended_costs_no_other_step(cluster: ProcessCluster) -> None:
-    """As after a save that failed elsewhere: a rank that needs its room gives it up alone, whoever put before (R12)."""
+    """As after a save that failed elsewhere: a rank that needs its room gives it up alone (R12)."""
     state = state_of(16 * CHUNK)
     with ranks(cluster, 2, stall_budget_s=0.5) as (first, second):
         for step in (1, 2):

@@ -130,7 +130,7 @@ def test_rm_of_one_job_of_two_gives_its_room_back_and_leaves_the_others(folder: 
 
 
 def test_what_a_restored_job_will_put_into_stays_until_it_claims_it_or_goes(folder: Path) -> None:
-    """A process that ends gives back what nobody reserved, but not this; another job's claim may take it."""
+    """A process that ends gives back what no job reserved, but not this; another job's claim may take it."""
     replicas = open_replica_store(folder)
     room, index = replicas.room, replicas.index
     replicas.claim("a", share(4))
@@ -138,7 +138,7 @@ def test_what_a_restored_job_will_put_into_stays_until_it_claims_it_or_goes(fold
     room.release()
     assert on_disk(folder) == 12
     replicas.claim("b", share(8))
-    assert on_disk(folder) == 12, "what is only prepared is there for whoever claims it"
+    assert on_disk(folder) == 12, "what is only prepared is there for any job that claims it"
     replicas.claim("b", share(0))
     replicas.claim("a", PeerShare(2, {0: 6}, 0))
     assert on_disk(folder) == 6, "it claimed less than was prepared"

@@ -53,6 +53,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.processes import process_of, wait_frozen
 from memstore.testing.fuzz.message_samples import blank
 from recovery.inventory import ShardId
 
@@ -356,6 +357,7 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
             assert rank.stdout.readline() == b"ready\n"
             wait_for(lambda: bool(site.relayed), "the rank's call")
             rank.send_signal(signal.SIGSTOP)  # alive, and silent
+            wait_frozen(process_of(rank.pid))  # else it may connect again
             server, links, calls = site.holder.ranks, site.holder.state.ranks.links, site.holder.calls
             links["n"].channel.abort()
             wait_for(lambda: "n" not in links, "the link's end")
@@ -364,9 +366,7 @@ def test_leases_end_with_the_process_and_not_before(site: Site) -> None:
         finally:
             rank.kill()
     server.reap()  # or the holder's own thread, which may be in the middle of it
-    wait_for(
-        lambda: (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0), "the end of its leases and calls"
-    )
+    wait_for(lambda: (site.leased(), site.gone, len(calls._waiting)) == (0, ["n"], 0), "the end of leases and calls")
 
 
 def test_leases_found_on_adoption_are_the_owners_while_it_lives(site: Site) -> None:
