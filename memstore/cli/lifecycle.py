@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -165,19 +166,23 @@ def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -
 
 @contextlib.contextmanager
 def joined_ray(address: str | None, limit_s: float = REACH_S) -> Iterator[None]:
-    """Connect this process to a Ray cluster that runs; never start one, it would end with the command."""
+    """Connect this process to a Ray cluster that runs; never start one, it would end with the command.
+
+    Print nothing on stdout meanwhile: what Ray prints there, such as of a worker that ended, goes to stderr.
+    """
     import ray
 
     from memstore.admin.cluster import join_ray
 
-    if ray.is_initialized():
-        yield
-        return
-    join_ray(address, may_create=False, limit_s=limit_s, say=say, logging_level=logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with contextlib.redirect_stdout(sys.stderr):
+        if ray.is_initialized():
+            yield
+            return
+        join_ray(address, may_create=False, limit_s=limit_s, say=say, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 # -- down -------------------------------------------------------------------------------------
@@ -214,13 +219,14 @@ def down(
             from memstore.admin.cluster import stop
 
             stop(config=config, keep_data=not discard, force=yes)
+            kept = _released(config)
     except (PeerUnreachable, PeerTimeout) as error:
         raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
-    _report_down(config, discard=discard, as_json=as_json)
+    _report_down(config, kept, discard=discard, as_json=as_json)
 
 
-def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
-    """Report what is left on this machine; a holder that still runs is an error."""
+def _released(config: Config) -> list[dict[str, Any]]:
+    """Wait until no holder runs on this machine, and return the arenas that are left; one that runs is an error."""
     from memstore.admin.cluster import leftovers
 
     deadline_s = time.monotonic() + RELEASE_S
@@ -233,6 +239,11 @@ def _report_down(config: Config, *, discard: bool, as_json: bool) -> None:
         raise MemstoreError(
             f"the holder of {', '.join(running)} still runs: it belongs to another Ray cluster, see --address"
         )
+    return rows
+
+
+def _report_down(config: Config, rows: list[dict[str, Any]], *, discard: bool, as_json: bool) -> None:
+    """Say that the store is down, and what is left on this machine."""
     if as_json:
         print_json({"store": config.store, "discarded": discard, "kept": rows})
         return

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from memstore.cli import main
-from memstore.cli.lifecycle import sharing_words
+from memstore.cli.lifecycle import joined_ray, sharing_words
 from memstore.cli.options import Seconds, check_host
 from memstore.cli.status import by_cause, problem_line, writers_line
 from memstore.config import SECONDS_MAX
@@ -171,3 +171,12 @@ def test_wrong_usage_is_a_document_wherever_it_is_noticed(line: str) -> None:
     result = CliRunner().invoke(main, [*line.split(), "--json"])
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["message"] in result.stderr
+
+
+def test_what_ray_prints_is_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of Ray's, as of a worker that ended, would make the JSON of `memstore down` unreadable."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with joined_ray(None):
+        print("(raylet) A worker died")  # noqa: T201  # as Ray does
+    assert capsys.readouterr() == ("", "(raylet) A worker died\n")
