@@ -22,7 +22,7 @@ import ray
 import ray.train
 from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars, _TorchBackend
 
-from memstore.adapters.ray_train_losses import allow_losses_at_once
+from memstore.adapters.ray_train_losses import allow_losses_at_once, limit_wait_for_worker
 from memstore.adapters.ray_train_names import NAMES
 from memstore.adapters.ray_train_spares import Spares, spares_of
 from memstore.config import check_whole
@@ -46,7 +46,7 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
             sees is.
         leave_s: Longest wait for a rank that lives to leave the function after a loss, such as one in a computation of
             its own; then its process is killed and replaced, too.
-        meet_s: Longest wait of the ranks that are left for the next replacement; then Ray replaces them, too.
+        meet_s: Longest wait for a replacement, for which a host may lack room; then Ray starts all workers again.
         spares: Workers beside those of the job that wait, imports done, to take the place of a lost one. Each holds
             `resources_per_worker`.
     """
@@ -96,6 +96,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             if former is not None:
                 former.close()
             allow_losses_at_once(worker_group)
+            limit_wait_for_worker(worker_group, backend_config.meet_s)
             self._end_spares()
             rehearsed = (come, own_rank, _set_torch_distributed_env_vars)
             self.spares = spares_of(worker_group, backend_config.spares, rehearsed)

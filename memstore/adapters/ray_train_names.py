@@ -19,6 +19,9 @@ NAMES = {
     (f"{GROUPS}.execution_group", "ReplicaGroup", "shutdown"): "the same",
     (f"{GROUPS}.worker", "RayTrainWorker", "get_metadata"): "asks a worker whether it lives",
     ("ray.train.v2._internal.exceptions", "WorkerGroupStartupFailedError", ""): "a replacement that is tried again",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "_create_workers"): "the wait for a new worker has an end",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_latest_poll_status"): "after it all workers are started again",
+    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_context"): "what the worker needs is named",
     (f"{GROUPS}.worker_group", "WorkerGroup", "get_workers"): "lost ones are killed",
     (f"{GROUPS}.worker_group", "WorkerGroup", "execute"): "tells ranks the place",
     (f"{GROUPS}.execution_group", "ReplicaGroup", "execute"): "the new one, too",
@@ -26,11 +29,9 @@ NAMES = {
     ("ray.train.torch.config", "_set_torch_distributed_env_vars", ""): "RANK and its kind",
 }  # fmt: skip
 SPARE_NAMES = {
-    (f"{GROUPS}.worker_group", "WorkerGroup", "_create_workers"): "replaced on one group: a spare is the new worker",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_assign_worker_ranks"): "gives a spare the lost rank",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_worker_cls"): "a spare is an actor of it",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_get_worker_runtime_env"): "a spare's environment",
-    (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_context"): "the training function, the resources",
     (f"{GROUPS}.worker_group", "WorkerGroup", "get_worker_group_state"): "the placement group",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_train_run_context"): "what a spare unpickles ahead",
     (f"{GROUPS}.worker_group", "WorkerGroup", "_storage_context"): "the same",

@@ -80,7 +80,7 @@ class Spares:
         """End all spares: the group ends."""
         with self._lock:
             self._end.set()
-            del self._group._create_workers
+            self._group._create_workers = self._new_workers
             for spare in self._waiting:
                 ray.kill(spare.actor)
             self._waiting.clear()

@@ -42,8 +42,9 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
     Args:
         store_name: The store to put into.
         job: The job's name.
-        faults: (generation, rank) -> "exit", "stop", "raise" or "wait"; at step FAULT_AT in generation 0, at the
-            next one in generation 1. (ALWAYS, rank) -> the same, in every generation.
+        faults: (generation, rank) -> "exit", "stop", "raise", "wait" or "hold:PATH", until there is a file PATH; at
+            step FAULT_AT in generation 0, at the next one in generation 1. (ALWAYS, rank) -> the same, in every
+            generation.
     """
     now = generation()
     if now is None:
@@ -69,6 +70,12 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
 @reentrant
 def train_worker(args: Mapping[str, Any]) -> None:
     """Train as a worker of Ray Train: the arguments of `train` by name, and the `folder` for what a rank returns."""
+    _train_and_tell(args)
+
+
+@reentrant
+def train_announced_worker(here: Announced, args: Mapping[str, Any]) -> None:
+    """Train as `train_worker`; the folder of `here` names the processes."""
     _train_and_tell(args)
 
 
@@ -137,6 +144,11 @@ def _fail(fault: str, store: memstore.Store) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "wait":  # in no collective and on no store: nothing can end it
         threading.Event().wait()
+    if fault.startswith("hold:"):
+        path = fault.removeprefix("hold:")
+        Path(f"{path}.held").touch()
+        while not os.path.exists(path):
+            time.sleep(0.02)
     if fault == "raise":
         exec(
             'raise ValueError("a bug of the user\'s")', {"__name__": "train"}
