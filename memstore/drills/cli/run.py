@@ -18,7 +18,7 @@ import click
 from memstore.cli.options import Seconds
 from memstore.cli.output import data_console, plain_table, print_json, say
 from memstore.config import MIB, Config
-from memstore.drills.model.promises import EMBEDDED, IN_PLACE, NAMESPACES, RUNNING, TIGHT
+from memstore.drills.model.promises import EMBEDDED, IN_PLACE, NAMESPACES, RAY_NAMESPACES, RUNNING, TIGHT
 from memstore.drills.model.report import PASS
 from memstore.drills.run.page import HEADS, cells, page, title_of
 from memstore.drills.sites.site_options import (
@@ -88,7 +88,7 @@ def _play(
     openers: dict[str, Callable[[], contextlib.AbstractContextManager[Site]]] = {RUNNING: running}
     problems: dict[str, str] = {}
     if given["embedded"]:
-        found = {place: place_problem(place) for place in (EMBEDDED, NAMESPACES, TIGHT)}
+        found = {place: place_problem(place) for place in (EMBEDDED, NAMESPACES, RAY_NAMESPACES, TIGHT)}
         problems = {place: why for place, why in found.items() if why is not None}
         openers = {place: partial(own_site, place, given, nbytes) for place in found if place not in problems}
     else:

@@ -14,6 +14,7 @@ from memstore.drills.model.promises import (
     IN_PLACE,
     LOCAL_ONLY,
     NAMESPACES,
+    RAY_NAMESPACES,
     RUNNING,
     TIGHT,
     Drill,
@@ -34,6 +35,7 @@ OWN_RANKS = "processes of the drill's own"
 SAME_TRAINING = "every loss equals a training without a fault, bit for bit, and each sample is committed once"
 OTHERS_STAY = f"0 steps lost, the other ranks keep their processes, {SAME_TRAINING}"
 AND_THE_MEMORY = "as well the memory of every host with a copy of its shard"
+NO_ZOMBIES = Promise(f"{OTHERS_STAY}; the zombies take part in nothing", ANYWHERE)
 REPLACED: dict[str, Any] = {
     "promise": Promise(OTHERS_STAY, ANYWHERE), "flow": IN_PLACE, "runs_on": (EMBEDDED,), "is_standard": False,
 }  # fmt: skip
@@ -295,7 +297,13 @@ _DRILLS = (
         "in-place-freeze-host", "in place",
         "every process of one host with its ranks stops (SIGSTOP) until others train in its place, then wakes",
         "one host", beyond=AND_THE_MEMORY,
-        **{**REPLACED, "promise": Promise(f"{OTHERS_STAY}; the zombies take part in nothing", ANYWHERE)},
+        **{**REPLACED, "promise": NO_ZOMBIES},
+    ),
+    Drill(
+        "in-place-cut-link", "in place",
+        "the link of one host with its ranks: no packet goes in or out until others train in its place",
+        OWN_NETWORK, beyond=AND_THE_MEMORY,
+        **{**REPLACED, "promise": NO_ZOMBIES, "runs_on": (RAY_NAMESPACES,), "beyond_runs_on": (RAY_NAMESPACES,)},
     ),
 )  # fmt: skip
 DRILLS = {drill.name: drill for drill in _DRILLS}

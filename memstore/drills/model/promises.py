@@ -10,16 +10,18 @@ from dataclasses import dataclass
 REFUSED = "refused"  # the drills' own verdict: get() raised RecoveryError on every rank
 
 # The places where a drill can be played.
-EMBEDDED, RUNNING, NAMESPACES, TIGHT = "embedded", "running", "namespaces", "tight"
+EMBEDDED, RUNNING, TIGHT = "embedded", "running", "tight"
+NAMESPACES, RAY_NAMESPACES = "namespaces", "ray-namespaces"
 PLACES = {
     EMBEDDED: "a cluster of its own, on this machine",
     RUNNING: "your running cluster, with a scratch job",
-    NAMESPACES: "hosts in network namespaces, which needs root",
+    NAMESPACES: "hosts in network namespaces, without Ray, which needs root",
+    RAY_NAMESPACES: "raylets in network namespaces, which needs root",
     TIGHT: "a cluster of its own with little memory, which needs root",
 }
 
 # A process can be part of one Ray cluster at a time; so a suite opens only one of these at a time.
-ON_RAY = frozenset({EMBEDDED, RUNNING, TIGHT})
+ON_RAY = frozenset({EMBEDDED, RUNNING, RAY_NAMESPACES, TIGHT})
 
 # The flow after the fault: a launcher restarts the ranks, or they go on training, or only lost ranks are replaced.
 RESTART, GOES_ON, IN_PLACE = "restart", "goes-on", "in-place"

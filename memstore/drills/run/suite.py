@@ -16,7 +16,7 @@ from typing import Any
 
 from memstore.drills.model.catalogue import DRILLS, find, suites_of
 from memstore.drills.model.options import Options, replay
-from memstore.drills.model.promises import IN_PLACE, ON_RAY, PLACES, RUNNING, TIGHT, Drill
+from memstore.drills.model.promises import IN_PLACE, ON_RAY, PLACES, RAY_NAMESPACES, RUNNING, TIGHT, Drill
 from memstore.drills.model.report import ERROR, Report, verdict_line
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import Site
@@ -49,15 +49,19 @@ class Play:
 def plays_of(suite: str) -> list[Play]:
     """Return the plays of a suite: the standard drills; or every drill, or those in place, then the plays beyond.
 
-    The cluster with little memory replaces the other one on Ray; so its plays come last.
+    Of clusters on Ray one replaces another; so plays on a rare one come last, together.
     """
     if suite == STANDARD:
         return [Play(d) for d in DRILLS.values() if d.is_standard]
     if suite in SUITES:
         drills = [d for d in DRILLS.values() if suite in suites_of(d)]
         beyond = [Play(d, is_beyond=True) for d in drills if d.beyond is not None]
-        return sorted([*map(Play, drills), *beyond], key=lambda play: TIGHT in play.places)
+        return sorted([*map(Play, drills), *beyond], key=lambda play: _rarity(play.places))
     raise ConfigError(f"there is no suite {suite!r}: use one of {', '.join(SUITES)}", field="suite", value=suite)
+
+
+def _rarity(places: Sequence[str]) -> int:
+    return max((RAY_NAMESPACES, TIGHT).index(p) + 1 if p in (RAY_NAMESPACES, TIGHT) else 0 for p in places)
 
 
 @dataclass

@@ -247,15 +247,20 @@ class InPlaceKillTwoHosts(InPlaceKillHost):
         return [holders[0], next((h for h in holders[1:] if self.site.may_lose([h])), holders[1])]
 
 
-class InPlaceFreezeHost(InPlaceScene, RayletScene):
-    """A stop of every process of a host until others train in the place of its ranks; then they wake, as zombies."""
-
-    name = "in-place-freeze-host"
-    struck = "every process of {0.victim_host}"
+class InPlaceZombies(InPlaceScene, RayletScene):
+    """A host that counts as lost while its processes live; once others train in the place of its ranks, it is back."""
 
     def setup(self) -> None:
         super().setup()
         self.lost = {self.rank, *self.ranks_on([self.victim_host, *self.hosts])}
+
+    def strike(self, processes: list[Process]) -> str:
+        """Break what makes the host count as lost; `processes` are those of the host. Return what was done, as text."""
+        raise NotImplementedError
+
+    def wake(self) -> str:
+        """Undo what `strike` did; return how, as text."""
+        raise NotImplementedError
 
     def inject(self) -> str:
         processes = self.look()
@@ -264,24 +269,15 @@ class InPlaceFreezeHost(InPlaceScene, RayletScene):
             raise DrillError(f"ranks {self.zombies} are not below the raylet of {self.victim_host}")
         self.begin()
         self.site.unreachable_hosts.add(self.victim_host)
-        for process in processes:
-            self.freeze(self.victim_host, process)
-            wait_frozen(process)
-        done = f"SIGSTOP to all {len(processes)} processes of {self.victim_host}, {len(self.zombies)} ranks among them"
-        return "; ".join([done, *self.lose_memories()])
-
-    def wait_for_effect(self) -> str:
-        lost = f"; {', '.join(self.hosts)}: arena file gone (each checked)" if self.hosts else ""
-        return f"{len(self.frozen)} processes stopped (state T, each checked){lost}"
+        return "; ".join([self.strike(processes), *self.lose_memories()])
 
     def recover(self) -> None:
         """Let the zombies go on while the others train."""
         self.in_place.wait_entered(self.rank)
         if not self.is_beyond:
             self.site.wait_for("training without them", lambda: any(n.generation for n in self._notes(TRAINED)))
-        count, self.woken_s = len(self.frozen), time.monotonic()
-        self.thaw()
-        self.say("thawed", f"SIGCONT to {count} processes of {self.victim_host}")
+        self.woken_s = time.monotonic()
+        self.say("woken", self.wake())
 
     def wait_for_recovery(self) -> None:
         wait_gone([self.raylet, self.process], ZOMBIE_S)
@@ -298,3 +294,62 @@ class InPlaceFreezeHost(InPlaceScene, RayletScene):
 
     def _notes(self, what: str) -> list[Note]:
         return [note for note in self.in_place.notes() if note.what == what]
+
+
+class InPlaceFreezeHost(InPlaceZombies):
+    """SIGSTOP to every process of a host."""
+
+    name = "in-place-freeze-host"
+    struck = "every process of {0.victim_host}"
+
+    def strike(self, processes: list[Process]) -> str:
+        for process in processes:
+            self.freeze(self.victim_host, process)
+            wait_frozen(process)
+        return f"SIGSTOP to all {len(processes)} processes of {self.victim_host}, {len(self.zombies)} ranks among them"
+
+    def wait_for_effect(self) -> str:
+        lost = f"; {', '.join(self.hosts)}: arena file gone (each checked)" if self.hosts else ""
+        return f"{len(self.frozen)} processes stopped (state T, each checked){lost}"
+
+    def wake(self) -> str:
+        count = len(self.frozen)
+        self.thaw()
+        return f"SIGCONT to {count} processes of {self.victim_host}"
+
+
+class InPlaceCutLink(InPlaceZombies):
+    """A cut of a host's link in both directions, with no connection reset."""
+
+    name = "in-place-cut-link"
+    struck = "the link of {0.victim_host}"
+    is_cut = False
+
+    def strike(self, processes: list[Process]) -> str:
+        self.record = self.site.record(self.victim_host)
+        self.secret = self.site.do(self.victim_host, "secret_of", self.site.folder(self.victim_host))
+        self.own_site.links.cut(self.victim_host)
+        self.is_cut = True
+        return f"the link of {self.victim_host} cut; {len(processes)} processes live on, {len(self.zombies)} ranks"
+
+    def wait_for_effect(self) -> str:
+        self.site.do(self.victim_host, "check_silent", self.victim_host, self.record, self.site.config, self.secret)
+        lost = f"; {', '.join(self.hosts)}: arena file gone (each checked)" if self.hosts else ""
+        return f"the holder of {self.victim_host} cannot be reached (checked){lost}"
+
+    def wake(self) -> str:
+        """Let the link come back once Ray has given the host up: a short cut would cost no rank."""
+        self.own_site.wait_given_up(self.node)
+        self.heal()
+        return f"the link of {self.victim_host} is back"
+
+    def heal(self) -> None:
+        """Let the link come back; a second call does nothing."""
+        if self.is_cut:
+            self.own_site.links.heal(self.victim_host)
+            self.site.unreachable_hosts.discard(self.victim_host)
+            self.is_cut = False
+
+    def cleanup(self) -> None:
+        self.heal()
+        super().cleanup()

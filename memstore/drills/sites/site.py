@@ -17,12 +17,14 @@ from memstore.core.wire.codec import Request
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import JobRow
 from memstore.drills.breaking import faults
+from memstore.drills.model.promises import PLACES, RAY_NAMESPACES
 from memstore.drills.ranks.ranks import Rank, RankPool
 from memstore.errors import DrillError, MemstoreError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.on_ray.actors import NAMESPACE, controller_name, live_nodes
 from memstore.shell.on_ray.membership import RayMembership
 from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.faults.arena_files import arena_identity, destroy_arena
 from memstore.testing.faults.processes import Process, kill, wait_gone
 
@@ -216,6 +218,13 @@ class EmbeddedSite(Site):
     def head(self) -> str:
         """Return the host of Ray's head and of this driver."""
         return next(iter(self.cluster.labels))
+
+    @property
+    def links(self) -> NamespaceRig:
+        """Return what cuts the hosts' links; raise DrillError if the hosts have none."""
+        if self.cluster.rig is None:
+            raise DrillError(f"the hosts of this cluster have no links to cut: it needs {PLACES[RAY_NAMESPACES]}")
+        return self.cluster.rig
 
     def do(self, host: str, name: str, *args: Any) -> Any:
         """Run one function of `faults.REMOTE_FAULTS` here: all hosts are on this machine."""

@@ -20,7 +20,7 @@ import click
 from memstore.cli.options import check_host, config_or_usage, store_options
 from memstore.config import MIB, Config
 from memstore.drills.model.options import DURABLE_EVERY, Options
-from memstore.drills.model.promises import NAMESPACES, PLACES, RUNNING, TIGHT, Drill
+from memstore.drills.model.promises import NAMESPACES, PLACES, RAY_NAMESPACES, RUNNING, TIGHT, Drill
 from memstore.errors import PeerUnreachable
 
 if TYPE_CHECKING:
@@ -86,20 +86,29 @@ def prepare_ray() -> None:
 
 
 @contextlib.contextmanager
-def embedded_site(hosts_count: int, arena_bytes: int, **fields: Any) -> Iterator[EmbeddedSite]:
-    """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head."""
+def embedded_site(
+    hosts_count: int, arena_bytes: int, *, has_links: bool = False, **fields: Any
+) -> Iterator[EmbeddedSite]:
+    """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head.
+
+    Args:
+        has_links: Each host but the head has a network namespace of its own, and a link to cut; needs root.
+        fields: Of the cluster's Config.
+    """
     from memstore.drills.sites.site import EmbeddedSite
     from memstore.testing.clusters.embedded import EmbeddedCluster
+    from memstore.testing.clusters.namespaces import NamespaceRig
     from memstore.testing.clusters.store_name import racks, scratch_store_name
 
-    config = config_or_usage(
-        store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB, interface="127.0.0.1", **fields
-    )
-    with (
-        EmbeddedCluster(racks(hosts_count), config=config) as cluster,
-        contextlib.closing(EmbeddedSite(cluster)) as site,
-    ):
-        yield site
+    labels = racks(hosts_count)
+    with contextlib.ExitStack() as stack:
+        rig = stack.enter_context(NamespaceRig(list(labels)[1:])) if has_links else None
+        config = config_or_usage(
+            store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB,
+            interface=str(rig.network) if rig is not None else "127.0.0.1", **fields,
+        )  # fmt: skip
+        cluster = stack.enter_context(EmbeddedCluster(labels, config=config, rig=rig))
+        yield stack.enter_context(contextlib.closing(EmbeddedSite(cluster)))
 
 
 def place_problem(place: str) -> str | None:
@@ -107,7 +116,7 @@ def place_problem(place: str) -> str | None:
     from memstore.drills.breaking.mounts import mount_problem
     from memstore.testing.clusters.namespaces import available
 
-    if place == NAMESPACES:
+    if place in (NAMESPACES, RAY_NAMESPACES):
         return available()
     return mount_problem() if place == TIGHT else None
 
@@ -134,7 +143,7 @@ def own_site(place: str, given: dict[str, Any], nbytes: int, *, name: str = "the
 
         opened = tight_site(hosts_count, arena_bytes=max(64 * MIB, room))
     else:
-        opened = embedded_site(hosts_count, max(256 * MIB, room))
+        opened = embedded_site(hosts_count, max(256 * MIB, room), has_links=place == RAY_NAMESPACES)
     with opened as site:
         yield site
 

@@ -26,11 +26,20 @@ from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.store_name import scratch_store_name
 from memstore.testing.faults.arena_files import arena_nbytes
-from memstore.testing.faults.processes import Process, descendants, kill, process_of, wait_gone, with_start_times
+from memstore.testing.faults.processes import (
+    Process,
+    descendants,
+    kill,
+    process_of,
+    raylet_of,
+    wait_gone,
+    with_start_times,
+)
 
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80 * MIB  # Ray's minimum is 75 MiB; bulk bytes never go through it
 JOIN_S = 60.0
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"  # without it gloo takes the address of the hostname, which is loopback here
 # With its default settings Ray needs 12 to 65 s to notice a dead raylet, too long for drills and the demo.
 FAST_HEALTH = {
     "health_check_initial_delay_ms": 1000,
@@ -96,7 +105,7 @@ class EmbeddedCluster(Cluster):
             self._wait_joined(self.rig.address(host))
             return
         if self.rig is not None:
-            extra["node_ip_address"] = self.rig.root_address
+            extra.update(node_ip_address=self.rig.root_address, env_vars={GLOO_DEVICE: self.rig.root_device})
         self.nodes[host] = self.cluster.add_node(
             num_cpus=self.cpus_per_host, object_store_memory=OBJECT_STORE_BYTES, labels=self.labels[host], **extra
         )
@@ -111,7 +120,7 @@ class EmbeddedCluster(Cluster):
         ]  # fmt: skip
         quiet = subprocess.DEVNULL
         # If some raylets used Ray's token authentication and others did not, the cluster would not form.
-        env = {"RAY_AUTH_MODE": "disabled", **os.environ}
+        env = {"RAY_AUTH_MODE": "disabled", **os.environ, GLOO_DEVICE: rig.device}
         return rig.popen(host, argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, env=env)
 
     def _wait_joined(self, address: str) -> None:
@@ -137,13 +146,15 @@ class EmbeddedCluster(Cluster):
 
     def raylet(self, host: str) -> Process:
         """Return the raylet of a host; DrillError if it is gone."""
+        if self.rig is not None and host in self.rig.hosts:
+            return raylet_of(self.rig.processes(host), host)
         return process_of(self.nodes[host].all_processes["raylet"][0].process.pid)
 
     def replace_raylet(self, host: str) -> None:
         """Replace a host's raylet after its death: kill what is left of it, start a new one over the same memory."""
         victims = self.kill_processes(host)
         node = self.nodes.pop(host)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # such as of a raylet in a namespace, of which cluster_utils does not know
             self.cluster.remove_node(node, allow_graceful=False)
         wait_gone(victims)
         self.add_node(host)

@@ -57,6 +57,8 @@ def available() -> str | None:
 class NamespaceRig:
     """One namespace per host; a context manager that leaves nothing behind. Several rigs can run side by side."""
 
+    device = "eth0"
+
     def __init__(self, hosts: Iterable[str]) -> None:
         self.hosts: list[str] = []
         self._wanted = list(hosts)
@@ -159,6 +161,11 @@ class NamespaceRig:
     def root_address(self) -> str:
         """The address of this machine in the rig's network."""
         return str(self.network[1])
+
+    @property
+    def root_device(self) -> str:
+        """The network device of this machine in the rig's network; that of each host is `device`."""
+        return self._link
 
     def address(self, host: str) -> str:
         """Return the address of a host."""

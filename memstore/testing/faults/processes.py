@@ -49,6 +49,15 @@ def descendants(roots: Iterable[int]) -> list[int]:
     return found
 
 
+def raylet_of(pids: Iterable[int], host: str) -> Process:
+    """Return the raylet among the processes of a host; raise DrillError if there is none."""
+    for pid, start in with_start_times(pids):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                return pid, start
+    raise DrillError(f"no raylet runs on {host}")
+
+
 def process_state(pid: int) -> str | None:
     """Return the state letter of a process in /proc, such as R, S or T; None if the process is gone."""
     try:
