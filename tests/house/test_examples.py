@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from example_runs import (
     losses,
     newest_committed,
     run,
+    run_ranks,
     wait_committed,
 )
 
@@ -125,3 +127,20 @@ def test_actors_stay_when_another_one_dies(cluster: EmbeddedCluster, tmp_path: P
     assert pids["1", "0"] == pids["1", "1"]
     assert pids["0", "0"] != pids["0", "1"]
     assert f"pids at the end: {pids['0', '1']} {pids['1', '1']}" in output
+
+
+@pytest.mark.skipif(find_spec("nvidia_resiliency_ext") is None, reason="NVRx is not installed")
+def test_nvrx_keeps_the_processes_that_are_left(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """Rank 1 dies after step 10: the process that waited is rank 1, and rank 0 goes on in the process that it had."""
+    env, outputs = environment(cluster, tmp_path), {}
+    for job, options in (("nvrx", ("--die-at", "10")), ("nvrx-whole", ())):
+        command = command_of("nvrx_inprocess.py", cluster, job, "--ranks", "2", "--steps", "20", *options)
+        outputs[job] = run_ranks(command, env, 3, tmp_path)
+    begun = re.findall(r"rank (\d), pid (\d+): iteration (\d) begins with step (\d+)", outputs["nvrx"])
+    assert {(rank, number, step) for rank, _, number, step in begun} == {
+        (rank, *begin) for rank in "01" for begin in (("0", "0"), ("1", "11"))
+    }
+    pids = {(rank, number): pid for rank, pid, number, _ in begun}
+    assert pids["0", "0"] == pids["0", "1"]
+    assert pids["1", "0"] != pids["1", "1"]
+    assert losses(outputs["nvrx"]) == losses(outputs["nvrx-whole"])

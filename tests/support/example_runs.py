@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from repository import ROOT
@@ -82,3 +85,29 @@ def run(command: list[str], env: dict[str, str]) -> str:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def run_ranks(command: list[str], env: dict[str, str], count: int, folder: Path) -> str:
+    """Run a command once a rank, at two free ports; return what all of them print. One that is killed is no failure."""
+    own = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_two_free_ports()), "WORLD_SIZE": str(count)}
+    logs = [folder / f"rank-{rank}.log" for rank in range(count)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                processes.append(subprocess.Popen(command, env={**own, "RANK": str(rank)}, stdout=output))
+        for process in processes:
+            assert process.wait(DEADLINE_S) in (0, -signal.SIGKILL)
+    finally:
+        kill(with_start_times(descendants([process.pid for process in processes])))
+    return "".join(log.read_text() for log in logs)
+
+
+def _two_free_ports() -> int:
+    """Return a port that is free, as the next one is."""
+    while True:
+        with suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            second.bind(("127.0.0.1", port + 1))
+            return port
