@@ -8,7 +8,8 @@ afterwards. In every job each step's loss and samples have to be those of a job 
 place every other rank has to keep its process.
 
 Contenders follow one another: of a pair of kills that make a ratio both are the n-th of their jobs. Ray looks for dead
-workers every 0.5 s (2 s by default) in all of them.
+workers every 0.5 s (2 s by default) in all of them. Where torchft can be imported, Ray Train with torchft is one more
+of DDP: its other replicas go on at once, so its clock stops when the lost one trains again, too.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.report import __main__, results
@@ -39,12 +42,9 @@ from benchmarks.report.targets import (
     IN_PLACE_SPARE_S,
 )
 from benchmarks.rigs.process_costs import cpu_seconds
-from memstore.config import Config
 from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
-from memstore.testing.clusters.namespaces import NamespaceRig, available
-from memstore.testing.clusters.processes import wait_for
-from memstore.testing.clusters.store_name import racks, scratch_store_name
+from memstore.testing.clusters.namespaces import available
 from memstore.testing.faults.processes import descendants
 
 if TYPE_CHECKING:
@@ -52,12 +52,14 @@ if TYPE_CHECKING:
     from memstore.drills.sites.site import EmbeddedSite
 
 RESTART, NEW_WORKER, SPARE = "Ray's restart", "in place, new worker", "in place, spare"
-CONTENDERS = (RESTART, NEW_WORKER, SPARE)
+TORCHFT = "torchft"  # replicas of the whole model, of which the others go on without the lost one
+CONTENDERS = (RESTART, NEW_WORKER, SPARE, TORCHFT)
 SETUPS = {"fsdp": "FSDP2", "tensor": "FSDP2 x TP", "ddp": "DDP, shared shards"}
 KILL, HOST, FREEZE, CUT = "kill a rank", "kill a host", "freeze a rank", "cut a host"
 FAULTS = (KILL, HOST, FREEZE, CUT)
 WINDOW = 20  # steps that are trained before a fault, at most
 AFTER = 10  # and after it
+NO_LIMIT = 1_000_000  # of steps: where replicas of torchft are held at a gate, one that comes late waits for them
 BLOCKS, BLOCK = 25, 20  # of steps, by turns
 WAIT_S = 180.0
 WARM_S = 5.0  # after a spare has begun its imports
@@ -78,27 +80,24 @@ class Job:
     limit: int = -1
     kept_count: int = 0  # survivors of all faults that kept their process
     seconds: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)  # seconds, of each recovery in place
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     ranks_count: int = 0
-    cut_host: str = ""
+    cut_node: tuple[str, str] | None = None  # a host that is cut off, and its Ray node
 
     def start(self, kills: int) -> None:
         """Start the training, and wait for the first steps."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchTrainer
 
-        from benchmarks.rigs.in_place_training import RANKS, Announced, Records, Settings, train
-        from memstore.adapters.ray_train import InPlaceTorchConfig
+        from benchmarks.rigs.in_place_training import RANKS, Announced, Records, Settings
 
         self.folder.mkdir(parents=True)
         self.records, self.gate = Records(self.folder), Gate(self.folder)
-        self.gate.open(self.limit)
-        spares = int(self.contender == SPARE)
-        torch_config = TorchConfig(backend="gloo")
-        if self.contender != RESTART:
-            torch_config = InPlaceTorchConfig(backend="gloo", spares=spares)
+        self._open()
+        function, torch_config = self._training()
         trainer = TorchTrainer(
-            partial(train, Announced(str(self.folder))),
+            partial(function, Announced(str(self.folder))),
             train_loop_config={"settings": Settings(self.name, self.setup, str(self.folder), self.site.config)},
             torch_config=torch_config,
             scaling_config=ScalingConfig(
@@ -113,11 +112,31 @@ class Job:
         self.run: Future[object] = self.thread.submit(trainer.fit)
         self.train(2)
 
+    def _training(self) -> tuple[Callable[..., None], object]:
+        """Return the training function, and Ray's configuration of it."""
+        from ray.train.torch import TorchConfig
+
+        if self.contender == TORCHFT:
+            from ray.train.v2.torch.torchft_config import TorchftConfig
+
+            from benchmarks.rigs.torchft_training import train_replica
+
+            return train_replica, TorchftConfig(lighthouse_kwargs={"min_replicas": 1}, backend="gloo")
+        from benchmarks.rigs.in_place_training import train
+        from memstore.adapters.ray_train import InPlaceTorchConfig
+
+        if self.contender == RESTART:
+            return train, TorchConfig(backend="gloo")
+        return train, InPlaceTorchConfig(backend="gloo", spares=int(self.contender == SPARE))
+
     def train(self, steps: int) -> None:
         """Let all ranks train so many more steps, and wait for them."""
         self.limit += steps
-        self.gate.open(self.limit)
+        self._open()
         self.wait(f"step {self.limit} of all ranks", lambda: self._have_done(self.limit), WAIT_S + steps)
+
+    def _open(self) -> None:
+        self.gate.open(NO_LIMIT if self.contender == TORCHFT else self.limit)
 
     def _have_done(self, step: int) -> bool:
         done = {found.rank for found in self.done() if found.step >= step}
@@ -157,7 +176,7 @@ class Job:
         before = self.processes()
         at = self.limit + chance.randrange(1, WINDOW)
         self.limit += WINDOW + AFTER
-        self.gate.open(self.limit)
+        self._open()
         self.wait(f"step {at}", lambda: any(found.step >= at for found in self.done()))
         time.sleep(chance.random() * 0.2)
         begun_s = time.monotonic()
@@ -165,12 +184,17 @@ class Job:
         self.wait("a new step of all ranks", lambda: len(self._first_steps(begun_s)) == self.ranks_count)
         self.seconds.append(max(self._first_steps(begun_s).values()) - begun_s)
         after = self.processes()
+        if self.contender == TORCHFT:
+            self.limit = max(found.step for found in self.done()) + AFTER
         self.kept_count += sum(after[rank] == pid for rank, pid in before.items() if rank not in lost)
-        if self.contender != RESTART:
+        if self.contender in (NEW_WORKER, SPARE):
             restarted = [rank for rank in before if rank not in lost and after[rank] != before[rank]]
             if restarted:
                 raise RuntimeError(f"{self.name}: {fault}: ranks {restarted} lost their processes: {before}, {after}")
         self.wait(f"step {self.limit} of all ranks", lambda: self._have_done(self.limit))
+        newest = self.site.job(self.name).newest if self.contender in (NEW_WORKER, SPARE) else None
+        if newest is not None:
+            self.phases.append(newest.recovery_s)
         self._heal()
 
     def _break(self, fault: str, before: dict[int, int], chance: random.Random) -> set[int]:
@@ -182,9 +206,9 @@ class Job:
         host, ranks = self._choose_host(before, chance)
         if fault == HOST:
             self.site.lose_host(host, [])
-        elif self.site.cluster.rig is not None:
-            self.site.cluster.rig.cut(host)
-            self.cut_host = host
+        else:
+            self.cut_node = (host, self.site.nodes()[host])
+            self.site.links.cut(host)
         return ranks
 
     def _choose_host(self, before: dict[int, int], chance: random.Random) -> tuple[str, set[int]]:
@@ -200,22 +224,22 @@ class Job:
     def _heal(self) -> None:
         """Give the cluster the lost host back, or the one that was cut off once Ray has given it up."""
         self.site.heal()
-        host, rig = self.cut_host, self.site.cluster.rig
-        if not host or rig is None:
+        if self.cut_node is None:
             return
-        zombies, address = set(rig.processes(host)), rig.address(host)
-        wait_for(lambda: address not in _live_addresses(), "Ray to give the host up", WAIT_S)
-        rig.heal(host)
-        wait_for(lambda: not zombies & set(rig.processes(host)), "the raylet that was given up to end", WAIT_S)
-        self.site.cluster.add_node(host)
-        self.site.wait_hosts_live(list(self.site.cluster.labels))
-        self.cut_host = ""
+        host, node = self.cut_node
+        self.site.wait_given_up(node)
+        self.site.links.heal(host)
+        self.site.replace_raylet(host, [])
+        self.cut_node = None
 
     def _first_steps(self, begun_s: float) -> dict[int, float]:
-        """Return when each rank had done its first step since it entered the function after the fault."""
+        """Return when each rank had done its first step since it entered the function after the fault.
+
+        A replica of torchft that is not lost goes on in the function: its first step after the fault counts.
+        """
         first: dict[int, float] = {}
         for found in self.done():
-            if found.entered_s > begun_s:
+            if (found.done_s if self.contender == TORCHFT else found.entered_s) > begun_s:
                 first.setdefault(found.rank, found.done_s)
         return first
 
@@ -228,15 +252,11 @@ class Job:
 
     def end(self) -> None:
         """Let the training end."""
+        if self.contender == TORCHFT:
+            self.limit = max(found.step for found in self.done()) + WINDOW
         self.gate.open(self.limit, is_last=True)
         self.run.result(WAIT_S)
         self.thread.shutdown()
-
-
-def _live_addresses() -> set[str]:
-    import ray
-
-    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def check_same(job: Job, expected: Sequence[StepDone]) -> int:
@@ -257,20 +277,8 @@ def cluster(*, has_links: bool = False) -> Iterator[EmbeddedSite]:
     """Start four hosts in two racks with a store; with links to cut each but Ray's head has a network of its own."""
     prepare_ray()
     os.environ.update(ENVIRONMENT)
-    if not has_links:
-        with quiet(), embedded_site(4, 512 * MIB) as site:
-            yield site
-        return
-    from memstore.drills.sites.site import EmbeddedSite
-    from memstore.testing.clusters.embedded import EmbeddedCluster
-
-    labels = racks(4)
-    with quiet(), NamespaceRig(list(labels)[1:]) as rig:
-        config = Config(
-            store=scratch_store_name("b"), arena_bytes=512 * MIB, chunk_bytes=MIB, interface=str(rig.network)
-        )
-        with EmbeddedCluster(labels, config=config, rig=rig) as made, closing(EmbeddedSite(made)) as site:
-            yield site
+    with quiet(), embedded_site(4, 512 * MIB, has_links=has_links) as site:
+        yield site
 
 
 def play(
@@ -283,9 +291,18 @@ def play(
     chance = random.Random(seed)
     for _ in range(kills):
         job.break_and_wait(fault, chance)
-        print(f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+        of_phases = phases_text(job.phases[-1:])
+        print(f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s{of_phases}", file=sys.stderr, flush=True)
     job.end()
     return job
+
+
+def phases_text(phases: Sequence[dict[str, float]]) -> str:
+    """Return the median seconds of each phase, as text; "" without any."""
+    if not phases:
+        return ""
+    words = (f"{name} {median(each.get(name, 0.0) for each in phases):.2f}" for name in phases[0])
+    return f"; {', '.join(words)} s"
 
 
 def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int) -> list[StepDone]:
@@ -312,7 +329,7 @@ def measure(
                 expected[setup] = unbroken(site, folder, setup, kills)
                 for fault in faults:
                     if fault == KILL or (fault != CUT and setup == setups[0]):  # what is lost is all that they change
-                        of_fault = [SPARE] if fault == FREEZE else contenders
+                        of_fault = [SPARE] if fault == FREEZE else _of(setup, fault, contenders)
                         records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup]))
             if has_cost:
                 records.append(cost(site, folder))
@@ -320,6 +337,11 @@ def measure(
             with cluster(has_links=True) as site:
                 records.append(race(site, folder, setups[0], CUT, [SPARE], kills, seed, expected[setups[0]]))
     return records
+
+
+def _of(setup: str, fault: str, contenders: Sequence[str]) -> list[str]:
+    has_torchft = setup == "ddp" and fault == KILL and find_spec("torchft") is not None
+    return [name for name in contenders if name != TORCHFT or has_torchft]
 
 
 def race(
@@ -330,16 +352,24 @@ def race(
     record = Record(f"{SETUPS[setup]}: {fault}", 0, {})
     for contender in contenders:
         job = play(site, folder, setup, contender, fault, kills, seed)
-        steps = check_same(job, expected)
         record.seconds[contender] = job.seconds
+        if contender == TORCHFT:
+            record.notes.append(
+                f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; no loss is compared; {job.kept_count} of the "
+                "other ranks' processes kept"
+            )
+            continue
+        steps = check_same(job, expected)
         others = "all" if contender != RESTART else str(job.kept_count)
         record.notes.append(
             f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; {steps} steps with losses and samples of the "
-            f"unbroken job; {others} of the other ranks' processes kept"
+            f"unbroken job; {others} of the other ranks' processes kept{phases_text(job.phases)}"
         )
     for contender, target in ((NEW_WORKER, IN_PLACE), (SPARE, IN_PLACE_SPARE)):
         if {contender, RESTART} <= record.seconds.keys():
             record.ratio(f"{contender} / {RESTART}", contender, RESTART, target)
+    if {TORCHFT, RESTART} <= record.seconds.keys():
+        record.ratio(f"{TORCHFT} / {RESTART}", TORCHFT, RESTART, None)
     if SPARE in record.seconds:
         limit = {KILL: IN_PLACE_SPARE_S, FREEZE: IN_PLACE_FREEZE, CUT: IN_PLACE_CUT}.get(fault)
         record.figure(f"{SPARE}, seconds", record.seconds[SPARE], "s", limit)
