@@ -56,7 +56,8 @@ TORCHFT = "torchft"  # replicas of the whole model, of which the others go on wi
 CONTENDERS = (RESTART, NEW_WORKER, SPARE, TORCHFT)
 SETUPS = {"fsdp": "FSDP2", "tensor": "FSDP2 x TP", "ddp": "DDP, shared shards"}
 KILL, HOST, FREEZE, CUT = "kill a rank", "kill a host", "freeze a rank", "cut a host"
-FAULTS = (KILL, HOST, FREEZE, CUT)
+NOTHING = "lose nothing"  # what the readiness costs
+FAULTS = (KILL, HOST, FREEZE, CUT, NOTHING)
 WINDOW = 20  # steps that are trained before a fault, at most
 AFTER = 10  # and after it
 NO_LIMIT = 1_000_000  # of steps: where replicas of torchft are held at a gate, one that comes late waits for them
@@ -208,6 +209,7 @@ class Job:
             self.site.lose_host(host, [])
         else:
             self.cut_node = (host, self.site.nodes()[host])
+            self.site.unreachable_hosts.add(host)
             self.site.links.cut(host)
         return ranks
 
@@ -223,14 +225,14 @@ class Job:
 
     def _heal(self) -> None:
         """Give the cluster the lost host back, or the one that was cut off once Ray has given it up."""
+        if self.cut_node is not None:
+            host, node = self.cut_node
+            self.site.wait_given_up(node)
+            self.site.links.heal(host)
+            self.site.unreachable_hosts.discard(host)
+            self.site.replace_raylet(host, [])
+            self.cut_node = None
         self.site.heal()
-        if self.cut_node is None:
-            return
-        host, node = self.cut_node
-        self.site.wait_given_up(node)
-        self.site.links.heal(host)
-        self.site.replace_raylet(host, [])
-        self.cut_node = None
 
     def _first_steps(self, begun_s: float) -> dict[int, float]:
         """Return when each rank had done its first step since it entered the function after the fault.
@@ -316,9 +318,8 @@ def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int) -> list[S
 
 
 def measure(
-    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int,
-    *, has_cost: bool = False,
-) -> list[Record]:  # fmt: skip
+    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int
+) -> list[Record]:
     """Play every fault for every contender; what Ray's restart does not see, or late, is only timed with a spare."""
     records: list[Record] = []
     expected: dict[str, list[StepDone]] = {}
@@ -327,11 +328,11 @@ def measure(
         with cluster() as site:
             for setup in setups:
                 expected[setup] = unbroken(site, folder, setup, kills)
-                for fault in faults:
-                    if fault == KILL or (fault != CUT and setup == setups[0]):  # what is lost is all that they change
-                        of_fault = [SPARE] if fault == FREEZE else _of(setup, fault, contenders)
-                        records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup]))
-            if has_cost:
+                played = (KILL, HOST, FREEZE) if setup == setups[0] else (KILL,)  # the others only lose more
+                for fault in (each for each in faults if each in played):
+                    of_fault = [SPARE] if fault == FREEZE else _of(setup, fault, contenders)
+                    records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup]))
+            if NOTHING in faults:
                 records.append(cost(site, folder))
         if CUT in faults and available() is None:
             with cluster(has_links=True) as site:
@@ -412,10 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     chosen = parser.parse_args(arguments)
     setups = chosen.setup or list(SETUPS)
     about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")
-    records = measure(
-        setups, chosen.fault or FAULTS, chosen.contender or CONTENDERS, chosen.kills, chosen.seed,
-        has_cost=chosen.fault is None,
-    )  # fmt: skip
+    records = measure(setups, chosen.fault or FAULTS, chosen.contender or CONTENDERS, chosen.kills, chosen.seed)
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}")
     for record in records:
         record.about = about

@@ -137,7 +137,9 @@ def build(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
             parallelize_module(block, meshes["model"], plan, src_data_rank=None)
         mesh = meshes["data"]
     if setup == DDP:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Else DDP groups gradients in another way after its first backward. A sum's last bits follow from the groups,
+        # and they would differ in a process that began later.
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
     else:
         for block in model.children():
             fully_shard(block, mesh=mesh)
