@@ -18,6 +18,7 @@ from memstore.testing.clusters.store_name import racks
 @pytest.mark.ray
 @pytest.mark.drill
 @pytest.mark.long
+@pytest.mark.alone  # a worker of pytest-xdist ended in it, for a reason not found yet
 @pytest.mark.timeout(400)
 def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
     """Every process killed at once, one host late: the newest step comes back from arenas that were adopted."""
