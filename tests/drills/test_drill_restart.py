@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("ray")
@@ -11,6 +13,7 @@ from memstore.drills.model.options import Options
 from memstore.drills.model.report import PASS
 from memstore.drills.run.runner import run_drill
 from memstore.drills.sites.site import EmbeddedSite
+from memstore.errors import DrillError
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.store_name import racks
 
@@ -18,7 +21,6 @@ from memstore.testing.clusters.store_name import racks
 @pytest.mark.ray
 @pytest.mark.drill
 @pytest.mark.long
-@pytest.mark.alone  # a worker of pytest-xdist ended in it, for a reason not found yet
 @pytest.mark.timeout(400)
 def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
     """Every process killed at once, one host late: the newest step comes back from arenas that were adopted."""
@@ -30,3 +32,15 @@ def test_ray_restarted_with_a_late_host_ends_as_promised() -> None:
     assert report.outcome == PASS, report.words
     assert (report.rpo_steps, report.is_verified, report.bytes_by_tier["durable"]) == (0, True, 0)
     assert {"started", "joined"} <= {line.label for line in report.timeline}
+
+
+@pytest.mark.parametrize("kill", [EmbeddedCluster.kill_everything, EmbeddedCluster.kill_head])
+def test_a_child_of_pid_1_does_not_end_its_own_raylet(
+    kill: Callable[[EmbeddedCluster], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would end this process with the raylet, so nothing is killed, and the refusal says how to start instead."""
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    cluster = EmbeddedCluster(racks(3))
+    monkeypatch.setattr(cluster, "node_processes", lambda host: pytest.fail(f"{host} was to be killed"))
+    with pytest.raises(DrillError, match=r"is pid 1, and Ray ends such a process.*not pid 1 itself"):
+        kill(cluster)

@@ -21,6 +21,7 @@ from ray import cluster_utils
 
 import memstore.admin.cluster as store_cluster
 from memstore.config import Config
+from memstore.errors import DrillError
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig
@@ -161,6 +162,7 @@ class EmbeddedCluster(Cluster):
 
     def kill_head(self) -> list[Process]:
         """Send SIGKILL to every process of Ray's head, and disconnect from Ray; return them."""
+        _check_outlives_raylet(os.getppid())
         victims = self.kill_processes(next(iter(self.labels)))
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -168,7 +170,9 @@ class EmbeddedCluster(Cluster):
 
     def kill_everything(self) -> None:
         """Send SIGKILL to every process of every host, Ray's head included; the hosts' memory stays."""
-        victims = [victim for host in list(self.nodes) for victim in self.kill_processes(host)]
+        _check_outlives_raylet(os.getppid())
+        victims = [victim for host in self.nodes for victim in self.node_processes(host)]
+        kill(victims)  # all at once: reading /proc between two hosts would let the others live on for a while
         with contextlib.suppress(Exception):
             ray.shutdown()
         with contextlib.suppress(Exception):
@@ -207,3 +211,15 @@ class EmbeddedCluster(Cluster):
         kill(victims)
         self.nodes.clear()
         shutil.rmtree(store_root(self.config), ignore_errors=True)
+
+
+def _check_outlives_raylet(parent: int) -> None:
+    """Refuse to kill this process's raylet where Ray would end this process too, without a word.
+
+    Ray takes a process whose parent is pid 1 for the worker of a raylet that died.
+    """
+    if parent == 1:
+        raise DrillError(
+            f"the parent of this process ({os.getpid()}) is pid 1, and Ray ends such a process when its raylet dies;"
+            " start it by a shell that is not pid 1 itself, as in `sh -c 'sh -c \"COMMAND; exit\"; exit'`"
+        )
