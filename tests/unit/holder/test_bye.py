@@ -67,6 +67,10 @@ class Leaver:
         """Return the processes that were reported as gone."""
         return [report.nonce for report in self.reports if isinstance(report, RankGone)]
 
+    def reads(self) -> list[Called]:
+        """Return the reads that were asked for; a `memstore stores` of another test asks this holder, too."""
+        return [each for each in self.reports if isinstance(each, Called) and isinstance(each.call, ReadStep)]
+
     def leased(self) -> int:
         """Return how many slots are leased to any process."""
         with self.site.holder.replicas.lock:
@@ -131,7 +135,7 @@ def test_a_bye_ends_a_read_and_its_pin(leaver: Leaver, is_answered: bool) -> Non
     replica = holder.replicas.index.find(SHARD, None)
     assert replica is not None
     asked = site.link.call_soon(ReadStep(job="job", step=STEP, rank=0))
-    call = wait_for(lambda: [each for each in leaver.reports if isinstance(each, Called)], "the call")[-1]
+    call = wait_for(leaver.reads, "the call")[0]
     staged = ShardStaged(
         step=STEP, attempt=1, verdict="local", why="", shard=WireShard.of(SHARD), digest=replica.spec.digest,
         report=None,
