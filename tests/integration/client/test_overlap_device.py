@@ -171,6 +171,8 @@ def test_a_training_on_a_gpu_is_stored_as_it_was(cluster: ProcessCluster) -> Non
     model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     batch = torch.randn(8, 512, device="cuda")
+    model(batch).square().mean().backward()
+    optimizer.step()  # makes the moments: a step whose state has grown is skipped
     with one_rank(cluster) as joined:
         joined.wait_before_step(optimizer)
         for step in range(6):
