@@ -46,6 +46,7 @@ from memstore.drills.ranks.in_place import Gate
 from memstore.drills.sites.site_options import embedded_site, prepare_ray, quiet
 from memstore.testing.clusters.namespaces import available
 from memstore.testing.faults.processes import descendants
+from memstore.testing.ranks.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
     from benchmarks.rigs.in_place_training import StepDone
@@ -63,6 +64,7 @@ AFTER = 10  # and after it
 NO_LIMIT = 1_000_000  # of steps: where replicas of torchft are held at a gate, one that comes late waits for them
 BLOCKS, BLOCK = 25, 20  # of steps, by turns
 WAIT_S = 180.0
+GPU_PART = 0.2  # of the GPU, for each rank and each spare: a host has one at most
 WARM_S = 5.0  # after a spare has begun its imports
 ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -78,6 +80,7 @@ class Job:
     contender: str
     setup: str
     folder: Path
+    device: str = "cpu"
     limit: int = -1
     kept_count: int = 0  # survivors of all faults that kept their process
     seconds: list[float] = field(default_factory=list)
@@ -99,10 +102,13 @@ class Job:
         function, torch_config = self._training()
         trainer = TorchTrainer(
             partial(function, Announced(str(self.folder))),
-            train_loop_config={"settings": Settings(self.name, self.setup, str(self.folder), self.site.config)},
+            train_loop_config={
+                "settings": Settings(self.name, self.setup, str(self.folder), self.site.config, self.device)
+            },
             torch_config=torch_config,
             scaling_config=ScalingConfig(
-                num_workers=RANKS, resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"
+                num_workers=RANKS, placement_strategy="SPREAD", use_gpu=self.device != "cpu",
+                resources_per_worker={"CPU": 1} if self.device == "cpu" else {"CPU": 1, "GPU": GPU_PART},
             ),
             run_config=RunConfig(
                 name=self.name, storage_path=str(self.folder / "ray"),
@@ -126,9 +132,10 @@ class Job:
         from benchmarks.rigs.in_place_training import train
         from memstore.adapters.ray_train import InPlaceTorchConfig
 
+        backend = "gloo" if self.device == "cpu" else "nccl"
         if self.contender == RESTART:
-            return train, TorchConfig(backend="gloo")
-        return train, InPlaceTorchConfig(backend="gloo", spares=int(self.contender == SPARE))
+            return train, TorchConfig(backend=backend)
+        return train, InPlaceTorchConfig(backend=backend, spares=int(self.contender == SPARE))
 
     def train(self, steps: int) -> None:
         """Let all ranks train so many more steps, and wait for them."""
@@ -275,20 +282,20 @@ def check_same(job: Job, expected: Sequence[StepDone]) -> int:
 
 
 @contextmanager
-def cluster(*, has_links: bool = False) -> Iterator[EmbeddedSite]:
+def cluster(device: str, *, has_links: bool = False) -> Iterator[EmbeddedSite]:
     """Start four hosts in two racks with a store; with links to cut each but Ray's head has a network of its own."""
     prepare_ray()
     os.environ.update(ENVIRONMENT)
-    with quiet(), embedded_site(4, 512 * MIB, has_links=has_links) as site:
+    with quiet(), embedded_site(4, 512 * MIB, has_links=has_links, gpus_per_host=int(device != "cpu")) as site:
         yield site
 
 
 def play(
-    site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: str, kills: int, seed: int
+    site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: str, kills: int, seed: int, device: str
 ) -> Job:  # fmt: skip
     """Train one job to its end, with so many faults."""
     number = len(list(folder.iterdir()))
-    job = Job(site, f"j{number}", contender, setup, folder / f"j{number}")
+    job = Job(site, f"j{number}", contender, setup, folder / f"j{number}", device)
     job.start(kills)
     chance = random.Random(seed)
     for _ in range(kills):
@@ -307,10 +314,10 @@ def phases_text(phases: Sequence[dict[str, float]]) -> str:
     return f"; {', '.join(words)} s"
 
 
-def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int) -> list[StepDone]:
+def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int, device: str) -> list[StepDone]:
     """Return the steps of a job that loses nothing, as many as the others train."""
     name = f"unbroken-{setup}"
-    job = Job(site, name, NEW_WORKER, setup, folder / name)
+    job = Job(site, name, NEW_WORKER, setup, folder / name, device)
     job.start(1)
     job.train(kills * (WINDOW + AFTER))
     job.end()
@@ -318,25 +325,25 @@ def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int) -> list[S
 
 
 def measure(
-    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int
-) -> list[Record]:
+    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int, device: str
+) -> list[Record]:  # fmt: skip
     """Play every fault for every contender; what Ray's restart does not see, or late, is only timed with a spare."""
     records: list[Record] = []
     expected: dict[str, list[StepDone]] = {}
     with tempfile.TemporaryDirectory(prefix="memstore-bench-") as name:
         folder = Path(name)
-        with cluster() as site:
+        with cluster(device) as site:
             for setup in setups:
-                expected[setup] = unbroken(site, folder, setup, kills)
+                expected[setup] = unbroken(site, folder, setup, kills, device)
                 played = (KILL, HOST, FREEZE) if setup == setups[0] else (KILL,)  # the others only lose more
                 for fault in (each for each in faults if each in played):
                     of_fault = [SPARE] if fault == FREEZE else _of(setup, fault, contenders)
-                    records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup]))
+                    records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup], device))
             if NOTHING in faults:
-                records.append(cost(site, folder))
+                records.append(cost(site, folder, device))
         if CUT in faults and available() is None:
-            with cluster(has_links=True) as site:
-                records.append(race(site, folder, setups[0], CUT, [SPARE], kills, seed, expected[setups[0]]))
+            with cluster(device, has_links=True) as site:
+                records.append(race(site, folder, setups[0], CUT, [SPARE], kills, seed, expected[setups[0]], device))
     return records
 
 
@@ -347,12 +354,12 @@ def _of(setup: str, fault: str, contenders: Sequence[str]) -> list[str]:
 
 def race(
     site: EmbeddedSite, folder: Path, setup: str, fault: str, contenders: Sequence[str], kills: int, seed: int,
-    expected: Sequence[StepDone],
+    expected: Sequence[StepDone], device: str,
 ) -> Record:  # fmt: skip
     """Play one fault for every contender."""
-    record = Record(f"{SETUPS[setup]}: {fault}", 0, {})
+    record = Record(f"{SETUPS[setup]}{'' if device == 'cpu' else ' on a GPU'}: {fault}", 0, {})
     for contender in contenders:
-        job = play(site, folder, setup, contender, fault, kills, seed)
+        job = play(site, folder, setup, contender, fault, kills, seed, device)
         record.seconds[contender] = job.seconds
         if contender == TORCHFT:
             record.notes.append(
@@ -377,10 +384,10 @@ def race(
     return record
 
 
-def cost(site: EmbeddedSite, folder: Path) -> Record:
+def cost(site: EmbeddedSite, folder: Path, device: str) -> Record:
     """Train two jobs by turns that lose nothing: one that could recover in place, and one that could not."""
     record = Record("nothing is lost", 0, {RESTART: [], NEW_WORKER: []})
-    jobs = [Job(site, f"cost{n}", name, "fsdp", folder / f"cost{n}") for n, name in enumerate(record.seconds)]
+    jobs = [Job(site, f"cost{n}", name, "fsdp", folder / f"cost{n}", device) for n, name in enumerate(record.seconds)]
     for job in jobs:
         job.start(0)
         job.train(BLOCK)
@@ -408,12 +415,20 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     parser.add_argument("--setup", choices=SETUPS, action="append", help="only this one")
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks share one GPU")
     parser.add_argument("--seed", type=int, default=1, help="of ranks and moments")
     parser.add_argument("--out", type=Path, help="folder for in_place.json")
     chosen = parser.parse_args(arguments)
     setups = chosen.setup or list(SETUPS)
     about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")
-    records = measure(setups, chosen.fault or FAULTS, chosen.contender or CONTENDERS, chosen.kills, chosen.seed)
+    records = measure(
+        setups,
+        chosen.fault or FAULTS,
+        chosen.contender or CONTENDERS,
+        chosen.kills,
+        chosen.seed,
+        SharedGpu() if chosen.device == "cuda" else chosen.device,
+    )
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}")
     for record in records:
         record.about = about

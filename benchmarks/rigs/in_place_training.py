@@ -60,6 +60,7 @@ class Settings:
     setup: str
     folder: str  # of the gate and the records
     config: Config
+    device: str = "cpu"
 
 
 class Announced:
@@ -125,13 +126,13 @@ class Block(nn.Module):
         return out
 
 
-def build(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(setup: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model over all ranks and its optimizer; equal weights on all of them."""
     torch.manual_seed(7)
-    model: nn.Module = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    model: nn.Module = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
     mesh = None
     if setup == TENSOR:
-        meshes = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("data", "model"))
+        meshes = init_device_mesh(device, (RANKS // 2, 2), mesh_dim_names=("data", "model"))
         for block in model.children():
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, meshes["model"], plan, src_data_rank=None)
@@ -161,14 +162,14 @@ def train(here: Announced, settings: dict[str, Any]) -> None:
     gate, path = Gate(s.folder), Path(s.folder, f"{rank}-{os.getpid()}.steps")
     store = memstore.connect(s.job, config=s.config, shard_rank=shard[0], shard_count=shard[1])
     with store, path.open("ab", buffering=0) as file:
-        model, optimizer = reuse(lambda: build(setup), store)
+        model, optimizer = reuse(lambda: build(setup, s.device), store)
         data = Batches(DataLoader(Values(), batch_sampler=order))
         state = {"app": AppState(model, optimizer), "data": data}
         got = store.get(into=state)
         step = got.step + 1 if got else 0
         while gate.wait(step):
             indices, values = next(data)
-            loss = _step(model, optimizer, values)
+            loss = _step(model, optimizer, values.to(s.device))
             store.put(step, state)
             done = StepDone(
                 rank, os.getpid(), entered_s, time.monotonic(), time.process_time(), step, loss, tuple(indices.tolist())

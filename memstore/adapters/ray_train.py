@@ -178,14 +178,16 @@ def come(
 ) -> None:  # fmt: skip
     """Note in a worker where the ranks meet; the training function runs afterwards."""
     import torch
+    from ray.train.torch import get_device
 
-    context = ray.train.get_context()
+    context, device = ray.train.get_context(), get_device()
     launcher = f"ray-train:{ray.get_runtime_context().get_job_id()}:{context.get_experiment_name()}"
     join_meeting(
         Place(
             address=address, port=port, run=run, rank=own_rank(), life=lives[own_rank()], first=first,
             world_size=context.get_world_size(), launcher=launcher,
             backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), collective_timeout_s=timeout_s,
-            meet_s=meet_s, leave_s=leave_s, lifeline_port=lifeline_port, hang_after_s=hang_after_s,
+            gpu=device.index if device.type == "cuda" else None, meet_s=meet_s, leave_s=leave_s,
+            lifeline_port=lifeline_port, hang_after_s=hang_after_s,
         )
     )  # fmt: skip

@@ -257,7 +257,7 @@ def warm_up(function: Any, rehearsed: tuple[Any, ...]) -> None:
         rehearsed: Unpickled by now, and so imported.
     """
     function.get()
-    warm_torch()
+    warm_torch(on_gpu=False)  # once a worker has a rank, Ray sets which GPUs it sees: too late after a first use
 
 
 def _is_there(answer: Any) -> bool:

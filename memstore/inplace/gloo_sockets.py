@@ -24,6 +24,7 @@ class GlooSockets:
     def __init__(self) -> None:
         self._inodes: dict[int, str] = {}  # descriptor -> "socket:[inode]": a number is used again after a close
         self._before: dict[int, str] | None = None  # sockets as the default group's making began
+        self._store: dict[int, str] = {}  # the connection over which groups learn one another's addresses
         self._make_group: Callable[..., Any] | None = None
         self._recorded: Callable[..., Any] | None = None
 
@@ -40,6 +41,10 @@ class GlooSockets:
 
         c10d._new_process_group_helper = self._recorded = recorded
 
+    def take_store(self, port: int) -> None:
+        """Take the connection to a port that was made since `record` for the groups' store."""
+        self._store = {fd: name for fd, name in _new_sockets(self._before or {}).items() if _is_to(fd, port)}
+
     def made(self) -> None:
         """Note that the default group is there."""
         self._before = None
@@ -51,6 +56,14 @@ class GlooSockets:
         self._make_group = None
         self._before = None
         self._inodes.clear()
+        self._store = {}
+
+    def shut_store(self) -> None:
+        """Shut the connection to the groups' store: a thread may wait on it for the address of a rank that is lost."""
+        now = open_sockets()
+        for fd, name in self._store.items():
+            if now.get(fd) == name:
+                _shut(fd, None)
 
     def shut(self, *, spared_port: int) -> int:
         """Shut what is still open, but connections to `spared_port`; return how many. Any thread may call.
@@ -84,9 +97,15 @@ def open_sockets() -> dict[int, str]:
 def probe_new(before: dict[int, str], port: int, silent_s: float) -> None:
     """Let connections to a port that are new since `before` end once the other host has not answered for so long."""
     for fd in _new_sockets(before):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-            if sock.type == socket.SOCK_STREAM and sock.getpeername()[1] == port:
+        if _is_to(fd, port):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 probe(sock, round(silent_s * 1000))
+
+
+def _is_to(fd: int, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.type == socket.SOCK_STREAM and bool(sock.getpeername()[1] == port)
+    return False
 
 
 def _shut(fd: int, spared_port: int | None) -> bool:

@@ -48,6 +48,7 @@ class Place:
     launcher: str  # what would start all ranks again
     backend: str
     collective_timeout_s: float
+    gpu: int | None = None  # that NCCL is to use; None: the only one that the process sees
     meet_s: float = 60.0  # longest wait for the other ranks; then GatherTimeout
     leave_s: float = 60.0  # longest wait for this rank to leave a generation that is over; then its process is killed
     lifeline_port: int = 0  # where this rank's watchdog connects to

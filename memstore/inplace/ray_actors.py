@@ -51,13 +51,14 @@ class InPlaceGroup:
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
         self._backend, self.hang_after_s, self.max_losses = backend, hang_after_s, max_losses
-        self._leave_s, self._meet_s, self._collective_timeout_s = leave_s, meet_s, collective_timeout_s
+        self._leave_s, self.meet_s, self._collective_timeout_s = leave_s, meet_s, collective_timeout_s
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank, again after each loss, and return what the ranks returned, by rank.
 
         Raises:
-            RecoveryError: More than `max_losses` ranks were lost, or one after all had returned.
+            RecoveryError: More than `max_losses` ranks were lost, or one after all had returned, or one's actor has
+                not started within `meet_s`.
             RayTaskError: The function raised on some rank, with that rank's traceback; all ranks are ended.
         """
         run = _Run(self, function, args)
@@ -72,9 +73,17 @@ class InPlaceGroup:
             address=ray.util.get_node_ip_address(), port=server.port, run=server.run, rank=rank,
             life=server.register(rank, is_spare=is_spare), first=server.generation + 1, world_size=self.world_size,
             launcher=f"ray-job:{ray.get_runtime_context().get_job_id()}", backend=self._backend,
-            collective_timeout_s=self._collective_timeout_s, meet_s=self._meet_s, leave_s=self._leave_s,
+            collective_timeout_s=self._collective_timeout_s, meet_s=self.meet_s, leave_s=self._leave_s,
             lifeline_port=server.lifeline_port, hang_after_s=self.hang_after_s,
         )  # fmt: skip
+
+    def no_room_text(self, rank: int) -> str:
+        """Return why a rank cannot begin."""
+        free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+        return (
+            f"the actor of rank {rank} of {self.world_size} has not started within meet_s={self.meet_s:g} s. It needs "
+            f"{self._options}, and free in the cluster are {free}: add hosts, or ask for less in actor_options"
+        )
 
     def actor(self) -> Any:
         """Start an actor."""
@@ -95,6 +104,7 @@ class _Run:
         self.looked_s = 0.0  # when the spares were last asked for an answer
         self.spares_due_s: float | None = None
         self.losses = 0
+        self.unplaced: dict[Any, tuple[int, float]] = {}  # an answer of each actor that Ray places -> rank, asked at
 
     def to_the_end(self) -> list[Any]:
         for rank in range(self.group.world_size):
@@ -107,13 +117,25 @@ class _Run:
             self._end_lost()  # first, because it notes why a rank is lost
             if lost:
                 self._replace(lost)
+            self._check_placed()
             self._start_spares()
         return [self.results[rank] for rank in range(self.group.world_size)]
 
     def _start(self, rank: int, spare: Any = None) -> None:
         place = self.group.place(self.server, rank, is_spare=spare is not None)
         actor = self.actors[rank] = spare or self.group.actor()
+        self.unplaced[actor.answer.remote()] = rank, time.monotonic()
         self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
+
+    def _check_placed(self) -> None:
+        """Raise if an actor has not started for too long."""
+        if self.unplaced:
+            there, _ = ray.wait(list(self.unplaced), num_returns=len(self.unplaced), timeout=0)
+            for ref in there:  # placed, or lost: then its function's end says so
+                del self.unplaced[ref]
+        for rank, since_s in self.unplaced.values():
+            if time.monotonic() - since_s > self.group.meet_s:
+                raise RecoveryError(self.group.no_room_text(rank))
 
     def _ended(self, ref: Any) -> int | None:
         """Take the end of a rank's function; return the rank if its process was lost."""
@@ -199,7 +221,7 @@ class _Member:
     def warm_up(self, function: list[Any]) -> None:
         """Do what takes seconds and needs no rank: the function's module, and torch.distributed's first call."""
         ray.get(function[0])
-        warm_torch()
+        warm_torch(on_gpu=bool(ray.get_gpu_ids()) and torch.cuda.device_count() == 1)
 
     def answer(self) -> None:
         """Show that this process is there."""
@@ -210,10 +232,11 @@ class _Member:
         return reentrant(ray.get(function[0]))(*args)
 
 
-def warm_torch() -> None:
+def warm_torch(*, on_gpu: bool) -> None:
     """Make and end a process group of one rank, and train one step of a tiny model.
 
-    torch's first calls take longer than later ones: the first optimizer imports some 190 modules.
+    torch's first calls take longer than later ones: the first optimizer imports some 190 modules, and the first use of
+    a GPU makes a context.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.barrier()
@@ -223,3 +246,5 @@ def warm_torch() -> None:
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.zeros(1, 1)).sum().backward()
     optimizer.step()
+    if on_gpu:
+        torch.ones(8, 8, device="cuda").matmul(torch.ones(8, 8, device="cuda")).cpu()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from memstore.client.connect import newest_step_here
 from memstore.core.attempts.generation_key import generation_key
 from memstore.errors import ConfigError
+from memstore.inplace import nccl
 from memstore.inplace.failures import failure_of
 from memstore.inplace.generation import Generation, enter
 from memstore.inplace.gloo_sockets import GlooSockets
@@ -34,8 +35,8 @@ from memstore.inplace.membership import NONE
 from memstore.inplace.phases import Leaving, in_place_of, met_text
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
-from memstore.shell.rank.holder_link import interrupt_all
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
+from memstore.shell.rank.open_links import interrupt_all
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,11 +94,6 @@ def run_here(function: Callable[[], R]) -> R:
     return _Reentry(_place).run(function)
 
 
-def has_nccl() -> bool:
-    """Return whether the default process group uses NCCL."""
-    return dist.is_initialized() and "nccl" in dist.distributed_c10d.get_backend_config()
-
-
 class _Reentry:
     """Runs a function once in each generation, until it returns."""
 
@@ -106,6 +102,7 @@ class _Reentry:
         self.kept: dict[str, Any] = {}
         self.watcher = Watcher(self.meeting, self._free)
         self.leaving: Leaving | None = None  # of the generation before; None: this process was in none
+        self.was_aborted = False  # what the function computed since then is void
 
     def run(self, function: Callable[[], R]) -> R:
         """Return what the function returned; None if it had returned on all ranks before this process was there."""
@@ -113,7 +110,7 @@ class _Reentry:
         try:
             while True:
                 before, last = last, self.meeting.meet(last)
-                met_s, failed_s = time.monotonic(), math.inf
+                met_s, failed_s, in_peace = time.monotonic(), math.inf, False
                 if last == NONE:
                     log.warning("memstore: rank %d was lost after all had returned: nothing is left", self.place.rank)
                     return cast(R, None)
@@ -122,19 +119,21 @@ class _Reentry:
                     give_launch(self._launch(last, before, met_s))
                     result = function()
                     self.watcher.leaving()
-                    if self.meeting.is_over_for_all(last):  # else a replacement would find no rank to go on with
+                    # Else a replacement would find no rank to go on with.
+                    if in_peace := self.meeting.is_over_for_all(last):
                         return result
                 except BaseException as error:
                     failed_s = time.monotonic()
                     self.watcher.leaving()
-                    if not may_be_loss(error) or not self._is_over(last):
+                    is_void = self.was_aborted and isinstance(error, Exception)
+                    if not (is_void or may_be_loss(error)) or not self._is_over(last):
                         self._report(error, last)
                         raise
                     text = str(error)  # a log record that kept the exception would keep its frames, and so the model
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
                     over_s = self.watcher.over_s or time.monotonic()
-                    self._end()
+                    self._end(in_peace=in_peace)
                     self.watcher.left()
                     self.leaving = Leaving(failed_s, over_s, time.monotonic())
                 is_first = False
@@ -153,13 +152,20 @@ class _Reentry:
     def _begin(self, number: int, *, is_first: bool) -> None:
         place = self.place
         enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
+        if "nccl" in place.backend:
+            nccl.leave_errors_to_us()
+        self.was_aborted = False
         self.sockets.record()
         self.watcher.guard(number)
-        # Over a connection of its own: if a rank is lost now, the wait for its address ends only with the connection.
+        # Over a connection of its own: if a rank is lost, the wait for its address ends only with the connection.
+        store = connect(place)
+        self.sockets.take_store(place.port)
         dist.init_process_group(
-            place.backend, store=dist.PrefixStore(f"g{number}", connect(place)), rank=place.rank,
+            place.backend, store=dist.PrefixStore(f"g{number}", store), rank=place.rank,
             world_size=place.world_size, timeout=timedelta(seconds=place.collective_timeout_s),
         )  # fmt: skip
+        if nccl.has_nccl():
+            nccl.make_communicator(place.gpu)
         self.sockets.made()
 
     def _launch(self, number: int, before: int, met_s: float) -> Launch:
@@ -176,15 +182,18 @@ class _Reentry:
 
     def _free(self) -> None:
         """End every wait of the training thread: in a collective, for a process group, or on the store."""
-        interrupt_all("a rank of it was lost")
-        if self.sockets.shut(spared_port=self.place.port) == 0 and has_nccl():
-            dist.distributed_c10d._abort_process_group()
+        interrupt_all("a rank of it was lost")  # first: what an aborted collective leaves must not be put
+        self.sockets.shut_store()
+        if self.sockets.shut(spared_port=self.place.port) == 0 and nccl.abort():
+            self.was_aborted = True
 
-    def _end(self) -> None:
+    def _end(self, *, in_peace: bool) -> None:
         enter(None)
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
+        if not in_peace:
+            nccl.abort()  # the same: a peer that is lost never takes part
         if dist.is_initialized():
             dist.destroy_process_group()
         # A group whose making broke off has counted, and groups are named by the count: a replacement's begins at 0.

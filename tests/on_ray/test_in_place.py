@@ -92,3 +92,10 @@ def test_more_losses_than_are_allowed_end_the_run(cluster: EmbeddedCluster) -> N
     """The error says how many there were, and how many are replaced."""
     with pytest.raises(RecoveryError, match="2 ranks were lost, max_losses=1 are replaced"):
         run(cluster, "many", {(0, 1): "exit", (1, 1): "exit"}, max_losses=1)
+
+
+def test_a_rank_that_no_host_has_room_for_is_named(cluster: EmbeddedCluster) -> None:
+    """The others would wait for it for good; the error says what it needs and what is free."""
+    group = InPlaceGroup(1, actor_options={"num_gpus": 1}, meet_s=2.0)
+    with pytest.raises(RecoveryError, match=r"rank 0 of 1 has not started within meet_s=2 s. It needs .*'num_gpus': 1"):
+        group.run(train, cluster.config.store, "no-room", {})

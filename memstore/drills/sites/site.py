@@ -269,10 +269,8 @@ class EmbeddedSite(Site):
 
     def end_ray(self) -> int:
         """Kill every process of every host at once; return how many. Until `start_ray` no store answers."""
-        victims = [victim for host in self.cluster.labels for victim in self.cluster.node_processes(host)]
+        victims = self.cluster.kill_everything()
         self._forget_ranks()
-        self.cluster.kill_everything()
-        wait_gone(victims)
         return len(victims)
 
     def end_head(self) -> int:
@@ -280,8 +278,8 @@ class EmbeddedSite(Site):
         others = [host for host in self.cluster.labels if host != self.head]
         self.headless = [*map(self.cluster.raylet, others), *(faults.holder_process(self.folder(h)) for h in others)]
         self.left_behind = [victim for host in others for victim in self.cluster.node_processes(host)]
-        self._forget_ranks()
         victims = self.cluster.kill_head()
+        self._forget_ranks()
         wait_gone(victims)
         return len(victims)
 

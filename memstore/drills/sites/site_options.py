@@ -87,12 +87,13 @@ def prepare_ray() -> None:
 
 @contextlib.contextmanager
 def embedded_site(
-    hosts_count: int, arena_bytes: int, *, has_links: bool = False, **fields: Any
+    hosts_count: int, arena_bytes: int, *, has_links: bool = False, gpus_per_host: int = 0, **fields: Any
 ) -> Iterator[EmbeddedSite]:
     """Open an embedded cluster with hosts h1, h2, ... by turns in two racks; the first is Ray's head.
 
     Args:
         has_links: Each host but the head has a network namespace of its own, and a link to cut; needs root.
+        gpus_per_host: For Ray; all hosts have the same ones.
         fields: Of the cluster's Config.
     """
     from memstore.drills.sites.site import EmbeddedSite
@@ -107,7 +108,7 @@ def embedded_site(
             store=scratch_store_name("drill"), arena_bytes=arena_bytes, chunk_bytes=MIB,
             interface=str(rig.network) if rig is not None else "127.0.0.1", **fields,
         )  # fmt: skip
-        cluster = stack.enter_context(EmbeddedCluster(labels, config=config, rig=rig))
+        cluster = stack.enter_context(EmbeddedCluster(labels, config=config, rig=rig, gpus_per_host=gpus_per_host))
         yield stack.enter_context(contextlib.closing(EmbeddedSite(cluster)))
 
 

@@ -15,7 +15,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -68,6 +67,7 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.lease_pool import CHILD, NO_TENANT, LeasedSlots, Tenant, UnsealedPut
+from memstore.shell.rank.open_links import note_open
 from memstore.shell.threads.answers import Answer, answer_of
 
 R = TypeVar("R")
@@ -101,7 +101,7 @@ class HolderLink(LeasedSlots):
         self.interrupted = ""  # why this process ended its own waits, if it did
         self.adopter = Tenant()  # gets what this process adopts
         self.channel, self.welcome = self._connect(None)
-        _LINKS.add(self)
+        note_open(self)
         self._threads = [
             threading.Thread(target=self._read_loop, name="memstore-link-read", daemon=True),
             threading.Thread(target=self._write_loop, name="memstore-link-write", daemon=True),
@@ -299,8 +299,12 @@ class HolderLink(LeasedSlots):
         return FencedError(f"job {self.job!r}: this Store belongs to attempt {self.attempt} and is fenced: {why}")
 
     def interrupt(self, why: str) -> None:
-        """End every wait on this link with a FencedError that says `why`; any thread may call, more than once."""
-        self.interrupted = why
+        """End every wait on this link with a FencedError that says `why`; any thread may call, more than once.
+
+        No put whose copy has not ended by then is submitted.
+        """
+        with self.room:
+            self.interrupted = why
         self.take_event(AttemptFenced(attempt=self.attempt or 1, is_removed=False))
 
     # -- for the store ------------------------------------------------------------------------
@@ -420,7 +424,8 @@ class HolderLink(LeasedSlots):
     ) -> bool:  # fmt: skip
         """Queue slots that were filled through `mapping` for the holder, without a wait.
 
-        False if some are no longer the tenant's (R8, R11). `began_s` and `stall_s` are for people.
+        False if some are no longer the tenant's (R8, R11), or this link was interrupted. `began_s` and `stall_s` are
+        for people.
         """
         try:
             seen = sample(mapping.open(), slots, nbytes, secrets.randbits(SEED_BITS))
@@ -435,6 +440,8 @@ class HolderLink(LeasedSlots):
         passed_on: dict[int, Tenant] = dict.fromkeys(slots, unsealed)
         with self.room:
             if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
+                return False
+            if self.interrupted:
                 return False
             # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole submission
             # and sends nothing.
@@ -481,20 +488,4 @@ class HolderLink(LeasedSlots):
 
 
 _LIVES = itertools.count(1)
-_LINKS: weakref.WeakSet[HolderLink] = weakref.WeakSet()
 _ENDED: dict[tuple[Path, str], set[int]] = {}  # (folder, nonce) -> lives of closed links that no hello has named
-
-
-def _forget_in_child() -> None:
-    for link in list(_LINKS):
-        link.forget()
-
-
-def interrupt_all(why: str) -> None:
-    """Interrupt every open link of a rank in this process."""
-    for link in list(_LINKS):
-        if link.job and not link.closed.is_set():
-            link.interrupt(why)
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

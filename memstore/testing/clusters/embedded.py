@@ -54,18 +54,20 @@ class EmbeddedCluster(Cluster):
     """Raylets by host id and a started store; the first host is Ray's head and carries the driver."""
 
     def __init__(
-        self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, config: Config | None = None,
-        has_store: bool = True, rig: NamespaceRig | None = None, ray_settings: Mapping[str, Any] | None = None,
+        self, hosts: Mapping[str, Mapping[str, str]], *, cpus_per_host: int = 2, gpus_per_host: int = 0,
+        config: Config | None = None, has_store: bool = True, rig: NamespaceRig | None = None,
+        ray_settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Prepare a cluster; `start` begins it.
 
         Args:
+            gpus_per_host: For Ray; all hosts have the same ones.
             rig: Has a namespace for every host but the first, Ray's head; None for loopback.
             ray_settings: Ray's own settings for the whole cluster.
         """
         self.rig = rig
         self.labels = {host: {"host": host, **labels} for host, labels in hosts.items()}
-        self.cpus_per_host = cpus_per_host
+        self.cpus_per_host, self.gpus_per_host = cpus_per_host, gpus_per_host
         self.config = config or Config(
             store=scratch_store_name("e"), arena_bytes=256 * MIB, chunk_bytes=MIB,
             interface="127.0.0.1" if rig is None else str(rig.network),
@@ -108,14 +110,16 @@ class EmbeddedCluster(Cluster):
         if self.rig is not None:
             extra.update(node_ip_address=self.rig.root_address, env_vars={GLOO_DEVICE: self.rig.root_device})
         self.nodes[host] = self.cluster.add_node(
-            num_cpus=self.cpus_per_host, object_store_memory=OBJECT_STORE_BYTES, labels=self.labels[host], **extra
-        )
+            num_cpus=self.cpus_per_host, num_gpus=self.gpus_per_host, object_store_memory=OBJECT_STORE_BYTES,
+            labels=self.labels[host], **extra,
+        )  # fmt: skip
 
     def _start_in_namespace(self, rig: NamespaceRig, host: str) -> subprocess.Popen[Any]:
         """Start a raylet on a host of the rig; it logs into Ray's own folder."""
         argv = [
             sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}", "--block",
-            f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}", "--disable-usage-stats",
+            f"--node-ip-address={rig.address(host)}", f"--num-cpus={self.cpus_per_host}",
+            f"--num-gpus={self.gpus_per_host}", "--disable-usage-stats",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
             "--labels", ",".join(f"{key}={value}" for key, value in self.labels[host].items()),
         ]  # fmt: skip
@@ -168,8 +172,8 @@ class EmbeddedCluster(Cluster):
             ray.shutdown()
         return victims
 
-    def kill_everything(self) -> None:
-        """Send SIGKILL to every process of every host, Ray's head included; the hosts' memory stays."""
+    def kill_everything(self) -> list[Process]:
+        """Send SIGKILL to every process of every host, Ray's head included; return them. The hosts' memory stays."""
         _check_outlives_raylet(os.getppid())
         victims = [victim for host in self.nodes for victim in self.node_processes(host)]
         kill(victims)  # all at once: reading /proc between two hosts would let the others live on for a while
@@ -179,6 +183,7 @@ class EmbeddedCluster(Cluster):
             self.cluster.shutdown()
         self.nodes.clear()
         wait_gone(victims)
+        return victims
 
     def lose_host(self, host: str) -> dict[str, Any]:
         """Kill a machine: kill its processes, check that they are gone, destroy its memory; return what was done."""

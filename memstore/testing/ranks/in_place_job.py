@@ -36,7 +36,7 @@ class RankEnd:
 _END = msgspec.json.Decoder(RankEnd)
 
 
-def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> RankEnd:
+def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str], device: str = "cpu") -> RankEnd:
     """Train to the end.
 
     Args:
@@ -45,11 +45,12 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
         faults: (generation, rank) -> "exit", "stop", "raise", "wait" or "hold:PATH", until there is a file PATH; at
             step FAULT_AT in generation 0, at the next one in generation 1. (ALWAYS, rank) -> the same, in every
             generation.
+        device: Where the weights lie; SharedGpu if they share one.
     """
     now = generation()
     if now is None:
         raise RuntimeError("the function is to be called in a generation")
-    weights, losses = torch.zeros(64), {}
+    weights, losses = torch.zeros(64, device=device), {}
     config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
     with memstore.connect(job, config=config) as store:
         got = store.get(into={"weights": weights})
@@ -57,7 +58,7 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str]) -> R
             if step == FAULT_AT:
                 _fail(faults.get((ALWAYS, store.rank), ""), store)
             torch.manual_seed(step * store.world_size + store.rank)
-            gradient = weights - torch.randn(64)
+            gradient = weights - torch.randn(64).to(device)
             dist.all_reduce(gradient)
             weights -= 0.1 * gradient
             losses[step] = float(gradient.square().mean()).hex()
@@ -81,7 +82,7 @@ def train_announced_worker(here: Announced, args: Mapping[str, Any]) -> None:
 
 def _train_and_tell(args: Mapping[str, Any]) -> None:
     faults = {(number, rank): fault for number, rank, fault in args["faults"]}
-    end = train(args["store_name"], args["job"], faults)
+    end = train(args["store_name"], args["job"], faults, args.get("device", "cpu"))
     Path(args["folder"], f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(end))
 
 

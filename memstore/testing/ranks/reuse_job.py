@@ -40,12 +40,12 @@ class ReuseEnd:
     tensors_count: int
 
 
-def build() -> tuple[nn.Sequential, torch.optim.AdamW]:
+def build(device: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
     """Return a model, the same on every rank, and its optimizer."""
     torch.manual_seed(3)
     model = nn.Sequential(
         *[nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(3)]
-    )
+    ).to(device)
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -53,7 +53,7 @@ def build() -> tuple[nn.Sequential, torch.optim.AdamW]:
 
 
 @reentrant
-def train(store_name: str, job: str, lost: Sequence[int] = ()) -> ReuseEnd:
+def train(store_name: str, job: str, lost: Sequence[int] = (), device: str = "cpu") -> ReuseEnd:
     """Train to the end; ranks in `lost` end their processes at step FAULT_AT of generation 0, in a backward."""
     now = generation()
     if now is None:
@@ -62,14 +62,14 @@ def train(store_name: str, job: str, lost: Sequence[int] = ()) -> ReuseEnd:
     losses: dict[int, str] = {}
     config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
     with memstore.connect(job, config=config) as store:
-        model, optimizer = reuse(build, store)
+        model, optimizer = reuse(lambda: build(device), store)
         app = AppState(model, optimizer)
         got = store.get(into={"app": app})
         there = pointers(model, optimizer)
         kept_count = len(there & now.kept.get("pointers", set()))
         for step in range(got.step + 1 if got else 0, STEPS):
             torch.manual_seed(step * store.world_size + store.rank)
-            inputs = torch.randn(2, 4, WIDTH)
+            inputs = torch.randn(2, 4, WIDTH).to(device)
             if now.number == 0 and step == FAULT_AT and store.rank in lost:
                 store.flush()
                 model[1].register_full_backward_pre_hook(lambda *_: os._exit(1))

@@ -66,6 +66,17 @@ def test_a_put_that_is_given_up_before_it_was_sent_keeps_no_slot(site: Site) -> 
     assert len(site.link.pool) == SHARE_SLOTS
 
 
+def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site) -> None:
+    """A collective that was aborted meanwhile may have changed what it copied; an earlier one is stored."""
+    earlier, late = site.stage(2), site.stage(2)
+    late.step = STEP + 1
+    assert earlier.submit(b"", 2 * CHUNK_BYTES)
+    send_level(site, "sealed")
+    site.link.interrupt("a rank of it was lost")
+    assert not late.submit(b"", 2 * CHUNK_BYTES)
+    assert (1, STEP + 1) not in site.link.unsealed_puts
+
+
 def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:
     """A submission that was under way when the files were replaced fails, and its numbers stay the rank's to fill."""
     room = site.stage()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.core.wire.calls import InPlace
 from memstore.errors import GatherTimeout
-from memstore.inplace import generation, reentrant, reentry
-from memstore.inplace.meeting import Meeting, MeetingServer, Place
+from memstore.inplace import generation, nccl, reentrant, reentry
+from memstore.inplace.gloo_sockets import GlooSockets
+from memstore.inplace.meeting import Meeting, MeetingServer, Place, connect
 from memstore.inplace.reentry import join_meeting
 from memstore.shell.rank.launch import detect_launch
 from memstore.testing.clusters.processes import wait_for
@@ -106,6 +108,44 @@ def test_a_rank_that_is_lost_while_the_group_is_made_frees_the_others(server: Me
         with pytest.raises(GatherTimeout, match="1 of 2 ranks came to generation 1"):
             survivor.result(WAIT_S)
     assert c10d._world.group_count == 0, "the next group would have another name here than on a replacement"
+
+
+def test_a_wait_for_a_lost_ranks_address_ends_when_the_store_is_shut(server: MeetingServer) -> None:
+    """So does a wait in new_group() for a peer that is lost; the connection of the meeting itself stays."""
+    here = place(server, 0, 2)
+    meeting, sockets = Meeting(here), GlooSockets()
+    sockets.record()
+    store = connect(here)
+    sockets.take_store(here.port)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(store.wait, ["address"], timedelta(seconds=2 * WAIT_S))
+        while not waits.done():  # the wait may begin after a first shut
+            sockets.shut_store()
+        with pytest.raises(dist.DistError):
+            waits.result()
+    sockets.end()
+    assert meeting.board.count("there", 1) == 1
+
+
+def test_an_exception_after_an_abort_is_a_loss(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted collective leaves half a result on the GPU, at which the user's own check may raise."""
+    is_aborted = threading.Event()
+    monkeypatch.setattr(nccl, "abort", lambda: is_aborted.set() or True)
+    join_meeting(place(server, 0, 1))
+    server.begin(0)
+
+    @reentrant
+    def train() -> int:
+        now = generation()
+        assert now is not None
+        if now.number == 0:
+            server.mark_broken()
+            server.begin(1)
+            assert is_aborted.wait(WAIT_S)
+            raise ValueError("the loss is not finite")
+        return now.number
+
+    assert train() == 1
 
 
 def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
