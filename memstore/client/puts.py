@@ -24,7 +24,7 @@ from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, Sk
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
 from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
-from memstore.shell.codec.encode import StatePlan, copy_into, cuda_device_of, plan_state
+from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of
 from memstore.shell.codec.interpreter import copying, waiting
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import is_answered
@@ -54,6 +54,7 @@ class Puts:
         self.last_step = self._floor = -1
         self.overlap = Overlap(self)
         self.shared_shard: SharedShard | None = None
+        self._plans: dict[str, PlanMemory] = {}  # of the state, and of rank_state
 
     @property
     def job(self) -> str:
@@ -140,14 +141,17 @@ class Puts:
     def planned(self, state: Any, rank_state: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
         plan = (
-            plan_state(state)
+            self._plan(state, "state")
             if self.shared_shard is None
-            else self.shared_shard.plan(state, rank_state, self.chunk_bytes)
+            else self.shared_shard.plan(state, rank_state, self.chunk_bytes, self._plan)
         )
         device = cuda_device_of(plan)
         if device is not None:
             self.link.mapping.pin_for(device, self.link.outbox.put)
         return plan
+
+    def _plan(self, state: object, name: str) -> StatePlan:
+        return self._plans.setdefault(name, PlanMemory()).plan(state, name)
 
     def begin(
         self, step: int, nbytes: int, *, began_s: float, extra_slots: int = 0, timeout_s: float | None = None,

@@ -62,16 +62,21 @@ class SharedShard:
         """Whether put() copies the shared state on this rank."""
         return self.rank in self.writers
 
-    def plan(self, state: Any, rank_state: Any, chunk_bytes: int) -> StatePlan:
+    def plan(
+        self, state: Any, rank_state: Any, chunk_bytes: int, plan: Callable[[object, str], StatePlan] = plan_state
+    ) -> StatePlan:  # fmt: skip
         """Lay out the state that this rank stores, without copying it; a state that it does not store is not inspected.
 
         The shared part fills its last chunk, so that its chunks are equal on all ranks of the shard.
 
+        Args:
+            plan: Lays out one of both, by its name.
+
         Raises:
             UnsupportedState: As plan_state.
         """
-        shared = plan_state(state) if self.is_writer else None
-        mine = plan_state(rank_state, "rank_state")
+        shared = plan(state, "state") if self.is_writer else None
+        mine = plan(rank_state, "rank_state")
         count = -(-shared.nbytes // chunk_bytes) if shared is not None else 0
         start = count * chunk_bytes
         layout = SharedShardLayout(

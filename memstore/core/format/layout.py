@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-import msgpack
 import msgspec
 
 from memstore.core.format.dtypes import DIMS_MAX, TORCH_ITEMSIZE, array_itemsize
@@ -90,6 +89,7 @@ class _LayoutRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _ROW = msgspec.msgpack.Decoder(_LayoutRow)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -178,8 +178,7 @@ def batches(items: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) 
 
 def encode_layout(nbytes: int, extents: list[Any], tensors: list[Any], blobs: list[Any], tree: Any) -> bytes:
     """Return the layout's bytes. The caller compares their length with `LAYOUT_BYTES_MAX`."""
-    data: bytes = msgpack.packb([FORMAT, nbytes, extents, tensors, blobs, tree], use_bin_type=True)
-    return data
+    return _ENCODER.encode([FORMAT, nbytes, extents, tensors, blobs, tree])
 
 
 def decode_layout(data: bytes | bytearray | memoryview) -> Layout:

@@ -9,7 +9,7 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from memstore.core.format.tensor_paths import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.walk import StateWalk
 from memstore.shell.device.side_stream import DeviceWrite, order_all
-from memstore.shell.tensors.memory import Leaf, TensorSource, components, dense_bytes
+from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.slot_stream import Move, SlotStream, address_of, move_all
 
 LARGE_BYTES = 64 << 10
@@ -46,47 +46,88 @@ class StatePlan:
         return name_at(decode_layout(layout), offset - start, name)
 
 
-def plan_state(state: object, name: str = "state") -> StatePlan:
-    """Lay out a state without copying it; calls state_dict() on Stateful objects. Errors call it by its name.
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the tensors of a state stand; of a remembered one without their memory."""
 
-    The plan refers to the state's memory: copy it before the state changes.
+    tensors: list[list[Any]]  # rows of the layout, by leaf
+    extents: list[tuple[int, int]]
+    components: list[Component]  # by extent
+    end: int
 
-    Raises:
-        UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
+    @classmethod
+    def of(cls, leaves: list[Leaf]) -> _Places:
+        """Place every tensor; ValueError if some share memory in a way that cannot be stored."""
+        groups = components(leaves)
+        order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
+        order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
+        tensors = [_empty_row(leaf) for leaf in leaves]
+        extents, end = [], 0
+        for number, group in enumerate(order):
+            nbytes = group.source.nbytes
+            alignment = LARGE_ALIGNMENT_BYTES if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES
+            end = -(-end // alignment) * alignment
+            extents.append((end, nbytes))
+            end += nbytes
+            for index, (offset, strides, flags) in zip(group.leaves, group.rows):  # noqa: B905  equal by construction
+                row = tensors[index]
+                row[0], row[1], row[4], row[5] = number, offset, strides, flags
+        return cls(tensors, extents, order, end)
+
+    def forget_memory(self) -> None:
+        """Let go of all tensors: what a job no longer uses is not to be kept by us."""
+        for component in self.components:
+            component.source.owner = None
+
+
+class PlanMemory:
+    """Remembers where the tensors of the last state stood, for states whose tensors lie where they lay.
+
+    The state is walked every time, and its plain values are encoded every time. If each tensor has the key that it had,
+    in the same order, the rows of the last layout count again. No tensor is kept alive.
     """
-    walk = StateWalk(state, name)
-    try:
-        groups = components(walk.leaves)
-    except ValueError as error:
-        raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
-    order = [group for group in groups if group.source.nbytes >= LARGE_BYTES]
-    order += [group for group in groups if group.source.nbytes < LARGE_BYTES]
-    placed: list[tuple[int, TensorSource]] = []
-    extents, end = [], 0
-    tensors = [_empty_row(leaf) for leaf in walk.leaves]
-    for number, group in enumerate(order):
-        source = group.source
-        nbytes = source.nbytes
-        alignment = LARGE_ALIGNMENT_BYTES if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT_BYTES
-        end = -(-end // alignment) * alignment
-        extents.append((end, nbytes))
-        placed.append((end, source))
-        end += nbytes
-        for index, (offset, strides, flags) in zip(group.leaves, group.rows):  # noqa: B905  equal by construction
-            row = tensors[index]
-            row[0], row[1], row[4], row[5] = number, offset, strides, flags
-    blobs = []
-    for blob in walk.blobs:
-        blobs.append((end, len(blob)))
-        placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
-        end += len(blob)
-    layout = encode_layout(end, extents, tensors, blobs, walk.tree)
-    if len(layout) > LAYOUT_BYTES_MAX:
-        raise UnsupportedState(
-            f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
-            "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
-        )
-    return StatePlan(layout, end, tuple(placed))
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Key], _Places] | None = None
+
+    def plan(self, state: object, name: str = "state") -> StatePlan:
+        """Lay out a state without copying it; calls state_dict() on Stateful objects. Errors call it by its name.
+
+        The plan refers to the state's memory: copy it before the state changes.
+
+        Raises:
+            UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
+        """
+        keys, places = self._last or ([], None)  # once: another thread may put
+        walk = StateWalk(state, name, keys)
+        if places is not None and walk.is_known:
+            sources = [each.source_of(walk.owners[each.leaves[0]]) for each in places.components]
+        else:
+            try:
+                places = _Places.of(walk.leaves())
+            except ValueError as error:
+                raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
+            sources = [replace(each.source) for each in places.components]
+            places.forget_memory()
+            self._last = None if None in walk.keys else (walk.keys, places)
+        placed = [(offset, source) for (offset, _), source in zip(places.extents, sources, strict=True)]
+        blobs, end = [], places.end
+        for blob in walk.blobs:
+            blobs.append((end, len(blob)))
+            placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
+            end += len(blob)
+        layout = encode_layout(end, places.extents, places.tensors, blobs, walk.tree)
+        if len(layout) > LAYOUT_BYTES_MAX:
+            raise UnsupportedState(
+                f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+                "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+            )
+        return StatePlan(layout, end, tuple(placed))
+
+
+def plan_state(state: object, name: str = "state") -> StatePlan:
+    """Lay out a state as a `PlanMemory` does, and remember nothing."""
+    return PlanMemory().plan(state, name)
 
 
 def cuda_device_of(plan: StatePlan) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import enum
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -19,13 +19,14 @@ import torch
 from memstore.core.format.object_tree import NESTING_MAX, Tag
 from memstore.errors import UnsupportedState
 from memstore.shell.tensors import registry, subclasses
-from memstore.shell.tensors.memory import Leaf, describe_dtype, leaf_of_array, leaf_of_tensor
+from memstore.shell.tensors.memory import Key, Leaf, describe_dtype, key_of_tensor, leaf_of_array, leaf_of_tensor
 
 INLINE_BYTES_MAX = 128  # longer byte strings go to the stream
 TEXT_CHARS_MAX = 4096  # longer text goes to the stream
 FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, dict, set, frozenset, tuple, int, float, complex, bool, str, bytes)
 }
+_TENSOR, _PARAMETER, _TENSOR_TAG = torch.Tensor, torch.nn.Parameter, int(Tag.TENSOR)
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -39,14 +40,20 @@ class _Refused(Exception):
 
 
 class StateWalk:
-    """One walk over one state; `tree`, `leaves` and `blobs` are its result.
+    """One walk over one state; `tree`, `owners` of leaves, `keys` and `blobs` are its result.
+
+    Args:
+        known: Keys of the leaves of an earlier state that was stored.
 
     Raises:
         UnsupportedState: an object cannot be stored; names its path and type.
     """
 
-    def __init__(self, state: object, name: str = "state") -> None:
-        self.leaves: list[Leaf] = []
+    def __init__(self, state: object, name: str = "state", known: Sequence[Key] = ()) -> None:
+        self._known = known
+        self._leaves: list[Leaf | None] = []  # None: its key is known
+        self.owners: list[Any] = []  # the tensors and arrays
+        self.keys: list[Key] = []  # of the same
         self.blobs: list[bytes | bytearray] = []
         self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
         self._open: set[int] = set()  # containers around the current value
@@ -72,8 +79,11 @@ class StateWalk:
             torch.layout: lambda value: [Tag.TORCH_LAYOUT, str(value).removeprefix("torch.")],
             torch.memory_format: lambda value: [Tag.MEMORY_FORMAT, str(value).removeprefix("torch.")],
         }
+        self._dtensors: dict[Any, list[Any]] = {}  # descriptions: thousands are alike
+        self._has_grad = torch.is_grad_enabled()
         try:
-            self.tree = self._node(state)
+            with torch.no_grad():
+                self.tree = self._node(state)
         except _Refused as refused:
             path = name + "".join(reversed(refused.path))
             kind = type(refused.value)
@@ -84,6 +94,18 @@ class StateWalk:
             ) from None
         finally:
             self._handlers.clear()  # breaks a cycle that would keep every tensor until a collection
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether these are the known leaves, all of them."""
+        return len(self.keys) == len(self._known) and not any(self._leaves)
+
+    def leaves(self) -> list[Leaf]:
+        """Return all leaves."""
+        return [
+            leaf_of_tensor(owner) if leaf is None else leaf
+            for leaf, owner in zip(self._leaves, self.owners, strict=True)
+        ]
 
     def _node(self, value: Any) -> Any:
         kind = type(value)
@@ -108,7 +130,9 @@ class StateWalk:
             return [Tag.ARRAY_DTYPE, self._described(value, describe_dtype, value)]
         if is_stateful(value):
             self._enter(value)
-            node = self._node(value.state_dict())
+            with torch.set_grad_enabled(self._has_grad):
+                inner = value.state_dict()
+            node = self._node(inner)
             self._open.discard(id(value))
             return node
         if registry.is_registered(kind):
@@ -143,7 +167,8 @@ class StateWalk:
             for key, item in value.items():
                 is_short_text = type(key) is str and len(key) <= TEXT_CHARS_MAX and key.isascii()
                 out.append(key if is_short_text else self._key(key))
-                out.append(self._node(item))
+                kind = type(item)  # nearly all are tensors: spare them two calls
+                out.append(self._tensor(item) if kind is _TENSOR or kind is _PARAMETER else self._node(item))
         except _Refused as refused:
             refused.path.append(f"[{_shown(key)}]")
             raise
@@ -152,10 +177,10 @@ class StateWalk:
 
     def _key(self, key: Any) -> Any:
         """Encode a dict's key or a set's item inside the layout, to compare it with `into` without the stream."""
-        leaves, blobs = len(self.leaves), len(self.blobs)
+        leaves, blobs = len(self.owners), len(self.blobs)
         node = self._node(key)
-        if len(self.leaves) != leaves or len(self.blobs) != blobs:
-            what = "a tensor" if len(self.leaves) != leaves else f"text or bytes over {INLINE_BYTES_MAX} bytes"
+        if len(self.owners) != leaves or len(self.blobs) != blobs:
+            what = "a tensor" if len(self.owners) != leaves else f"text or bytes over {INLINE_BYTES_MAX} bytes"
             raise _Refused(f"{what} cannot be a key or an element of a set", key)
         return node
 
@@ -229,35 +254,46 @@ class StateWalk:
         return len(self.blobs) - 1
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        return [Tag.TENSOR, self._leaf(value, leaf_of_tensor)]
-
-    def _array(self, value: np.ndarray) -> Any:
-        return [Tag.ARRAY, self._leaf(value, leaf_of_array)]
-
-    def _leaf(self, value: Any, describe: Callable[[Any], Leaf]) -> int:
         index = self._indices.get(id(value))
         if index is None:
-            self.leaves.append(self._described(value, describe, value))
-            index = self._indices[id(value)] = len(self.leaves) - 1
-        return index
+            index = len(self.owners)
+            key = key_of_tensor(value)
+            is_known = key is not None and index < len(self._known) and key == self._known[index]
+            self._leaves.append(None if is_known else self._described(value, leaf_of_tensor, value))
+            self._indices[id(value)] = index
+            self.owners.append(value)
+            self.keys.append(key)
+        return [_TENSOR_TAG, index]
+
+    def _array(self, value: np.ndarray) -> Any:
+        index = self._indices.get(id(value))
+        if index is None:
+            self._leaves.append(self._described(value, leaf_of_array, value))
+            index = self._indices[id(value)] = len(self.owners)
+            self.owners.append(value)
+            self.keys.append(None)
+        return [Tag.ARRAY, index]
 
     def _tensor_subclass(self, value: torch.Tensor) -> Any:
         if subclasses.is_dtensor(value):
-            described = self._described(value, subclasses.describe_dtensor, value)
+            described = self._described(value, self._dtensor, value)
             return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
         if not subclasses.is_wrapper(value):
             raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
-        inner, context = subclasses.flatten_wrapper(value)
-        leaves = len(self.leaves)
+        with torch.set_grad_enabled(self._has_grad):
+            inner, context = subclasses.flatten_wrapper(value)
         try:
             nodes = [self._node(item) for item in inner.values()]
-            leaves = len(self.leaves)
+            leaves = len(self.owners)
             nodes.append(self._node(context))
         except _Refused as refused:
             raise _Refused(f"one of its parts cannot be stored: {refused.reason}", value) from None
-        if len(self.leaves) != leaves:
+        if len(self.owners) != leaves:
             raise _Refused("its flatten context holds tensors", value)
         return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner)], nodes]
+
+    def _dtensor(self, value: torch.Tensor) -> Any:
+        return subclasses.describe_dtensor(value, self._dtensors)
 
     def _described(self, value: object, describe: Callable[[Any], Any], part: Any) -> Any:
         """Return what a part of a value is; what cannot be described makes the value refused."""

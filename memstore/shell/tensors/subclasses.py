@@ -32,15 +32,26 @@ def is_wrapper(value: object) -> bool:
 
 def local_tensor(value: Any) -> torch.Tensor:
     """Return this rank's part of a DTensor, sharing its memory."""
+    if not torch.is_grad_enabled():
+        return value.to_local()  # type: ignore[no-any-return]
     with torch.no_grad():
         local: torch.Tensor = value.to_local()
     return local
 
 
-def describe_dtensor(value: Any) -> DTensorDescription:
-    """Return mesh, placements and global geometry as plain values, or raise ValueError."""
-    placements = [describe_placement(item) for item in value.placements]
-    return [*describe_mesh(value.device_mesh), placements, list(value.shape), list(value.stride())]
+def describe_dtensor(value: Any, known: dict[Any, list[Any]] | None = None) -> DTensorDescription:
+    """Return mesh, placements and global geometry as plain values, or raise ValueError.
+
+    Args:
+        known: What was returned for other DTensors that live, for a look before mesh and placements are described.
+    """
+    mesh, placements = value.device_mesh, value.placements
+    described = None if known is None else known.get((id(mesh), placements))
+    if described is None:
+        described = [*describe_mesh(mesh), [describe_placement(item) for item in placements]]
+        if known is not None:
+            known[id(mesh), placements] = described
+    return [*described, list(value.shape), list(value.stride())]
 
 
 def describe_mesh(mesh: Any) -> list[Any]:
