@@ -80,10 +80,8 @@ class StateWalk:
             torch.memory_format: lambda value: [Tag.MEMORY_FORMAT, str(value).removeprefix("torch.")],
         }
         self._dtensors: dict[Any, list[Any]] = {}  # descriptions: thousands are alike
-        self._has_grad = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                self.tree = self._node(state)
+            self.tree = self._node(state)
         except _Refused as refused:
             path = name + "".join(reversed(refused.path))
             kind = type(refused.value)
@@ -130,9 +128,7 @@ class StateWalk:
             return [Tag.ARRAY_DTYPE, self._described(value, describe_dtype, value)]
         if is_stateful(value):
             self._enter(value)
-            with torch.set_grad_enabled(self._has_grad):
-                inner = value.state_dict()
-            node = self._node(inner)
+            node = self._node(value.state_dict())
             self._open.discard(id(value))
             return node
         if registry.is_registered(kind):
@@ -280,8 +276,7 @@ class StateWalk:
             return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
         if not subclasses.is_wrapper(value):
             raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
-        with torch.set_grad_enabled(self._has_grad):
-            inner, context = subclasses.flatten_wrapper(value)
+        inner, context = subclasses.flatten_wrapper(value)
         try:
             nodes = [self._node(item) for item in inner.values()]
             leaves = len(self.owners)

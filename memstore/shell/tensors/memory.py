@@ -277,13 +277,12 @@ def dense_bytes(owner: Any) -> torch.Tensor:
     if is_flat(owner):
         flat: torch.Tensor = owner
         return flat
-    with torch.no_grad():
-        bits = owner.detach()
-        integer = _BITS.get(bits.element_size())
-        if integer is not None and not bits.is_neg() and not bits.is_conj():
-            bits = bits.view(integer)  # exact, and not every dtype can be copied with strides
-        dense = torch.empty(bits.shape, dtype=bits.dtype, device=bits.device)
-        dense.copy_(bits)
+    bits = owner.detach()  # no_grad() is not needed, and a signal's handler that raises as it is left would leave it on
+    integer = _BITS.get(bits.element_size())
+    if integer is not None and not bits.is_neg() and not bits.is_conj():
+        bits = bits.view(integer)  # exact, and not every dtype can be copied with strides
+    dense = torch.empty(bits.shape, dtype=bits.dtype, device=bits.device)
+    dense.copy_(bits)
     return torch.empty(0, dtype=torch.uint8, device=dense.device).set_(
         dense.untyped_storage(), 0, (dense.nbytes,), (1,)
     )
@@ -291,10 +290,10 @@ def dense_bytes(owner: Any) -> torch.Tensor:
 
 def fill_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bit for bit into a live tensor of any strides and device."""
-    with torch.no_grad():
-        bits = _BITS.get(source.element_size())
-        is_view = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
-        if bits is None or is_view:
-            target.copy_(source)
-        else:
-            target.detach().view(bits).copy_(source.view(bits))
+    target = target.detach()
+    bits = _BITS.get(source.element_size())
+    is_view = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
+    if bits is None or is_view:
+        target.copy_(source)
+    else:
+        target.view(bits).copy_(source.view(bits))

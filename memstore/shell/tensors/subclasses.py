@@ -31,11 +31,11 @@ def is_wrapper(value: object) -> bool:
 
 
 def local_tensor(value: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor, sharing its memory."""
-    if not torch.is_grad_enabled():
-        return value.to_local()  # type: ignore[no-any-return]
-    with torch.no_grad():
-        local: torch.Tensor = value.to_local()
+    """Return this rank's part of a DTensor, sharing its memory.
+
+    Not by to_local() in a no_grad(): if a signal's handler raises as that is left, training goes on without gradients.
+    """
+    local: torch.Tensor = value._local_tensor
     return local
 
 

@@ -75,7 +75,8 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
 
     def put(step: int) -> Any:
         weight = weights[step % 2]
-        ticket = store.put(step, {"w": weight, "step": step}, overlap=[weight] if is_overlapped else False)
+        state = {"w": weight, "step": step, "gathered": torch.ones(4, 4)[:, ::2]}
+        ticket = store.put(step, state, overlap=[weight] if is_overlapped else False)
         store.wait_before_step()
         return ticket
 
@@ -88,6 +89,7 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
         if interrupted is None:
             break
         kept.append(interrupted)
+        assert torch.is_grad_enabled(), interrupted
         assert put(step + 1).wait("committed", WAIT_S).level == "committed", interrupted
         with contextlib.suppress(RecoveryError):
             assert torch.equal(stored(store, step)["w"], weights[0]), interrupted
