@@ -93,7 +93,8 @@ def test_the_account_of_a_job_that_lost_a_host(
         assert "rank 0 of attempt 1 on h0 is DEAD (pid " in text
         assert asked(cluster, "--level", "problem", "--tail", "1")[0]["event"] in PROBLEMS
         assert not {row["event"] for row in asked(cluster)} & ROUTINE
-        assert asked(cluster, "--since", "1d") == asked(cluster)
+        of_a_day = asked(cluster, "--since", "1d")
+        assert asked(cluster)[: len(of_a_day)] == of_a_day  # the repair may end between the two
         assert asked(cluster, "--since", "0s") == []
         stranger = CliRunner().invoke(main, ["events", "trian", "--store", cluster.config.store])
         assert "did you mean train?" in stranger.stderr
