@@ -93,14 +93,18 @@ class PendingPut(Tenant):
         """Return how long training was blocked: until now, unless the copy ended before."""
         return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
 
-    def offer_slots(self) -> None:
-        """Let a child of this process take the slots over (R20)."""
+    def offer_slots(self) -> bool:
+        """Let a child of this process take the slots over (R20); False if the put is over, or its link interrupted."""
         with self.lock:
             if self.is_over:
-                return
-            self.is_offered = True
+                return False
             offered = self.link.offer_slots(self, self.step, self.slots, self.mapping)
+            self.is_offered = offered is not None
+        if offered is None:
+            self.abandon()
+            return False
         is_answered(offered, OFFER_S)  # without the lock: giving the put up must not wait for a holder (R11)
+        return True
 
     def abandon(self) -> None:
         """Give everything back; offered slots only once the holder answers that no child has them.

@@ -45,6 +45,11 @@ class GlooSockets:
         """Take the connection to a port that was made since `record` for the groups' store."""
         self._store = {fd: name for fd, name in _new_sockets(self._before or {}).items() if _is_to(fd, port)}
 
+    @property
+    def is_making(self) -> bool:
+        """Return whether the default group is being made."""
+        return self._before is not None
+
     def made(self) -> None:
         """Note that the default group is there."""
         self._before = None

@@ -26,8 +26,8 @@ _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # of the flight recorder, at every loss
 
 
 def has_nccl() -> bool:
-    """Return whether the default process group uses NCCL."""
-    return dist.is_initialized() and "nccl" in c10d.get_backend_config()
+    """Return whether a process group uses NCCL."""
+    return dist.is_initialized() and any("nccl" in config for config in list(c10d._world.pg_backend_config.values()))
 
 
 def leave_errors_to_us() -> None:
@@ -57,12 +57,11 @@ def make_communicator(gpu: int | None) -> None:
         dist.all_reduce(torch.zeros(1, device=f"cuda:{gpu or 0}"))
 
 
-def abort() -> bool:
-    """Abort all communicators; False if there are none. Any thread may call.
+def abort() -> None:
+    """Abort all communicators, if there are any; any thread may call, once the store is closed to the training thread.
 
-    Their process groups are gone then: what the training thread calls next raises.
+    Their process groups are gone then: what the training thread calls next raises. If one cannot be aborted, torch
+    waits for as long as a collective may take.
     """
-    if not has_nccl():
-        return False
-    c10d._abort_process_group()
-    return True
+    if has_nccl():
+        c10d._abort_process_group()

@@ -36,7 +36,7 @@ from memstore.inplace.phases import Leaving, in_place_of, met_text
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
-from memstore.shell.rank.open_links import interrupt_all
+from memstore.shell.rank.open_links import allow_links, interrupt_all
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,12 +102,14 @@ class _Reentry:
         self.kept: dict[str, Any] = {}
         self.watcher = Watcher(self.meeting, self._free)
         self.leaving: Leaving | None = None  # of the generation before; None: this process was in none
-        self.was_aborted = False  # what the function computed since then is void
+        self.aborting: threading.Thread | None = None  # of this generation; what is computed from then on is void
 
     def run(self, function: Callable[[], R]) -> R:
         """Return what the function returned; None if it had returned on all ranks before this process was there."""
         last, is_first = self.place.first - 1, True
         try:
+            if "nccl" in self.place.backend:
+                nccl.leave_errors_to_us()
             while True:
                 before, last = last, self.meeting.meet(last)
                 met_s, failed_s, in_peace = time.monotonic(), math.inf, False
@@ -125,7 +127,7 @@ class _Reentry:
                 except BaseException as error:
                     failed_s = time.monotonic()
                     self.watcher.leaving()
-                    is_void = self.was_aborted and isinstance(error, Exception)
+                    is_void = self.aborting is not None and isinstance(error, Exception)
                     if not (is_void or may_be_loss(error)) or not self._is_over(last):
                         self._report(error, last)
                         raise
@@ -141,6 +143,7 @@ class _Reentry:
                 threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()
         finally:
             self.watcher.close()
+            allow_links()
 
     def _report(self, error: BaseException, generation: int) -> None:
         """Report an exception of the function's own: the same one again and again ends the job."""
@@ -152,9 +155,8 @@ class _Reentry:
     def _begin(self, number: int, *, is_first: bool) -> None:
         place = self.place
         enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
-        if "nccl" in place.backend:
-            nccl.leave_errors_to_us()
-        self.was_aborted = False
+        self.aborting = None
+        allow_links()
         self.sockets.record()
         self.watcher.guard(number)
         # Over a connection of its own: if a rank is lost, the wait for its address ends only with the connection.
@@ -184,18 +186,33 @@ class _Reentry:
         """End every wait of the training thread: in a collective, for a process group, or on the store."""
         interrupt_all("a rank of it was lost")  # first: what an aborted collective leaves must not be put
         self.sockets.shut_store()
-        if self.sockets.shut(spared_port=self.place.port) == 0 and nccl.abort():
-            self.was_aborted = True
+        is_making = self.sockets.is_making  # its sockets are what frees the thread then
+        self.sockets.shut(spared_port=self.place.port)
+        if not is_making and nccl.has_nccl():
+            self._abort()
+
+    def _abort(self) -> None:
+        """Begin to abort in a thread of its own: if it hangs, the watcher can still kill this process."""
+        if self.aborting is None:
+            self.aborting = threading.Thread(target=_abort, name="memstore-abort", daemon=True)
+            self.aborting.start()
 
     def _end(self, *, in_peace: bool) -> None:
         enter(None)
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
-        if not in_peace:
-            nccl.abort()  # the same: a peer that is lost never takes part
+        if not in_peace and (self.aborting is not None or nccl.has_nccl()):
+            interrupt_all("its generation was left")  # an overlapped put may wait behind what is aborted
+            self._abort()  # the same: a peer that is lost never takes part
+            self.aborting.join()  # type: ignore[union-attr]  # at most leave_s: then the watcher kills this process
         if dist.is_initialized():
-            dist.destroy_process_group()
+            try:
+                dist.destroy_process_group()
+            except Exception:
+                if in_peace:
+                    raise
+                log.exception("memstore: the process group of a generation that was left could not be ended")
         # A group whose making broke off has counted, and groups are named by the count: a replacement's begins at 0.
         dist.distributed_c10d._world.group_count = 0
 
@@ -206,3 +223,10 @@ class _Reentry:
                 return False
             time.sleep(LOOK_S)
         return True
+
+
+def _abort() -> None:
+    try:
+        nccl.abort()
+    except Exception:  # its process groups may be half gone: the training thread's next call says so, or leave_s
+        log.exception("memstore: NCCL's communicators could not all be aborted")

@@ -83,10 +83,9 @@ class DcpWriter(StorageWriter, AsyncStager):
                 "a DCP writer crosses to another process only after it has staged: pass it to dcp.async_save as "
                 "storage_writer=, without another async_stager", field="storage_writer",
             )  # fmt: skip
-        if self._room is not None:
-            self._room.offer_slots()
+        is_offered = self._room is not None and self._room.offer_slots()
         state = {**self.__dict__, "puts": staged_shard(self.puts, self.ticket), "_room": None, "ticket": None}
-        return {**state, "_skipped": "" if self._room is not None else f"{self.ticket.level}: {self.ticket.reason}"}
+        return {**state, "_skipped": "" if is_offered else f"{self.ticket.level}: {self.ticket.reason}"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

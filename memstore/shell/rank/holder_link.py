@@ -386,12 +386,17 @@ class HolderLink(LeasedSlots):
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def offer_slots(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any]:
-        """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8)."""
+    def offer_slots(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any] | None:
+        """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8).
+
+        None if this link was interrupted: what the slots hold may come of a collective that was aborted.
+        """
         filled = mapping.open()
         seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(SEED_BITS))
         offer = OfferSlots(id=0, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen)
         with self.room:
+            if self.interrupted:
+                return None
             if mapping is self.mapping:
                 self._move(slots, tenant, CHILD)
                 self.offers[step] = offer

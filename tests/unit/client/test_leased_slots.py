@@ -14,6 +14,8 @@ from lease_transfer_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, sen
 from memstore.core.holder import ranks
 from memstore.core.wire.rank_messages import OfferSlots, PutReady, SlotSample, StepLevel
 from memstore.shell.arena.mapping import ArenaMapping
+from memstore.shell.rank import open_links
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.testing.clusters.processes import wait_for
 
 
@@ -75,6 +77,29 @@ def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site
     site.link.interrupt("a rank of it was lost")
     assert not late.submit(b"", 2 * CHUNK_BYTES)
     assert (1, STEP + 1) not in site.link.unsealed_puts
+
+
+def test_a_put_is_offered_to_no_child_after_an_interruption(site: Site) -> None:
+    """A save process has a link of its own, which is not interrupted; so it is given no slots, and all are free."""
+    room = site.stage(2)
+    site.link.interrupt("a rank of it was lost")
+    assert not room.offer_slots()
+    assert (room.is_over, site.link.offers) == (True, {})
+    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "all slots")
+
+
+def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Site) -> None:
+    """Else what an aborted collective left could be put through it; the next generation begins with links that work."""
+    try:
+        open_links.interrupt_all("a rank of it was lost")
+        late = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
+        assert late.interrupted
+        late.close()
+    finally:
+        open_links.allow_links()
+    again = HolderLink(site.holder.folder, nonce="late", job="job", rank=1, attempt=1)
+    assert not again.interrupted
+    again.close()
 
 
 def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: Site) -> None:

@@ -130,7 +130,9 @@ def test_a_wait_for_a_lost_ranks_address_ends_when_the_store_is_shut(server: Mee
 def test_an_exception_after_an_abort_is_a_loss(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An aborted collective leaves half a result on the GPU, at which the user's own check may raise."""
     is_aborted = threading.Event()
-    monkeypatch.setattr(nccl, "abort", lambda: is_aborted.set() or True)
+    monkeypatch.setattr(nccl, "has_nccl", lambda: not is_aborted.is_set())
+    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
+    monkeypatch.setattr(nccl, "abort", is_aborted.set)
     join_meeting(place(server, 0, 1))
     server.begin(0)
 
