@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases import (
+    bench_busy,
     bench_catalog,
     bench_commit,
     bench_controller,
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "placement": bench_placement.run,
     "planner": bench_planner.run,
     "sharing": bench_sharing.run,
+    "busy": bench_busy.run,
 }
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 

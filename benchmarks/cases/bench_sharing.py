@@ -1,8 +1,8 @@
 """What a put at every step costs a training whose gradients share the link with the copies: naive, capped, interleaved.
 
 Two hosts are network namespaces behind a link of 1 Gbit/s (veth, tbf). Each has a rank that computes and all-reduces
-with gloo in turns (sharing_rank.py), and a holder that sends its rank's copy to the other host. Needs root. What the
-copies cost the processors is measured apart (sharing_priority.py).
+with gloo in turns (sharing_rank.py), and a holder that sends its rank's copy to the other host. Needs root. What
+copies and training take from one another of the processors: bench_busy.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.report.harness import MIB, Options, Record, interleave, require
 from benchmarks.report.targets import SHARING
-from benchmarks.rigs import rig, sharing_priority
+from benchmarks.rigs import rig
 from memstore.core.wire.calls import AskEvents
 from memstore.testing.clusters import namespaces
 from memstore.testing.clusters.namespaces import NamespaceRig
@@ -54,7 +54,7 @@ def run(options: Options) -> list[Record]:
     if why is not None:
         absent = dict.fromkeys((PLAIN, NAIVE, CAPPED, INTERLEAVED), why)
         return [Record(case.name, 0, {}, absent=absent) for case in (ENOUGH, SHORT)]
-    return [*(_measure(case, options) for case in (ENOUGH, SHORT)), sharing_priority.run(options)]
+    return [_measure(case, options) for case in (ENOUGH, SHORT)]
 
 
 def _measure(case: Case, options: Options) -> Record:

@@ -77,6 +77,8 @@ SHARING = _at_most(
     "training over a shaped link, a put every step: interleaved / without, time per iteration",
     "sharing",
 )
+BUSY = _at_most(2.5, "busy", "put to committed beside a busy loop on each core / on idle cores", "busy")
+BUSY_LOSS = _at_most(1.1, "busy loss", "what those loops lose / CPU seconds of the put", "busy")
 IN_PLACE = _at_most(
     0.4, "in place", "a lost rank or host -> first new step, in place, new worker / Ray's restart", "inplace"
 )

@@ -28,11 +28,12 @@ READY_S, ANSWER_S, STOP_S = 120.0, 120.0, 10.0
 
 @contextlib.contextmanager
 def ranks_on_hosts(
-    options: Options, nbytes: int, *, count: int = 4, shards: int | None = None
+    options: Options, nbytes: int, *, count: int = 4, shards: int | None = None, niceness: int = 0
 ) -> Iterator[tuple[ProcessCluster, RankWorkers]]:
     """Yield a store on `count` hosts in as many racks, two copies, and a connected rank of `nbytes` on each host.
 
-    With `shards=1` all ranks have the same state, as under data parallelism, and say so (R34).
+    With `shards=1` all ranks have the same state, as under data parallelism, and say so (R34). All processes are of
+    this one's session, as under Ray; `niceness` is added to those of the store.
     """
     hosts = {f"h{number}": {"rack": f"r{number}"} for number in range(count)}
     with tempfile.TemporaryDirectory() as folder:
@@ -41,6 +42,7 @@ def ranks_on_hosts(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
         )  # fmt: skip
+        cluster.has_sessions, cluster.niceness = False, niceness
         with cluster, RankWorkers(cluster.config, list(hosts), nbytes, shards=shards) as workers:
             yield cluster, workers
 
@@ -76,6 +78,11 @@ class RankWorkers:
             if process.is_alive():
                 process.kill()
                 process.join(STOP_S)
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the ranks' processes."""
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def ask(self, verb: str, *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Let ranks (all of them) do the same at once; return their answers, by rank."""

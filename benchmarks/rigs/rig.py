@@ -25,6 +25,7 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
     """Yield a cluster of two hosts that holds `versions` of the state on each; its ranks are yet to come.
 
     For one rank: keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
+    Its processes are of the caller's session, as under Ray: else their nice value would not count beside training's.
     """
     labels = {"memstore": "replica"}
     with tempfile.TemporaryDirectory() as folder:
@@ -33,6 +34,7 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
             arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=replicas,
         )  # fmt: skip
+        cluster.has_sessions = False
         with cluster:
             yield cluster
 

@@ -106,6 +106,13 @@ def _stats_problems(name: str, stats: HostStats, up_s: float) -> Iterator[Proble
             f"the network is idle for too short between collectives to carry the copies: {stats.short_of_idle}", None,
             "put less often or less (bf16 states, shared shards), or accept that the rest travels beside them",
         )  # fmt: skip
+    if stats.behind_ranks:
+        yield _row(
+            NOTE, name,
+            f"its holder stands behind training for a core ({stats.behind_ranks}), so where all cores compute a put is "
+            "committed many times later", None,
+            "start Ray with RAY_worker_niceness=0 in its environment, or start training with `nice -n 15`",
+        )  # fmt: skip
     yield from _limit_problems(name, stats)
     yield from _descriptor_problems(name, stats)
     lost = stats.files_lost

@@ -110,6 +110,7 @@ class HostStats(Part, frozen=True):
     spilled_bytes: Unsigned
     short_of_idle: str
     short_of_room: str
+    behind_ranks: str
 
 
 class ShortStep(Part, frozen=True):

@@ -72,6 +72,7 @@ from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
+from memstore.shell.threads.priority import RankPriority
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")
@@ -117,6 +118,7 @@ class Holder:
         )  # fmt: skip
         self._identity = HolderIdentity(host=identity.host_id, incarnation=info.incarnation)  # for peers
         self.damage, self.pacing = Damage(), Pacing(config.dscp, config.replicate_bytes_per_s, config.chunk_bytes)
+        self.priority = RankPriority()
         self.peers, self.stopping = PeerTable(identity.host_id, self._connection_pool), threading.Event()
         self.calls = Calls(self._relay)
         self.state = HolderState(
@@ -300,6 +302,7 @@ class Holder:
             **counts, scrub=self.scrubber.found_count, limit_why=why, limit_warning=warning,
             received_bytes=self.peer_server.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
+            behind_ranks=self.priority.behind,
         )  # fmt: skip
         return Heartbeat(stats=stats, trained=self.trained.newest(), clock_s=None)
 
@@ -307,9 +310,14 @@ class Holder:
         while not self.stopping.wait(REAP_S):
             for work in (
                 self.ranks.reap, self.ranks.expire_reads, self.peer_server.give_up_idle, self.idle.keep,
-                self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look,
+                self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look, self._follow_ranks,
             ):  # fmt: skip
                 self.context.logged(work)
+
+    def _follow_ranks(self) -> None:
+        with self.context.changed:
+            pids = {link.owner.pid for link in self.state.ranks.links.values() if link.job}
+        self.priority.follow(pids)
 
     def _say_last_word(self) -> None:
         """Send the controller a last heartbeat, then end every connection."""

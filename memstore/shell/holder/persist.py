@@ -29,8 +29,8 @@ from memstore.core.wire.orders import (
 from memstore.shell.durable.tier import open_tier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
-from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.threads.own_threads import OwnThreads
+from memstore.shell.threads.priority import lower_thread_priority
 
 T = TypeVar("T")
 PERSIST_THREADS = 4  # slices at once: each may be in memory once more (durable_part.SLICE_LIMIT_BYTES)

@@ -15,8 +15,8 @@ from memstore.errors import TransportError
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 from memstore.shell.holder.send_gate import SendGate
-from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.outgoing_shard import StreamingReplica
+from memstore.shell.threads.priority import lower_thread_priority
 from recovery.inventory import ShardId
 
 log = logging.getLogger("memstore")

@@ -13,8 +13,8 @@ from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
 from memstore.shell.holder.rank_connections import RankConnection
 from memstore.shell.holder.runner import Runner
-from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.outgoing_shard import StreamingReplica
+from memstore.shell.threads.priority import lower_thread_priority
 
 
 class Sealer:

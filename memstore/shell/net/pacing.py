@@ -7,14 +7,12 @@ runs on connections of the peer's, at full speed. Source: RFC 8622 (the class "l
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 
 from memstore.shell.net.channel import Channel
 
 CHUNK_S = 10.0  # a chunk may be in transit for this long at most: its receiver gives up after 30 s
-BULK_NICE = 10  # a thread that computes gets ten times the share of one of these
 
 
 class Pacing:
@@ -56,14 +54,3 @@ class Pacing:
                 self._sending.remove(channel)
             for each in self._sending:
                 each.pace(max(self.pace_min, self.bytes_per_s // len(self._sending)))
-
-
-def lower_thread_priority() -> None:
-    """Lower the calling thread's priority: it moves or digests bulk bytes, and training has the processors first.
-
-    Not for threads of heartbeats or of a rank's calls (R28). Relative, because Ray starts actors at a nice value of
-    their own.
-    """
-    with contextlib.suppress(OSError):
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + BULK_NICE))

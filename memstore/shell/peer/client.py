@@ -26,12 +26,13 @@ from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolE
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
-from memstore.shell.net.pacing import Pacing, lower_thread_priority
+from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.threads.pool_work import await_ended
+from memstore.shell.threads.priority import lower_thread_priority
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0

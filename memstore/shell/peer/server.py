@@ -51,9 +51,9 @@ from memstore.errors import (
 )
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.pacing import lower_thread_priority
 from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
+from memstore.shell.threads.priority import lower_thread_priority
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")

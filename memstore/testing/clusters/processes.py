@@ -98,6 +98,8 @@ class ProcessCluster(Cluster):
         self.settle_s = 5.0
         self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
+        self.has_sessions = True  # each process begins a session, in which alone its nice value may count
+        self.niceness = 0  # added to this process's, for the next processes; only where they begin no session
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
@@ -130,7 +132,7 @@ class ProcessCluster(Cluster):
         }  # fmt: skip
         path = self.folder / f"{role}-{on_host if role == 'holder' else ''}.log"
         environ = self.environ.get(on_host if role == "holder" else "", {})
-        if shared_nursery is not None and self.rig is None and not environ:
+        if shared_nursery is not None and self.rig is None and not environ and self.has_sessions:
             spec |= {"log": str(path), "folder": str(self.working_folders.get(on_host, ""))}
             nursery = shared_nursery()
             pid, channel = nursery.fork(os.environ)
@@ -139,8 +141,9 @@ class ProcessCluster(Cluster):
             return ForkedProcess(nursery, pid)
         with path.open("ab") as log:
             process = subprocess.Popen(
-                [*self._prefix(on_host), sys.executable, "-m", "memstore.testing.clusters.process_main"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+                [*self._prefix(on_host), "nice", "-n", str(self.niceness), sys.executable, "-m",
+                 "memstore.testing.clusters.process_main"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=self.has_sessions,
                 env={**os.environ, **environ},
                 cwd=self.working_folders.get(on_host),
             )  # fmt: skip

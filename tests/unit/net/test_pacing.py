@@ -1,13 +1,11 @@
-"""Copies leave in a low class and at a bounded rate, on threads that give way; what the kernel says of them."""
+"""Copies leave in a low class and at a bounded rate; what the kernel says of them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import pytest
 from memstore.core.wire.frame import Kind
 from memstore.errors import PeerTimeout
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.pacing import BULK_NICE, CHUNK_S, Pacing, lower_thread_priority
+from memstore.shell.net.pacing import CHUNK_S, Pacing
 from memstore.shell.net.socket_options import SO_MAX_PACING_RATE, TC_PRIO_FILLER, flight, pace
 from memstore.testing.clusters.processes import wait_for
 
@@ -116,20 +114,3 @@ def test_a_frame_that_fails_between_two_of_its_parts_ends_the_channel() -> None:
         with pytest.raises(PeerTimeout):
             channel.send(Kind.CHUNK, 1, b"", [memoryview(bytes(1 << 20))], deadline_s=0.1, gate=gate)
         assert channel.is_closed
-
-
-def test_a_thread_that_gives_way_leaves_the_others_alone() -> None:
-    """By thread, not by process, and no lower than there is."""
-    found: list[int] = []
-
-    def work() -> None:
-        for _ in range(3):
-            lower_thread_priority()
-            found.append(os.getpriority(os.PRIO_PROCESS, 0))
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [min(19, before + n * BULK_NICE) for n in (1, 2, 3)]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -259,6 +259,14 @@ def test_a_host_without_room_beside_its_arena_is_reported_with_the_reason() -> N
     assert row.remedy
 
 
+def test_a_holder_far_behind_its_ranks_for_a_core_is_reported_with_the_remedy() -> None:
+    """Every promise holds: it is a note."""
+    [row] = found(job_row(), hosts=(host_row("a", stats={"behind_ranks": "nice 15, a rank (process 7) nice 0"}),))
+    assert (row.severity, row.about) == (NOTE, "a")
+    assert "nice 15, a rank (process 7) nice 0" in row.cause
+    assert "RAY_worker_niceness=0" in row.remedy
+
+
 @pytest.mark.parametrize(("used", "is_short"), [(972, False), (973, True), (1024, True), (1030, True)])
 @pytest.mark.parametrize(("hard", "at_once"), [(1024, ""), (4096, "4096"), (1 << 20, "65536")])
 def test_a_holder_short_of_descriptors_is_reported_with_numbers_and_remedies(

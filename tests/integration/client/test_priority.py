@@ -1,0 +1,33 @@
+"""A holder that stands behind its rank for a core, as Ray starts it beside torchrun, on real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import memstore
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
+
+
+def test_a_holder_comes_forward_to_its_rank_or_status_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system forbids it a put beside busy cores is committed many times later: the remedy is told."""
+    monkeypatch.setenv("MEMSTORE_HOST", "h0")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    cluster = ProcessCluster(tmp_path, {"h0": {}}, replicas=1)
+    cluster.has_sessions, cluster.niceness = False, 4
+    with cluster, memstore.connect("job", rank=0, world_size=1, config=cluster.config) as store:
+        store.put(0, {"weights": torch.ones(9)}).wait("committed")
+
+        def outcome() -> str:
+            if os.getpriority(os.PRIO_PROCESS, cluster.holders["h0"].pid) == nice:
+                return "forward"
+            problems = cluster.status()["problems"]
+            return next((row["remedy"] for row in problems if "behind training" in row["cause"]), "")
+
+        found = wait_for(outcome, "the holder to come forward, or the status to say why not")
+    assert found == "forward" if os.geteuid() == 0 else "RAY_worker_niceness=0" in found
