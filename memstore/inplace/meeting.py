@@ -22,7 +22,7 @@ from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import End, Lifelines
-from memstore.inplace.membership import NONE, Coming, Membership
+from memstore.inplace.membership import NONE, Closing, Coming, Membership
 
 T = TypeVar("T")
 LOOK_S = 0.005
@@ -210,6 +210,12 @@ class Meeting:
             time.sleep(DONE_LOOK_S)
             done = self.board.count(f"done/{generation}")
         return is_over
+
+    def wait_until_closed(self, generation: int) -> None:
+        """Say that this rank puts nothing more in a generation that is over, and wait for the other living ranks'."""
+        closing = Closing(self.board, generation, self.place.world_size, time.monotonic())
+        while not closing.look(time.monotonic()):
+            time.sleep(LOOK_S)
 
     def report(self, failure: Failure) -> None:
         """Report an exception that is to end this rank's process."""

@@ -10,7 +10,8 @@
 What all ranks see is a board of numbers: `wanted` (the generation that ranks are to begin, set once its replacements
 are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N), `done/N`
 (ranks whose function returned in it; plus BROKEN once it has lost one), `life/R` (the number of the process that is
-rank R now), `finished` (the generation in which all ranks had returned before one was lost).
+rank R now), `finished` (the generation in which all ranks had returned before one was lost), `closed/N` (ranks that put
+nothing more in generation N).
 
 A rank may be lost while others return. Whether all were done first is decided by one addition: the server adds BROKEN
 to `done/N`, and what was there before says it. So no rank goes home while another one waits for it.
@@ -27,6 +28,7 @@ from memstore.errors import FencedError, GatherTimeout
 
 NONE = -1
 BROKEN = 1 << 30  # more than ranks
+QUIET_S = 0.5  # ten looks of a watcher: a rank that has not closed its store since the last one did so is lost as well
 
 
 class Board(Protocol):
@@ -155,3 +157,21 @@ class Coming:
             f"rank {self.rank}: a rank of generation {self.after} was lost, and {what} within {self.meet_s:g} s: all "
             "ranks must be restarted"
         )
+
+
+class Closing:
+    """The wait of a rank that has closed its store to a generation, until all living ranks have."""
+
+    def __init__(self, board: Board, generation: int, world_size: int, now: float) -> None:
+        self.board, self.generation, self.world_size = board, generation, world_size
+        self.closed, self.since_s = board.count(f"closed/{generation}", 1), now
+
+    def look(self, now: float) -> bool:
+        """Return whether all ranks but the lost one have closed theirs; True too once no further one does.
+
+        Which other ranks are lost may not be known yet, so their number is not waited for.
+        """
+        closed = self.board.count(f"closed/{self.generation}")
+        if closed != self.closed:
+            self.closed, self.since_s = closed, now
+        return closed >= self.world_size - 1 or now - self.since_s >= QUIET_S

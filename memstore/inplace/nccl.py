@@ -1,7 +1,8 @@
 """Frees a thread that waits for a NCCL collective: aborting the communicators ends their kernels at once.
 
 A kernel that ends so leaves its result half done, and no exception tells: the training thread computes on with that
-until it next calls torch.distributed or the store. So the store is closed to it before anything is aborted.
+until it next calls torch.distributed or the store. What the kernel was to send to another rank may be missing there,
+and does not raise either. So the stores of all living ranks are closed to them before anything is aborted.
 """
 
 from __future__ import annotations

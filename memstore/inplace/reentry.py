@@ -101,6 +101,7 @@ class _Reentry:
         self.place, self.meeting, self.sockets = place, Meeting(place), GlooSockets()
         self.kept: dict[str, Any] = {}
         self.watcher = Watcher(self.meeting, self._free)
+        self.generation = NONE
         self.leaving: Leaving | None = None  # of the generation before; None: this process was in none
         self.aborting: threading.Thread | None = None  # of this generation; what is computed from then on is void
 
@@ -155,7 +156,7 @@ class _Reentry:
     def _begin(self, number: int, *, is_first: bool) -> None:
         place = self.place
         enter(Generation(number, place.rank, place.world_size, is_first, self.kept))
-        self.aborting = None
+        self.generation, self.aborting = number, None
         allow_links()
         self.sockets.record()
         self.watcher.guard(number)
@@ -194,7 +195,8 @@ class _Reentry:
     def _abort(self) -> None:
         """Begin to abort in a thread of its own: if it hangs, the watcher can still kill this process."""
         if self.aborting is None:
-            self.aborting = threading.Thread(target=_abort, name="memstore-abort", daemon=True)
+            target = functools.partial(_abort, self.meeting, self.generation)
+            self.aborting = threading.Thread(target=target, name="memstore-abort", daemon=True)
             self.aborting.start()
 
     def _end(self, *, in_peace: bool) -> None:
@@ -225,7 +227,12 @@ class _Reentry:
         return True
 
 
-def _abort() -> None:
+def _abort(meeting: Meeting, generation: int) -> None:
+    try:
+        # What this rank was to send may be missing in what another one computes and puts.
+        meeting.again().wait_until_closed(generation)
+    except dist.DistError as exc:
+        log.warning("memstore: NCCL is aborted without waiting for the other ranks: their meeting is gone: %s", exc)
     try:
         nccl.abort()
     except Exception:  # its process groups may be half gone: the training thread's next call says so, or leave_s

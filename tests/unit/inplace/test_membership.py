@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.membership import Membership, is_over_for_all
+from memstore.inplace.membership import QUIET_S, Closing, Membership, is_over_for_all
 from memstore.testing.simulator.rank.in_place import SimBoard
 
 RANKS = 3
@@ -39,3 +39,28 @@ def test_before_the_first_generation_no_rank_is_done() -> None:
     assert not server.is_done()
     server.begin(0)
     assert not server.is_done()
+
+
+def test_a_rank_waits_until_all_but_the_lost_one_have_closed_their_stores() -> None:
+    """Before that one of them could put what an aborted collective left it with."""
+    board, now = SimBoard(), 7.0
+    first = Closing(board, 4, 4, now)
+    assert not first.look(now)
+    second = Closing(board, 4, 4, now)
+    assert [first.look(now), second.look(now)] == [False, False]
+    third = Closing(board, 4, 4, now)
+    assert [first.look(now), second.look(now), third.look(now)] == [True, True, True]
+
+
+def test_a_second_lost_rank_is_not_waited_for_for_long() -> None:
+    """Which ranks are lost may not be known yet; the wait begins again with every rank that closes its store."""
+    board = SimBoard()
+    first = Closing(board, 0, 4, 0.0)
+    assert not first.look(QUIET_S - 0.01)
+    second = Closing(board, 0, 4, QUIET_S - 0.01)
+    assert not first.look(QUIET_S)
+    assert not first.look(2 * QUIET_S - 0.02)
+    assert first.look(2 * QUIET_S)
+    assert not second.look(2 * QUIET_S - 0.02)
+    assert second.look(2 * QUIET_S)
+    assert not Closing(board, 1, 4, 0.0).look(0.0), "of another generation"

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.core.wire.calls import InPlace
 from memstore.errors import GatherTimeout
-from memstore.inplace import generation, nccl, reentrant, reentry
+from memstore.inplace import generation, membership, nccl, reentrant, reentry
 from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import Meeting, MeetingServer, Place, connect
 from memstore.inplace.reentry import join_meeting
@@ -148,6 +148,23 @@ def test_an_exception_after_an_abort_is_a_loss(server: MeetingServer, monkeypatc
         return now.number
 
     assert train() == 1
+
+
+def test_nothing_is_aborted_before_the_other_ranks_have_closed_their_stores(
+    server: MeetingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is lost; rank 2's collective could end with half a result once rank 0 aborts, and rank 2 put that."""
+    second_has_closed, closed_at_abort = threading.Event(), list[bool]()
+    monkeypatch.setattr(nccl, "abort", lambda: closed_at_abort.append(second_has_closed.is_set()))
+    monkeypatch.setattr(membership, "QUIET_S", WAIT_S)
+    zero, two = Meeting(place(server, 0, 3)), Meeting(place(server, 2, 3))
+    aborting = threading.Thread(target=reentry._abort, args=(zero, 5))
+    aborting.start()
+    wait_for(lambda: zero.board.count("closed/5") == 1, "rank 0 to close its store", WAIT_S)
+    second_has_closed.set()
+    two.wait_until_closed(5)
+    aborting.join(WAIT_S)
+    assert closed_at_abort == [True]
 
 
 def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
