@@ -1,8 +1,9 @@
 """Connections from the ranks' watchdogs, in the process that replaces lost ranks: their ends say who is lost.
 
 Nothing is sent to and fro: the kernels probe an idle connection (SO_KEEPALIVE), and end it once the other host's has
-not answered for `hang_after_s` (TCP_USER_TIMEOUT). So a rank that is starved of CPU is not lost, nor
-are all of them when this process is paused; a host that is frozen or cut off is.
+not answered for two thirds of `hang_after_s` (TCP_USER_TIMEOUT); for half of `hang_after_s` after that the watchdog may
+connect again. So a rank that is starved of CPU is not lost, nor are all of them when this process is paused, nor those
+of a network that breaks for two thirds; a host that is frozen or cut off is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from memstore.core.wire.status_rows import Cause
 from memstore.inplace.watchdog import BYE, FROZEN, GONE, MAX_LINE_BYTES, probe
 
 UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
-BLIP_S = 2.0  # after a break of the network the watchdog connects again
+SILENT_SHARE, AGAIN_SHARE = 2 / 3, 1 / 2  # of hang_after_s: until a connection ends, until another one must be there
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 Process = tuple[int, int]  # a rank, and which of the processes that have been this rank
 
@@ -40,7 +41,9 @@ class End(Enum):
 
     def silent_s(self, hang_after_s: float) -> float:
         """Return for how long nothing came from a rank before it counted as lost."""
-        silent_s = {End.FROZEN: hang_after_s, End.SILENT: hang_after_s + BLIP_S, End.BROKEN: UNWATCHED_S}
+        silent_s = {
+            End.FROZEN: hang_after_s, End.SILENT: hang_after_s * (SILENT_SHARE + AGAIN_SHARE), End.BROKEN: UNWATCHED_S
+        }  # fmt: skip
         return silent_s.get(self, 0.0)
 
 
@@ -70,11 +73,12 @@ class Roll:
                         |   ^
            BROKEN or    |   | hello
              SILENT     v   |
-                     unwatched --UNWATCHED_S or BLIP_S--> lost
+                     unwatched --UNWATCHED_S or AGAIN_SHARE--> lost
     watched --GONE or FROZEN--> lost
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hang_after_s: float) -> None:
+        self._again_s = hang_after_s * AGAIN_SHARE
         self._lines: Counter[Process] = Counter()  # open connections: a new one may come before the old one's end
         self._due: dict[Process, tuple[float, End]] = {}  # when a process is lost unless it has a watchdog again
 
@@ -94,7 +98,7 @@ class Roll:
         if end in WORDS.values():
             self._due[process] = now, end
         elif self._lines[process] <= 0:
-            self._due[process] = now + (BLIP_S if end is End.SILENT else UNWATCHED_S), end
+            self._due[process] = now + (self._again_s if end is End.SILENT else UNWATCHED_S), end
 
     def take_lost(self, lives: Mapping[int, int], now: float) -> dict[int, End]:
         """Return the ranks that are lost and were not returned before.
@@ -126,8 +130,8 @@ class Lifelines:
     """The connections; one thread looks."""
 
     def __init__(self, run: str, hang_after_s: float) -> None:
-        self._run, self._timeout_ms = run, max(1, round(hang_after_s * 1000))
-        self._roll = Roll()
+        self._run, self._timeout_ms = run, max(1, round(hang_after_s * SILENT_SHARE * 1000))
+        self._roll = Roll(hang_after_s)
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server(("0.0.0.0", 0), backlog=4096)
         self._listener.setblocking(False)

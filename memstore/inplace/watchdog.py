@@ -26,8 +26,9 @@ GOES_ON = "RDt"  # runs or wants a core; waits for a disk; is held by a debugger
 BEAT, LAST_BEAT = b".", b"q"
 GONE, FROZEN, BYE = b"gone\n", b"frozen\n", b"bye\n"
 MAX_LINE_BYTES = 200
-CONNECT_S = 2.0
-CONNECT_EVERY_S = 3.0  # while there is no way: each try may take CONNECT_S, in which no look is made
+CONNECT_S = 0.5  # no look is made meanwhile
+CONNECT_EVERY_S = 3.0  # after QUICK_TRIES
+QUICK_TRIES = 10
 PROBE_S = 1  # the shortest that the kernel takes
 
 
@@ -73,11 +74,10 @@ class Watchdog:
         self._pid = pid
         self._to, self._rank = (address, port), rank
         self._hello = hello_line(run, rank, life)
-        self._timeout_ms = max(1, round(hang_after_s * 1000))
         self._limit = max(2, round(hang_after_s / TICK_S))
         self._looks: list[bool] = []
         self._line: socket.socket | None = None
-        self._try_s = 0.0
+        self._try_s, self._tries = 0.0, 0
 
     def run(self) -> None:
         """Watch to the end."""
@@ -115,12 +115,13 @@ class Watchdog:
     def _connected(self) -> socket.socket | None:
         """Return the connection to the process that replaces lost ranks; None if there is no way to it now."""
         if self._line is None and time.monotonic() >= self._try_s:
-            self._try_s = time.monotonic() + CONNECT_EVERY_S
+            self._tries += 1
+            self._try_s = time.monotonic() + (CONNECT_S if self._tries < QUICK_TRIES else CONNECT_EVERY_S)
             with contextlib.suppress(OSError):
                 line = socket.create_connection(self._to, timeout=CONNECT_S)
-                probe(line, self._timeout_ms)
+                probe(line, PROBE_S * 1000)  # sooner than the other end's: another connection comes in time
                 line.sendall(self._hello)
-                self._line = line
+                self._line, self._tries = line, 0
         return self._line
 
     def _say(self, word: bytes) -> None:

@@ -8,24 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.lifelines import BLIP_S, UNWATCHED_S, End, Lifelines, Roll, parse_hello
+from memstore.inplace.lifelines import UNWATCHED_S, End, Lifelines, Roll, parse_hello
 from memstore.inplace.watchdog import BYE, FROZEN, GONE
 from memstore.testing.clusters.processes import wait_for
+
+HANG_S = 3.0
 
 
 def test_a_rank_whose_process_ended_is_lost_at_once_and_named_once() -> None:
     """Its watchdog has said so."""
-    roll = Roll()
+    roll = Roll(HANG_S)
     roll.hello((0, 1))
     roll.ended((0, 1), End.GONE, 5.0)
     assert roll.take_lost({0: 1, 1: 1}, 5.0) == {0: End.GONE}
     assert roll.take_lost({0: 1, 1: 1}, 500.0) == {}
 
 
-@pytest.mark.parametrize(("end", "limit_s"), [(End.BROKEN, UNWATCHED_S), (End.SILENT, BLIP_S)])
+@pytest.mark.parametrize(("end", "limit_s"), [(End.BROKEN, UNWATCHED_S), (End.SILENT, HANG_S / 2)])
 def test_a_rank_whose_connection_broke_is_lost_only_if_no_other_comes(end: End, limit_s: float) -> None:
     """A rank starts another watchdog, if it lives; a watchdog connects again after a short break of the network."""
-    roll = Roll()
+    roll = Roll(HANG_S)
     for rank in range(2):
         roll.hello((rank, 1))
         roll.ended((rank, 1), end, 5.0)
@@ -38,7 +40,7 @@ def test_a_rank_whose_connection_broke_is_lost_only_if_no_other_comes(end: End, 
 @pytest.mark.parametrize("end", [End.BROKEN, End.SILENT])
 def test_the_late_end_of_an_old_connection_is_no_loss(end: End) -> None:
     """The watchdog has connected again before this process saw the old connection's end."""
-    roll = Roll()
+    roll = Roll(HANG_S)
     roll.hello((0, 1))
     roll.hello((0, 1))
     roll.ended((0, 1), end, 5.0)
@@ -50,7 +52,7 @@ def test_the_late_end_of_an_old_connection_is_no_loss(end: End) -> None:
 @given(st.sampled_from(End), st.integers(1, 5), st.integers(1, 5))
 def test_the_end_of_a_former_process_is_not_that_of_the_rank(end: End, life: int, now_life: int) -> None:
     """A replacement takes seconds to start, and says hello later."""
-    roll = Roll()
+    roll = Roll(HANG_S)
     roll.hello((0, life))
     roll.ended((0, life), end, 0.0)
     assert (roll.take_lost({0: now_life}, 2 * UNWATCHED_S) == {0: end}) == (life == now_life)
