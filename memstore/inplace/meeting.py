@@ -212,7 +212,10 @@ class Meeting:
         return is_over
 
     def wait_until_closed(self, generation: int) -> None:
-        """Say that this rank puts nothing more in a generation that is over, and wait for the other living ranks'."""
+        """Count this rank among those that put nothing more in a generation, and wait until the other living ones have.
+
+        A few times QUIET_S at most.
+        """
         closing = Closing(self.board, generation, self.place.world_size, time.monotonic())
         while not closing.look(time.monotonic()):
             time.sleep(LOOK_S)

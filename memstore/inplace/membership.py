@@ -28,7 +28,7 @@ from memstore.errors import FencedError, GatherTimeout
 
 NONE = -1
 BROKEN = 1 << 30  # more than ranks
-QUIET_S = 0.5  # ten looks of a watcher: a rank that has not closed its store since the last one did so is lost as well
+QUIET_S = 0.5  # ten looks of a watcher: a rank that has not closed its store by then is lost too, or had no group yet
 
 
 class Board(Protocol):
@@ -160,14 +160,14 @@ class Coming:
 
 
 class Closing:
-    """The wait of a rank that has closed its store to a generation, until all living ranks have."""
+    """Tells a rank that has closed its store to a generation when the other living ranks have."""
 
     def __init__(self, board: Board, generation: int, world_size: int, now: float) -> None:
         self.board, self.generation, self.world_size = board, generation, world_size
         self.closed, self.since_s = board.count(f"closed/{generation}", 1), now
 
     def look(self, now: float) -> bool:
-        """Return whether all ranks but the lost one have closed theirs; True too once no further one does.
+        """Return whether all ranks but the lost one have closed theirs, or none has for QUIET_S.
 
         Which other ranks are lost may not be known yet, so their number is not waited for.
         """

@@ -2,7 +2,8 @@
 
 A kernel that ends so leaves its result half done, and no exception tells: the training thread computes on with that
 until it next calls torch.distributed or the store. What the kernel was to send to another rank may be missing there,
-and does not raise either. So the stores of all living ranks are closed to them before anything is aborted.
+and does not raise either. So a rank's store is closed to it before it aborts anything, and as far as can be known the
+stores of the other living ranks to them (D244).
 """
 
 from __future__ import annotations

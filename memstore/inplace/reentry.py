@@ -113,7 +113,7 @@ class _Reentry:
                 nccl.leave_errors_to_us()
             while True:
                 before, last = last, self.meeting.meet(last)
-                met_s, failed_s, in_peace = time.monotonic(), math.inf, False
+                met_s, failed_s, in_peace, is_lost = time.monotonic(), math.inf, False, False
                 if last == NONE:
                     log.warning("memstore: rank %d was lost after all had returned: nothing is left", self.place.rank)
                     return cast(R, None)
@@ -125,6 +125,7 @@ class _Reentry:
                     # Else a replacement would find no rank to go on with.
                     if in_peace := self.meeting.is_over_for_all(last):
                         return result
+                    is_lost = True
                 except BaseException as error:
                     failed_s = time.monotonic()
                     self.watcher.leaving()
@@ -132,11 +133,12 @@ class _Reentry:
                     if not (is_void or may_be_loss(error)) or not self._is_over(last):
                         self._report(error, last)
                         raise
+                    is_lost = True
                     text = str(error)  # a log record that kept the exception would keep its frames, and so the model
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
                     over_s = self.watcher.over_s or time.monotonic()
-                    self._end(in_peace=in_peace)
+                    self._end(in_peace=in_peace, is_lost=is_lost)
                     self.watcher.left()
                     self.leaving = Leaving(failed_s, over_s, time.monotonic())
                 is_first = False
@@ -199,12 +201,19 @@ class _Reentry:
             self.aborting = threading.Thread(target=target, name="memstore-abort", daemon=True)
             self.aborting.start()
 
-    def _end(self, *, in_peace: bool) -> None:
+    def _end(self, *, in_peace: bool, is_lost: bool) -> None:
+        """End the generation's launch and its process groups: all ranks have returned, or one is lost.
+
+        Else an exception of the function's own is about to end this process. NCCL's communicators end with it: an abort
+        could leave half a result to ranks whose stores are open.
+        """
         enter(None)
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
-        if not in_peace and (self.aborting is not None or nccl.has_nccl()):
+        if not in_peace and not is_lost and nccl.has_nccl():
+            return
+        if is_lost and (self.aborting is not None or nccl.has_nccl()):
             interrupt_all("its generation was left")  # an overlapped put may wait behind what is aborted
             self._abort()  # the same: a peer that is lost never takes part
             self.aborting.join()  # type: ignore[union-attr]  # at most leave_s: then the watcher kills this process
@@ -231,8 +240,8 @@ def _abort(meeting: Meeting, generation: int) -> None:
     try:
         # What this rank was to send may be missing in what another one computes and puts.
         meeting.again().wait_until_closed(generation)
-    except dist.DistError as exc:
-        log.warning("memstore: NCCL is aborted without waiting for the other ranks: their meeting is gone: %s", exc)
+    except Exception as exc:  # the meeting is gone, or this process has no descriptor left for a connection to it
+        log.warning("memstore: NCCL is aborted without waiting for the other ranks: %r", exc)
     try:
         nccl.abort()
     except Exception:  # its process groups may be half gone: the training thread's next call says so, or leave_s

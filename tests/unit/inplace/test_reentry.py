@@ -167,6 +167,38 @@ def test_nothing_is_aborted_before_the_other_ranks_have_closed_their_stores(
     assert closed_at_abort == [True]
 
 
+def test_an_exception_of_its_own_code_aborts_nothing(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is lost, so the others stay in their collectives, which would end with half a result."""
+    is_aborted = threading.Event()
+    monkeypatch.setattr(nccl, "has_nccl", lambda: True)
+    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
+    monkeypatch.setattr(nccl, "abort", is_aborted.set)
+    join_meeting(place(server, 0, 1))
+    server.begin(0)
+
+    @reentrant
+    def train() -> None:
+        raise ValueError("no such column")
+
+    try:
+        with pytest.raises(ValueError, match="no such column"):
+            train()
+    finally:
+        dist.destroy_process_group()  # the process would end
+    assert not is_aborted.is_set()
+    assert Meeting(place(server, 0, 1)).board.count("closed/0") == 0
+
+
+def test_an_abort_does_not_need_the_meeting(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be gone, or this process may have no descriptor left for a connection to it."""
+    is_aborted = threading.Event()
+    monkeypatch.setattr(nccl, "abort", is_aborted.set)
+    meeting = Meeting(place(server, 0, 3))
+    monkeypatch.setattr(meeting, "again", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    reentry._abort(meeting, 0)
+    assert is_aborted.is_set()
+
+
 def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
     """A collective fails, a loss is reported, and the same process goes on in the next generation."""
     join_meeting(place(server, 0, 1))
