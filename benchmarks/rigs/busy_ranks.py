@@ -19,7 +19,14 @@ from benchmarks.report.harness import Options, require
 from benchmarks.rigs.rank_workers import RankWorkers, ranks_on_hosts
 
 SETTLE_S = 0.3  # what the put before has left behind is done
-LOOP = "print(flush=True)\nwhile True: pass"
+LOOP = """
+import os
+parent = os.getppid()
+print(flush=True)
+while os.getppid() == parent:  # it may be killed
+    for _ in range(10**6):
+        pass
+"""
 RANKS = 2
 
 

@@ -42,7 +42,7 @@ def ranks_on_hosts(
             Path(folder), hosts, arena_bytes=int(5.5 * nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
         )  # fmt: skip
-        cluster.has_sessions, cluster.niceness = False, niceness
+        cluster.niceness = niceness
         with cluster, RankWorkers(cluster.config, list(hosts), nbytes, shards=shards) as workers:
             yield cluster, workers
 

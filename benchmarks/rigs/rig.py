@@ -34,7 +34,7 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
             arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=replicas,
         )  # fmt: skip
-        cluster.has_sessions = False
+        cluster.niceness = 0
         with cluster:
             yield cluster
 

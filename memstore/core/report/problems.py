@@ -111,7 +111,8 @@ def _stats_problems(name: str, stats: HostStats, up_s: float) -> Iterator[Proble
             NOTE, name,
             f"its holder stands behind training for a core ({stats.behind_ranks}), so where all cores compute a put is "
             "committed many times later", None,
-            "start Ray with RAY_worker_niceness=0 in its environment, or start training with `nice -n 15`",
+            "start Ray with RAY_worker_niceness=0 in its environment, or start training with the holder's nice value "
+            "(`nice -n`)",
         )  # fmt: skip
     yield from _limit_problems(name, stats)
     yield from _descriptor_problems(name, stats)

@@ -1,8 +1,7 @@
 """Nice values of this process's threads beside those of the ranks that it serves.
 
 A thread that moves or digests bulk bytes stands a little behind the others, so that training has the cores first where
-they are short, and no further: at 10 behind, a put beside busy cores took 11 times as long. Ray starts holders at 15;
-beside a rank at 0 that is 15 behind.
+they are short, and no further: the further behind, the later a put is committed (benchmarks/notes/busy.md).
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 BULK_NICE = 2
-_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+_AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
+_CGROUPS = Path("/proc/self/cgroup")
+_WEIGHT = Path("/sys/fs/cgroup/cpu.weight")  # the root of cgroup v2 has none
 
 
 def lower_thread_priority() -> None:
@@ -32,41 +33,61 @@ def own_nice() -> int:
 
 
 class RankPriority:
-    """Keeps a process's threads from standing far behind the ranks, or says why it cannot."""
+    """Keeps a process level with its ranks where they stand before it, or says that the system forbids it.
+
+    A rank at less than 0 counts as one at 0.
+    """
 
     def __init__(self) -> None:
-        self.behind = ""  # what forbids it, for people
+        self.behind = ""  # how far it has to stay behind, for people
+        self._before: int | None = None  # its nice value before it came forward
 
     def follow(self, pids: Iterable[int]) -> None:
-        """Raise the priority of all threads to that of the first of these processes; which only a few systems allow."""
-        own, behind = own_nice(), ""
-        ahead = [(nice, pid) for pid in pids if (nice := _nice_beside(pid)) is not None and nice < own]
-        if ahead:
-            nice, pid = min(ahead)
-            if not _raise_all(own - nice):
-                behind = f"nice {own}, a rank (process {pid}) nice {nice}"
-        self.behind = behind
+        """Bring all threads forward to the lowest nice value of these processes, or back as soon as none is so low."""
+        ranks = [(max(0, nice), pid) for pid in pids if (nice := _nice_of(pid)) is not None]
+        own, self.behind = own_nice(), ""
+        before = own if self._before is None else self._before
+        nice, pid = min(ranks, default=(before, 0))
+        wanted = min(before, nice)
+        if wanted == before and self._before is None:
+            return
+        try:
+            _move(wanted)  # at every look while it is forward: threads may have been started meanwhile
+            self._before = before if wanted < before else None
+        except OSError:
+            if own > nice + BULK_NICE and _counts_beside(pid):
+                self.behind = f"nice {own}, a rank (process {pid}) nice {nice}"
 
 
-def _nice_beside(pid: int) -> int | None:
-    """Return a process's nice value; None if it has ended, or if it does not count beside this process's."""
+def _nice_of(pid: int) -> int | None:
     try:
-        # With autogroups nice values count only among the processes of one session.
-        if os.getsid(pid) != os.getsid(0) and _AUTOGROUP.exists() and _AUTOGROUP.read_text().strip() == "1":
-            return None
         return os.getpriority(os.PRIO_PROCESS, pid)
-    except OSError:
+    except OSError:  # it has ended
         return None
 
 
-def _raise_all(steps: int) -> bool:
-    """Lower the nice values of all threads; False if the system forbids it."""
-    tasks = sorted((int(task.name) for task in Path("/proc/self/task").iterdir()), key=lambda task: task == os.getpid())
-    for task in tasks:  # the first thread last: it says how far the process is behind
-        try:
-            os.setpriority(os.PRIO_PROCESS, task, os.getpriority(os.PRIO_PROCESS, task) - steps)
-        except ProcessLookupError:
-            continue  # it has ended
-        except OSError:
-            return False
-    return True
+def _move(wanted: int) -> None:
+    """Set the nice value of each thread that has another one. OSError: the system forbids lowering it."""
+    own = own_nice()
+    tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    for task in sorted(tasks, key=lambda each: each == os.getpid()):  # the first thread last: it stands for all
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            nice = os.getpriority(os.PRIO_PROCESS, task)
+            # Also one that was started by a thread which had not moved yet: it comes with the next look.
+            target = min(19, wanted + (BULK_NICE if nice > own else 0))
+            if nice != target:
+                os.setpriority(os.PRIO_PROCESS, task, target)
+
+
+def _counts_beside(pid: int) -> bool:
+    """Return whether the nice values of this process and another one say which goes first.
+
+    In the root cgroup, with autogroups, they do so only in one session. A container's cgroup has no autogroups.
+    """
+    try:
+        if os.getsid(pid) == os.getsid(0) or _AUTOGROUPS.read_text().strip() != "1" or _WEIGHT.exists():
+            return True
+        groups = [line.split(":", 2) for line in _CGROUPS.read_text().splitlines()]
+    except OSError:  # the process has ended, or the kernel has no autogroups
+        return True
+    return any(path != "/" for number, names, path in groups if number == "0" or "cpu" in names.split(","))

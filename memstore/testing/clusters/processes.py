@@ -98,8 +98,7 @@ class ProcessCluster(Cluster):
         self.settle_s = 5.0
         self.environ: dict[str, dict[str, str]] = {}  # host, or "" for the controller -> of its next process
         self.controller_way: Path | None = None  # another path to the folder, for the next controllers
-        self.has_sessions = True  # each process begins a session, in which alone its nice value may count
-        self.niceness = 0  # added to this process's, for the next processes; only where they begin no session
+        self.niceness: int | None = None  # of the next processes, in this one's session; None: in their own
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
@@ -132,18 +131,18 @@ class ProcessCluster(Cluster):
         }  # fmt: skip
         path = self.folder / f"{role}-{on_host if role == 'holder' else ''}.log"
         environ = self.environ.get(on_host if role == "holder" else "", {})
-        if shared_nursery is not None and self.rig is None and not environ and self.has_sessions:
+        if shared_nursery is not None and self.rig is None and not environ and self.niceness is None:
             spec |= {"log": str(path), "folder": str(self.working_folders.get(on_host, ""))}
             nursery = shared_nursery()
             pid, channel = nursery.fork(os.environ)
             with channel:
                 channel.sendall(json.dumps(spec).encode())
             return ForkedProcess(nursery, pid)
+        nice = [] if self.niceness is None else ["nice", "-n", str(self.niceness)]
         with path.open("ab") as log:
             process = subprocess.Popen(
-                [*self._prefix(on_host), "nice", "-n", str(self.niceness), sys.executable, "-m",
-                 "memstore.testing.clusters.process_main"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=self.has_sessions,
+                [*self._prefix(on_host), *nice, sys.executable, "-m", "memstore.testing.clusters.process_main"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=self.niceness is None,
                 env={**os.environ, **environ},
                 cwd=self.working_folders.get(on_host),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Threads that move bulk bytes stand a little behind training for a core, and a holder not far behind its ranks."""
+"""Threads that move bulk bytes stand a little behind training for a core, and a holder not behind its ranks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,51 @@ from pathlib import Path
 import pytest
 
 from memstore.shell.threads.priority import BULK_NICE, RankPriority, lower_thread_priority
+from memstore.testing.clusters.process_rights import may_lower_nice
 
 HOLDER = """
 import json, os, sys, threading
 from memstore.shell.threads.priority import RankPriority, lower_thread_priority
 
-is_lowered, may_end = threading.Event(), threading.Event()
+may_end = threading.Event()
 
-def work():
-    lower_thread_priority()
-    is_lowered.set()
-    may_end.wait()
+def started(work):
+    is_there = threading.Event()
+    def run():
+        work()
+        is_there.set()
+        may_end.wait()
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_there.wait()
+    return thread
 
-thread = threading.Thread(target=work)
-thread.start()
-is_lowered.wait()
-priority = RankPriority()
-priority.follow([int(sys.argv[1])])
-print(json.dumps([os.getpriority(os.PRIO_PROCESS, task) for task in (0, thread.native_id)] + [priority.behind]))
+def values():
+    return [os.getpriority(os.PRIO_PROCESS, task) for task in (os.getpid(), bulk.native_id, late.native_id)]
+
+bulk = started(lower_thread_priority)
+priority, rank = RankPriority(), int(sys.argv[1])
+priority.follow([rank])
+late = started(lambda: os.setpriority(os.PRIO_PROCESS, 0, max(HOLDER_NICE, os.getpriority(os.PRIO_PROCESS, 0))))
+priority.follow([rank])
+found = [values(), priority.behind]
+priority.follow([])
+print(json.dumps([*found, values(), priority.behind]))
 may_end.set()
 """
-HOLDER_NICE = 7
-AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
-HAS_AUTOGROUPS = AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1"
-WITHOUT_RIGHT = ["setpriv", "--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice"] if os.geteuid() == 0 else []
+BEHIND = 7
+WITHOUT_RIGHT = ["setpriv", "--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice"] if may_lower_nice() else []
 
 
 def holder(*prefix: str, has_session: bool = False) -> list[object]:
-    """Return the nice values of the two threads of a process behind this one, once it has looked, and what it says."""
-    command = ["nice", "-n", str(HOLDER_NICE), *prefix, sys.executable, "-c", HOLDER, str(os.getpid())]
+    """Return what a process behind this one has made of its threads while this one is its rank, and then without it.
+
+    The nice values of its first thread, of one that moves bulk bytes, and of one that was started at the old value as
+    it came forward; what it says; the same again.
+    """
+    own = min(19, os.getpriority(os.PRIO_PROCESS, 0) + BEHIND)
+    script = HOLDER.replace("HOLDER_NICE", str(own))
+    command = ["nice", "-n", str(BEHIND), *prefix, sys.executable, "-c", script, str(os.getpid())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=60, start_new_session=has_session
     )
@@ -65,29 +81,35 @@ def test_a_thread_that_gives_way_leaves_the_others_alone() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to lower a nice value")
-def test_a_holder_that_may_comes_forward_to_its_rank() -> None:
-    """All of its threads, and those that give way stay behind the others."""
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    assert holder() == [nice, min(19, nice + BULK_NICE), ""]
+@pytest.mark.skipif(not may_lower_nice(), reason="needs the right to lower a nice value")
+@pytest.mark.parametrize("has_session", [False, True])
+def test_a_holder_that_may_comes_forward_to_its_rank_and_goes_back(has_session: bool) -> None:
+    """All of its threads; those that give way stay behind the others, as does one of which that is not known."""
+    rank, own = os.getpriority(os.PRIO_PROCESS, 0), min(19, os.getpriority(os.PRIO_PROCESS, 0) + BEHIND)
+    forward = [rank, min(19, rank + BULK_NICE), min(19, rank + BULK_NICE)]
+    back = [own, min(19, own + BULK_NICE), min(19, own + BULK_NICE)]
+    assert holder(has_session=has_session) == [forward, "", back, ""]
 
 
 def test_a_holder_that_may_not_says_so() -> None:
     """As in a container: it goes on, and `status` has the remedy."""
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    own = min(19, nice + HOLDER_NICE)
-    says = f"nice {own}, a rank (process {os.getpid()}) nice {nice}"
-    assert holder(*WITHOUT_RIGHT) == [own, min(19, own + BULK_NICE), says]
+    rank, own = os.getpriority(os.PRIO_PROCESS, 0), min(19, os.getpriority(os.PRIO_PROCESS, 0) + BEHIND)
+    stays = [own, min(19, own + BULK_NICE), own]
+    says = f"nice {own}, a rank (process {os.getpid()}) nice {rank}"
+    assert holder(*WITHOUT_RIGHT) == [stays, says, stays, ""]
+
+
+AUTOGROUPS, WEIGHT = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/sys/fs/cgroup/cpu.weight")
+HAS_AUTOGROUPS = AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1" and not WEIGHT.exists()
 
 
 @pytest.mark.skipif(not HAS_AUTOGROUPS, reason="here nice values count between sessions too")
-def test_a_rank_of_another_session_is_not_followed() -> None:
-    """There nice values say nothing about the two."""
-    own = min(19, os.getpriority(os.PRIO_PROCESS, 0) + HOLDER_NICE)
-    assert holder(*WITHOUT_RIGHT, has_session=True) == [own, min(19, own + BULK_NICE), ""]
+def test_of_a_rank_in_another_session_nothing_is_said_where_sessions_share_alike() -> None:
+    """There its nice value does not put it before the holder."""
+    assert holder(*WITHOUT_RIGHT, has_session=True)[1] == ""
 
 
-def test_a_process_that_is_gone_is_not_followed() -> None:
+def test_a_rank_that_is_gone_is_not_followed() -> None:
     """It may end between two looks."""
     gone = subprocess.Popen(["true"])
     gone.wait()
