@@ -86,7 +86,7 @@ def place(
     "mixed" takes the larger ring then; "ring" is one ring of all. N not divisible by m is never
     an error. If every domain has at most N / m hosts, all owners are separated and every host
     has m - 1 peers ("group" with a remainder excepted). Otherwise single pairs are redirected
-    outside their group; no host then takes more than its fair share plus one (`Seats`).
+    outside their group; no host then takes more than its fair share plus one (`TargetAssignment`).
 
     Args:
         topology: Hosts, their labels and their room.

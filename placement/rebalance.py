@@ -48,7 +48,7 @@ def rebalance(
 
     A pair is good while its target is there, has room and a place, and lies in a domain that the
     owner does not cover yet, at the spread level of today. Missing pairs go to the hosts with
-    the fewest peers; if none is free, peers move on along the cheapest chain (`Seats`). No
+    the fewest peers; if none is free, peers move on along the cheapest chain (`TargetAssignment`). No
     host ends with more peers than its fair share, rounded up, plus one: `replicas` where all
     hosts have room. If that leaves more unmet than `place` would, the answer is `place`'s, with
     all its moves: separation comes before stillness.

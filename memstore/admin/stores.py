@@ -1,4 +1,7 @@
-"""Which stores of this user lie on this machine, and which of them know a job: a mistyped name starts an empty one."""
+"""Which stores of this user lie on this machine, and which of them know a job.
+
+Said where a store lacks one, because a mistyped store name starts an empty store.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def stores_here(config: Config) -> list[StoreHere]:
 
 
 def _jobs(folder: Path, deadline_s: float) -> dict[str, int | None]:
-    """Return a store's jobs with their newest committed steps, by its holder in a folder; none if it is silent."""
+    """Ask the holder in a folder for its store's jobs, each with its newest committed step; none if it is silent."""
     with contextlib.suppress(MemstoreError, OSError), Tool(folder, max(0.0, deadline_s - time.monotonic())) as tool:
         rows = tool.ask(AskStatus(), timeout_s=max(0.0, deadline_s - time.monotonic())).jobs
         return {row.job: row.newest.committed_step if row.newest is not None else None for row in rows}
@@ -75,7 +78,7 @@ def others_here(config: Config, job: str) -> str:
 
 
 def others_where_none_is(config: Config) -> str:
-    """Return words about this user's stores here where nothing lies of the one that is named: it may be mistyped."""
+    """Return words about this user's other stores here if nothing of the named one is, else "": it may be mistyped."""
     others = others_here(config, "") if not host_folders(config) else ""
     return f"; {others}" if others else ""
 
@@ -95,7 +98,7 @@ def shown_in(config: Config, job: str, stores: list[str], where: str, address: s
 
 @contextlib.contextmanager
 def naming_others(config: Config, job: str) -> Iterator[None]:
-    """Add to an error which other stores here know the job, where the one that was asked does not."""
+    """Name in an error the other stores here if the store that was asked does not know the job."""
     try:
         yield
     except (ConfigError, PeerUnreachable, RecoveryError) as error:

@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 @click.command(short_help="Give notice of a host's end, and wait until the store can do without it.")
 @click.argument("host")
-@click.option("--within", "within_s", default=120.0, show_default=True, metavar="SECONDS", help="When it will be gone.")
+@click.option("--within", "within_s", default=120.0, show_default=True, metavar="SECONDS", help="Until it is gone.")
 @click.option("--cancel", is_flag=True, help="It stays: take the notice back.")
 @address_option
 @store_options
@@ -42,7 +42,7 @@ def drain(
     where.ask(DrainHost(host=host, within_s=None if cancel else within_s))
     row = _wait(where, host, is_draining=not cancel, until_s=until_s)
     if row.status == "dead":
-        say(f"host {host} died before all that it held was known to be elsewhere: `memstore status` says what is left")
+        say(f"host {host} died before its copies were known to be elsewhere: `memstore status` says what is left")
         ctx.exit(ExitCode.DEGRADED)
     remains = drain_text(row.drain_short, row.drain_durable)
     if as_json:

@@ -1,6 +1,6 @@
 """A recovery in place: who was replaced, and how long its phases took. Plain data.
 
-detect: until a loss is known. abort: until a rank that was left has left its function and torn its process group down.
+detect: until a loss is known. abort: until a surviving rank has left its function and ended its process group.
 replace: until the replacements are there. meet: until the process group of all is made. rebuild: until all ranks have
 called get(). get: until all have the step. first_step: until the first commit.
 """
@@ -16,7 +16,8 @@ from memstore.core.wire.status_rows import ReplacedRow
 class Recovery:
     """From a loss to the first commit of the generation after it.
 
-    Until its join a rank measures the phases, then the controller does: what is added up was never read off two clocks.
+    Up to its join the rank measures the phases on its clock, then the controller on its own: no phase is a difference
+    between two clocks.
     """
 
     replaced: tuple[ReplacedRow, ...]

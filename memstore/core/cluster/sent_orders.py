@@ -1,4 +1,4 @@
-"""Keeps the orders that hosts were sent last of every job, so that only changes are sent. Pure (R10, R13)."""
+"""Remembers the last order of each kind that a host was sent for a job: an equal one is not sent again (R10, R13)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DurableTier(Protocol):
         """Write one slice of a shard so that it is there whole or not at all; writing it again is fine.
 
         Args:
-            spec: Says into which slices the shard is cut (`durable_part.slice_range`).
+            spec: Says into which slices the shard is cut (`slice_format.slice_range`).
             manifest: Opaque; its xxh3-128 is the shard's digest (R14). Stored with slice 0.
             chunks: Those of the slice, in order.
             should_stop: Asked between chunks; True abandons the write and leaves nothing behind.
@@ -72,8 +72,8 @@ class DurableTier(Protocol):
         """Fill `view` with chunk `index`; its length must be the chunk's. The caller checks the digest."""
 
     def remove_step(self, job: str, step: StepId, *, only_unmarked: bool = False) -> None:
-        """Remove a step, the marker first, so that a crash leaves an unmarked step and never a one without its
-        parts.
+        """Remove a step, the marker first, so that a crash leaves slices without a marker, never a marker without
+        slices.
         """
 
     def remove_job(self, job: str) -> None:

@@ -50,8 +50,9 @@ class DurableState:
     lacks: str = ""  # the part that the last look found missing
     seen_s: dict[StepId, float] = field(default_factory=dict)  # when marker and slices were last known to be there
     look_s: float = -math.inf  # no look before
-    changed: dict[StepId, int] = field(default_factory=dict)  # markers written or removed -> lists asked for by then
-    left_alone: set[int] = field(default_factory=set)  # attempts of another run of the name, which was said
+    # step whose marker was written or removed -> the newest list that was asked for before: it may not show that
+    changed: dict[StepId, int] = field(default_factory=dict)
+    left_alone: set[int] = field(default_factory=set)  # attempts that another run of this name wrote: a warning said so
     key: str | None = None  # of the last write
     last_done_s: float | None = None
     write_s: float | None = None  # duration of the last write

@@ -33,7 +33,7 @@ from memstore.shell.threads.own_threads import OwnThreads
 from memstore.shell.threads.priority import lower_thread_priority
 
 T = TypeVar("T")
-PERSIST_THREADS = 4  # slices at once: each may be in memory once more (durable_part.SLICE_LIMIT_BYTES)
+PERSIST_THREADS = 4  # slices at once: each may be in memory once more (slice_format.SLICE_LIMIT_BYTES)
 LIST_THREADS = 2  # apart from the writers: a stuck write must not keep a restore from listing markers
 
 

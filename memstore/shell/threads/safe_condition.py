@@ -19,7 +19,8 @@ LOOK_S = 1.0  # the longest delay after an interrupted wake
 def is_of_handler(exc: BaseException) -> bool:
     """Return whether a signal's handler raised it, so that the store must not swallow it.
 
-    A signal's handler is given the frame in which the signal came and is called from there; no other caller's is given.
+    Of a handler the frame in which the signal came is both an argument and the caller. No other function is given its
+    caller's frame.
     """
     step = exc.__traceback__
     while step is not None and step.tb_next is not None:
@@ -54,10 +55,10 @@ class SafeCondition(_thread.RLock):  # type: ignore[misc]
         lock: Any = self
         held = 1, _thread.get_ident()
         try:
-            held = lock._release_save()  # a handler's exception comes after it at the earliest
+            held = lock._release_save()  # a handler can raise once this has released the lock, before `held` is set
             return asleep.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
         finally:
-            lock._acquire_restore(held)  # and after this one
+            lock._acquire_restore(held)  # and once the lock is ours again
 
     def wait_for(self, is_so: Callable[[], Any], timeout_s: float | None = None) -> bool:
         """Wait until `is_so()` or the timeout; return whether it is so."""
@@ -99,7 +100,7 @@ class SafeThread:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._is_started = False
-        self._one_run = _thread.allocate_lock()  # a start that was interrupted may be followed by another
+        self._one_run = _thread.allocate_lock()  # a start that broke off may be tried again: one of two threads works
         self._ended = SafeEvent()
 
     def start(self) -> None:
