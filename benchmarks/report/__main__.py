@@ -39,7 +39,7 @@ def verdict(ratio: Ratio) -> str:
         return ""
     limit, side = ratio.target[:2]
     shown = f"{limit:g}" if ratio.unit in ("", "count") else amount(limit, ratio.unit)
-    return f"{side} {shown}: {'met' if ratio.is_met else '**MISSED**'}"
+    return f"{side} {shown}: {'too noisy to say' if ratio.is_noisy else 'met' if ratio.is_met else '**MISSED**'}"
 
 
 def rows(record: Record) -> str:
@@ -87,7 +87,7 @@ def targets_table(measured: Mapping[str, list[Record]]) -> str:
         for file, record_name, ratio in found[key]:
             which = f" ({record_name})" if len(found[key]) > 1 else ""
             value = amount(ratio.judged, ratio.unit)
-            answer = f"[why](notes/{note}.md)" if ratio.is_met is False and _has_note(note) else ""
+            answer = f"[why](notes/{note}.md)" if not ratio.is_met and _has_note(note) else ""
             table.append(f"| {what}{which} | [{value}](#{_anchor(file)}) | {verdict(ratio)} | {answer} |")
     return "\n".join(table)
 

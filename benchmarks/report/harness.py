@@ -22,6 +22,7 @@ from memstore.distribution import installed_version
 GIB = 1 << 30
 MIB = 1 << 20
 AT_MOST, AT_LEAST = "at most", "at least"
+ROUNDS_LEAST = 5  # of so many the lowest and the highest do not count as noise
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,27 @@ class Ratio:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is kept; None without one."""
-        if self.target is None:
+        """Whether the target is kept; None without one, or if the rounds differ too much to say."""
+        if self.target is None or self.is_noisy:
             return None
+        return self._keeps(self.judged)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the rounds, but for the lowest and the highest of five or more, say nothing about the target.
+
+        Some keep it and some do not; or all do, but they lie further apart than it is from 0.
+        """
+        if self.target is None or self.judged_by != "median":
+            return False
+        rounds = sorted(self.values)[1:-1] if len(self.values) >= ROUNDS_LEAST else self.values
+        kept = {self._keeps(value) for value in rounds}
+        return len(kept) > 1 or (kept == {True} and max(rounds) - min(rounds) > abs(self.target[0]) > 0)
+
+    def _keeps(self, value: float) -> bool:
+        assert self.target is not None
         limit, side = self.target[:2]
-        return self.judged <= limit if side == AT_MOST else self.judged >= limit
+        return value <= limit if side == AT_MOST else value >= limit
 
 
 @dataclass

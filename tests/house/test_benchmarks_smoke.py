@@ -122,11 +122,19 @@ def test_contenders_take_turns_and_warm_up_rounds_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("values", "target", "is_met"),
-    [([1.0, 1.2, 9.0], (1.3, "at most"), True), ([1.4], (1.3, "at most"), False), ([2.4], (2.5, "at least"), False)],
+    [
+        ([1.0, 1.1, 1.2, 1.2, 9.0], (1.3, "at most"), True),
+        ([1.4], (1.3, "at most"), False),
+        ([2.4], (2.5, "at least"), False),
+        ([1.0, 1.2, 1.4, 1.5, 1.6], (1.3, "at most"), None),
+        ([-5.0, -4.8, -2.0, 0.1, 0.1], (0.15, "at most"), None),
+        ([0.1, 0.5, 2.0, 2.5, 9.0], (0.15, "at most"), False),
+    ],
 )
-def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[float, str], is_met: bool) -> None:
-    """One slow round does not decide."""
+def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[float, str], is_met: bool | None) -> None:
+    """One slow round does not decide; rounds that do not agree say nothing, nor do such that differ by the target."""
     assert Ratio("r", values, target).is_met is is_met
+    assert Ratio("r", values, target).is_noisy == (is_met is None)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
