@@ -221,14 +221,15 @@ class Job:
         return ranks
 
     def _choose_host(self, before: dict[int, int], chance: random.Random) -> tuple[str, set[int]]:
-        """Return a host that has ranks and no spare, and its ranks."""
+        """Return a host that has ranks and no spare, and its ranks: one if it can be, because there is one spare."""
         spares, options = self.spares(), []
         for host in list(self.site.cluster.labels)[1:]:  # Ray's head cannot be lost
             here = {pid for pid, _ in self.site.cluster.node_processes(host)}
             ranks = {rank for rank, pid in before.items() if pid in here}
             if ranks and not spares & here:
                 options.append((host, ranks))
-        return chance.choice(options)
+        fewest = min(len(ranks) for _, ranks in options)
+        return chance.choice([option for option in options if len(option[1]) == fewest])
 
     def _heal(self) -> None:
         """Give the cluster the lost host back, or the one that was cut off once Ray has given it up."""
