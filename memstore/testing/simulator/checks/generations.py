@@ -1,4 +1,6 @@
-"""Recovery in place: what a generation goes on from (I24, R25), who is a rank (I25), stores left behind (R20, I13)."""
+"""Recovery in place: what a generation goes on from (I24, R25), who is a rank (I25), what an abort leaves (I26), stores
+left behind (R20, I13).
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ class Generations:
         self._put: dict[tuple[str, int, int], int] = {}  # (key, attempt, rank) -> the process that puts
         self._from: dict[tuple[str, int], StepId] = {}  # (key, attempt) -> the step that its ranks go on from
         self._stores: dict[Owner, InPlaceStore] = {}
+        self._void: dict[StepId, int] = {}  # steps whose put by a rank was computed from half a result
 
     def met(self, run: str, number: int, rank: int, pid: int) -> None:
         """Look at a process that has met the others: no other process came as the same rank (I25)."""
@@ -93,13 +96,19 @@ class Generations:
             shard = ShardId(store.job, store.attempt, step, store.rank)
             raise Violation("I25", f"process {store.pid} puts {shard}, process {other} has put as that rank")
 
+    def puts_void(self, store: InPlaceStore, step: int) -> None:
+        """Note a put of what was computed from half a result."""
+        self._void.setdefault(StepId(store.attempt, step), store.rank)
+
     def is_spent(self, step: StepId) -> bool:
         """Say whether so many whole launches have restored a step that it counts as crash loop; in place none does."""
         whole = [key for (_, key), got in self.observed.decided.items() if got == step and key.endswith(":0")]
         return len(whole) >= MAX_RESTORES
 
     def look_at_stores(self) -> None:
-        """Look at what holders keep of the stores of processes, every second."""
+        """Look at what holders keep of the stores of processes, and at what is committed, every second."""
+        for step in self._void.keys() & self.observed.facts.keys():
+            raise Violation("I26", f"{step} is committed; rank {self._void[step]} computed it from half a result")
         self._look_at_links()
         self._look_at_closed()
 

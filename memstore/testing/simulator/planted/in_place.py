@@ -12,7 +12,7 @@ from memstore.core.holder.state import HolderState
 from memstore.core.restore.rounds import Rounds
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.replies import ShardStaged
-from memstore.inplace.membership import Coming
+from memstore.inplace.membership import Closing, Coming
 from memstore.testing.simulator.host.rank_link import RankLink
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
@@ -24,6 +24,7 @@ LOST_AGAIN = (
     Fault(6.0, "silent-peers", (0, 1, 2), for_s=40.0),
     *(Fault(8.0 + 4.0 * n, "kill-rank", rank=n) for n in range(8)),
 )
+LOST_IN_STEP = tuple(Fault(4.0 + 2.3 * n, "kill-rank", rank=n % 3) for n in range(16))
 LOST_WITH_HOLDER = tuple(Fault(4.0 + 4.0 * n, "lose-both", rank=n) for n in range(3))
 # Survivors wait in their connect(), with the store that they left still open, while a holder restarts.
 LOST_WHILE_AWAY = (
@@ -76,6 +77,9 @@ ROWS = (
     row("replaced-process-meets", "R20", "I25", (Coming, "_check_life"), lambda self: None,
         "A process that was taken for lost, and replaced, meets the others as the same rank.",
         ZOMBIE, is_in_place=True, tries=4),
+    row("aborts-before-stores-are-closed", "R11", "I26", (Closing, "look"), lambda self, now: True,
+        "A rank aborts its collectives while another one may still put what it computes from them.",
+        *LOST_IN_STEP, is_in_place=True, step_s=0.6, world_size=3, duration_s=45.0, tries=60),
     row("losses-count-as-crashes", "R25", "R25 I1", (Rounds, "_is_no_verdict"),
         staticmethod(lambda attempt: attempt is not None and attempt.phase == "closed"),
         "Restores in place count for the crash loop, so losses one after another retire a good step.",

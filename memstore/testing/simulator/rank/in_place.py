@@ -4,6 +4,9 @@ It runs the product's decisions of `memstore/inplace/membership.py` over a board
 of `memstore/inplace/reentry.py` and the stores of one process (`memstore/client/connect.py`): each generation has a
 Store, so a link and leases of its own, under one nonce. A Store that was left without a close lives on until the next
 one has joined, and its link comes back as every link does.
+
+A rank that aborts its communicators leaves the ranks that have put fewer steps with half a result of what it was to
+send them: what those put next is void (D244).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from memstore.core.attempts.generation_key import generation_key
 from memstore.core.wire.calls import RankLoss
 from memstore.core.wire.replies import Joined
 from memstore.errors import FencedError, GatherTimeout
-from memstore.inplace.membership import NONE, Coming, is_over
+from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, is_over
 from memstore.inplace.phases import Leaving, in_place_of
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.rank import GET_S, THAW_POLL_S, SimRank
@@ -26,6 +29,7 @@ from memstore.testing.simulator.world.virtual_time import Thread, Wait
 from memstore.testing.simulator.world.world import World
 
 LOOK_S = 0.05
+LOOKS_S = (LOOK_S, LOOK_S, LOOK_S, 0.4)  # of a watcher, which may have no core for a while, less than QUIET_S
 VERDICT_S = 8.0
 MEET_S = 20.0
 CLOSED_SHARE = 0.6  # of stores that are left: the others' function has no `with`
@@ -68,7 +72,7 @@ class InPlaceProcess:
         self.has_raised = False  # its function ended by an exception that is no loss
         self.generation = NONE  # that it watches; NONE: none
         self.leaving: Leaving | None = None  # of the generation before
-        self.met_s = 0.0
+        self.met_s = self.looked_s = 0.0
         self.stores_count = 0
         self.former: list[InPlaceRank] = []  # stores that it has left and not closed
         self.ended: list[Owner] = []  # stores that it has closed since a hello that was welcomed
@@ -140,10 +144,31 @@ class InPlaceProcess:
 
     def watch(self) -> Thread:
         """Free the training thread once its generation is over, as the watcher's thread does."""
+        aborted, rng = NONE, random.Random(f"watcher {self.run} {self.rank} {self.life}")
         while True:
-            yield LOOK_S
+            yield rng.choice(LOOKS_S)
+            self.looked_s = self.world.now
             if self.generation > NONE and is_over(self.board, self.generation):
                 self.store.interrupt()
+                if aborted != self.generation:
+                    aborted = self.generation
+                    self.world.spawn(self._abort(self.store, self.generation), self)
+
+    def _abort(self, store: InPlaceRank, generation: int) -> Thread:
+        """Abort the communicators of a generation once the other living ranks have closed their stores to it.
+
+        Two ways in which one may put what is void are known and left (D244): its watcher does not look for QUIET_S; or
+        a rank that counts as lost lives, and is counted in its place.
+        """
+        closing = Closing(self.board, generation, self.world.scenario.world_size, self.world.now)
+        while not closing.look(self.world.now):
+            yield LOOK_S
+        others = [rank for rank in self.world.ranks if isinstance(rank, InPlaceRank) and rank.key == store.key]
+        if self.is_left or any(other.is_left for other in others):
+            return
+        for other in others:
+            if other.steps_done < store.steps_done:
+                other.is_void |= self.world.now - other.process.looked_s < QUIET_S and not other.is_fenced
 
 
 class InPlaceRank(SimRank):
@@ -159,6 +184,7 @@ class InPlaceRank(SimRank):
         self.is_begun = self.is_closed = False
         self.in_hello: list[Owner] = []  # closed stores that its last hello names
         self.closed_s = 0.0
+        self.is_void = False  # what it computes: a collective ended with half a result
 
     @property
     def is_dead(self) -> bool:
@@ -225,6 +251,9 @@ class InPlaceRank(SimRank):
         answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
         if answer is None:
             return None
+        if self not in self.world.ranks:
+            self.why = "replaced while it was frozen: it reads an answer of then"
+            return None
         if isinstance(answer, ShardRead):
             self.checker.generations.goes_on(self, answer)
         return self.checker.restores.restored(self, answer)
@@ -252,7 +281,13 @@ class InPlaceRank(SimRank):
     def _put(self, step: int) -> Thread:
         if not self.is_fenced:
             self.checker.generations.puts(self, step)
+            if self.is_void:
+                self.checker.generations.puts_void(self, step)
             yield from super()._put(step)
+
+    def may_submit(self) -> bool:
+        """Return whether a put whose copy has ended is submitted: not by an interrupted link."""
+        return not self.is_fenced
 
     def close(self) -> None:
         """Send `bye` after everything else, and listen no more; without a link nothing is sent."""

@@ -123,8 +123,9 @@ class SimRank:
         self.mapping = memory.slots
 
     def read(self, slots: Sequence[int | None]) -> list[bytes]:
-        """Return the bytes of slots as it has them mapped, b"" for a slot that is None."""
-        return [b"" if number is None else bytes(self.mapping[number]) for number in slots]
+        """Return the bytes of slots as it has them mapped, b"" for one that is None, or that it has not."""
+        there = len(self.mapping)
+        return [b"" if number is None or number >= there else bytes(self.mapping[number]) for number in slots]
 
     def receive(self, message: HolderEvent) -> None:
         """Take what the holder says."""
@@ -316,6 +317,9 @@ class SimRank:
             self._skip(step, "skipped")
             return
         self.in_copy.difference_update(slots)
+        if not self.may_submit():
+            self.pool.extend(slots)
+            return
         ready = PutReady(
             attempt=self.attempt, step=step, slots=tuple(slots), arena="",
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
@@ -333,6 +337,10 @@ class SimRank:
         """
         texts = ("frozen layer", f"replicated {self.key} {step}", f"own {self.key} {self.rank} {step}")
         return [chunk_of(text) for text in texts]
+
+    def may_submit(self) -> bool:
+        """Return whether a put whose copy has ended is submitted."""
+        return True
 
     def shared_chunks(self) -> int | None:
         """Return how many of its first chunks other ranks put as well; None: it names no shard (R34)."""

@@ -60,6 +60,7 @@ class _Run:
         self.noticed: set[InPlaceProcess] = set()
         self.losses = 0
         self.is_one_by_one = rng.random() < 0.4  # Ray Train replaces ranks one by one, each with its generation
+        self.has_watchdogs = random.Random(f"watchdogs {cluster.scenario.seed} {self.run}").random() < 0.5
 
     def to_the_end(self) -> Thread:
         cluster = self.cluster
@@ -105,6 +106,8 @@ class _Run:
             if process in self.noticed:
                 continue
             if process.is_dead or process.is_left:
+                if self.has_watchdogs:
+                    self.members.mark_broken()  # its watchdog says so at once; it is replaced when the launcher sees it
                 self._notice(process, self.rng.uniform(0.0, 1.5))
             elif not process.is_frozen:
                 self.frozen_s.pop(process, None)
