@@ -36,7 +36,7 @@ def forged(**fields: int | bytes) -> bytes:
     ("fields", "words"),
     [
         ({"magic": b"GET "}, "not memstore"),
-        ({"version": 1}, "wire version 1, this process 7"),
+        ({"version": 1}, f"wire version 1, this process {wire.VERSION}"),
         ({"kind": 99}, "kind 99"),
         ({"flags": 1}, "flags 0x1"),
         ({"body": wire.BODY_BYTES_MAX + 1}, "16,777,217 bytes, the limit is 16,777,216"),
