@@ -100,7 +100,9 @@ def test_a_holder_that_may_not_says_so() -> None:
 
 
 AUTOGROUPS, WEIGHT = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/sys/fs/cgroup/cpu.weight")
-HAS_AUTOGROUPS = AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1" and not WEIGHT.exists()
+GROUPS = [line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":cpu" in line or line[:2] == "0:"]
+IS_IN_ROOT = not WEIGHT.exists() and all(line.endswith(":/") for line in GROUPS)
+HAS_AUTOGROUPS = AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1" and IS_IN_ROOT
 
 
 @pytest.mark.skipif(not HAS_AUTOGROUPS, reason="here nice values count between sessions too")
