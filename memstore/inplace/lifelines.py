@@ -21,7 +21,7 @@ from memstore.inplace.watchdog import BYE, FROZEN, GONE, MAX_LINE_BYTES, probe
 
 UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
 SILENT_SHARE, AGAIN_SHARE = 2 / 3, 1 / 2  # of hang_after_s: until a connection ends, until another one must be there
-# A reset comes from a host that hears nothing from here, or has started again: of a watchdog that ends comes an end.
+# A reset comes from a host that gets no answer from here, or has started again: a watchdog that ends sends an end.
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET)
 Process = tuple[int, int]  # a rank, and which of the processes that have been this rank
 
