@@ -2,8 +2,8 @@
 
 In each way of starting, whose nice values differ: a store of plain processes, where training and holders have the same;
 Ray Train, which starts both at 15; torchrun beside `ray start`, where training has 0 and the holders 15, and the same
-with the remedy that `memstore status` names. Everything of one way is in one session, as in a container: across
-sessions nice values do not count. Each round puts once on idle cores and once beside the loops.
+with the remedy that `memstore status` names. Everything of one way is in one session, which stands for a container:
+there nice values count. Each round puts once on idle cores and once beside the loops.
 """
 
 from __future__ import annotations

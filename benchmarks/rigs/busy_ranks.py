@@ -1,6 +1,7 @@
 """Two ranks on two hosts that put beside busy loops, in one session with all that they use; prints what was measured.
 
-A process of its own, because a nice value can only be raised, and counts only inside a session (sched_autogroup).
+A process of its own, because a nice value can only be raised. One session, because with autogroups it counts only in
+one; so it stands for a container, where it counts in all of it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.report.harness import Options, require
+from benchmarks.rigs.process_costs import thread_seconds
 from benchmarks.rigs.rank_workers import RankWorkers, ranks_on_hosts
 
 SETTLE_S = 0.3  # what the put before has left behind is done
@@ -52,10 +53,10 @@ def measure(options: Options, niceness: int) -> list[Round]:
             step = 2 * number + 1
             with _busy_loops(len(os.sched_getaffinity(0))) as loops:
                 _settle(workers)
-                cpu_s, loops_s, begun_s = _cpu_s(pids), _cpu_s(loops), time.monotonic()
+                cpu_s, loops_s, begun_s = thread_seconds(pids), thread_seconds(loops), time.monotonic()
                 busy_s, stall_s = _put(workers, step)
-                loops_lost_s = len(loops) * (time.monotonic() - begun_s) - (_cpu_s(loops) - loops_s)
-                found.append(Round(idle_s, busy_s, stall_s, _cpu_s(pids) - cpu_s, loops_lost_s))
+                loops_lost_s = len(loops) * (time.monotonic() - begun_s) - (thread_seconds(loops) - loops_s)
+                found.append(Round(idle_s, busy_s, stall_s, thread_seconds(pids) - cpu_s, loops_lost_s))
             for rank in range(len(hosts)):
                 same = workers.ask("is_same", step, hosts[1 - rank], ranks=[rank])
                 require(all(same), f"rank {rank}'s shard of step {step}, put beside busy loops")
@@ -88,16 +89,6 @@ def _busy_loops(count: int) -> Iterator[list[int]]:
         for loop in loops:
             loop.kill()
             loop.communicate()
-
-
-def _cpu_s(pids: list[int]) -> float:
-    """Return the processor seconds of processes; by the scheduler's nanoseconds, because a put takes few ticks."""
-    total = 0
-    for pid in pids:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-                total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 if __name__ == "__main__":

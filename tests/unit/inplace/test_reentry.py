@@ -39,6 +39,16 @@ def place(server: MeetingServer, rank: int, world_size: int, *, meet_s: float = 
     )  # fmt: skip
 
 
+@pytest.fixture
+def is_aborted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whether the communicators were aborted, of groups that pass for NCCL's until then."""
+    made = threading.Event()
+    monkeypatch.setattr(nccl, "has_nccl", lambda: not made.is_set())
+    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
+    monkeypatch.setattr(nccl, "abort", made.set)
+    return made
+
+
 def test_outside_of_a_group_a_reentrant_function_is_the_function_itself() -> None:
     """So a script runs as before where nothing replaces ranks."""
 
@@ -127,12 +137,8 @@ def test_a_wait_for_a_lost_ranks_address_ends_when_the_store_is_shut(server: Mee
     assert meeting.board.count("there", 1) == 1
 
 
-def test_an_exception_after_an_abort_is_a_loss(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_after_an_abort_is_a_loss(server: MeetingServer, is_aborted: threading.Event) -> None:
     """An aborted collective leaves half a result on the GPU, at which the user's own check may raise."""
-    is_aborted = threading.Event()
-    monkeypatch.setattr(nccl, "has_nccl", lambda: not is_aborted.is_set())
-    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
-    monkeypatch.setattr(nccl, "abort", is_aborted.set)
     join_meeting(place(server, 0, 1))
     server.begin(0)
 
@@ -167,12 +173,8 @@ def test_nothing_is_aborted_before_the_other_ranks_have_closed_their_stores(
     assert closed_at_abort == [True]
 
 
-def test_an_exception_of_its_own_code_aborts_nothing(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_its_own_code_aborts_nothing(server: MeetingServer, is_aborted: threading.Event) -> None:
     """No rank is lost, so the others stay in their collectives, which would end with half a result."""
-    is_aborted = threading.Event()
-    monkeypatch.setattr(nccl, "has_nccl", lambda: True)
-    monkeypatch.setattr(nccl, "make_communicator", lambda gpu: None)
-    monkeypatch.setattr(nccl, "abort", is_aborted.set)
     join_meeting(place(server, 0, 1))
     server.begin(0)
 
@@ -189,10 +191,10 @@ def test_an_exception_of_its_own_code_aborts_nothing(server: MeetingServer, monk
     assert Meeting(place(server, 0, 1)).board.count("closed/0") == 0
 
 
-def test_an_abort_does_not_need_the_meeting(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_does_not_need_the_meeting(
+    server: MeetingServer, is_aborted: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be gone, or this process may have no descriptor left for a connection to it."""
-    is_aborted = threading.Event()
-    monkeypatch.setattr(nccl, "abort", is_aborted.set)
     meeting = Meeting(place(server, 0, 3))
     monkeypatch.setattr(meeting, "again", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     reentry._abort(meeting, 0)
