@@ -59,16 +59,31 @@ SETUPS = {"fsdp": "FSDP2", "tensor": "FSDP2 x TP", "ddp": "DDP, shared shards"}
 KILL, HOST, FREEZE, CUT = "kill a rank", "kill a host", "freeze a rank", "cut a host"
 NOTHING = "lose nothing"  # what the readiness costs
 FAULTS = (KILL, HOST, FREEZE, CUT, NOTHING)
-WINDOW = 20  # steps that are trained before a fault, at most
-AFTER = 10  # and after it
 NO_LIMIT = 1_000_000  # of steps: where replicas of torchft are held at a gate, one that comes late waits for them
 BLOCKS, BLOCK = 25, 20  # of steps, by turns
 WAIT_S = 180.0
 GPU_PART = 0.2  # of the GPU, for each rank and each spare: a host has one at most
-WARM_S = 5.0  # after a spare has begun its imports
 ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The steps around each fault, and whether there has to be a spare."""
+
+    window: int  # steps that are trained before it, at most
+    after: int
+    warm_s: float | None  # after a spare has begun its imports; None: a fault waits for no spare
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that are trained for each fault."""
+        return self.window + self.after
+
+
+MEASURED = Pace(20, 10, 5.0)
+QUICK = Pace(6, 2, None)  # many faults: one comes while the last one's spare is still being started
 
 
 @dataclass
@@ -81,6 +96,7 @@ class Job:
     setup: str
     folder: Path
     device: str = "cpu"
+    pace: Pace = MEASURED
     limit: int = -1
     kept_count: int = 0  # survivors of all faults that kept their process
     seconds: list[float] = field(default_factory=list)
@@ -178,12 +194,12 @@ class Job:
 
     def break_and_wait(self, fault: str, chance: random.Random) -> None:
         """Break something while the ranks train; take the seconds until all have done a new step."""
-        if self.contender == SPARE:
+        if self.contender == SPARE and self.pace.warm_s is not None:
             self.wait("a spare", lambda: bool(self.spares()))
-            time.sleep(WARM_S)
+            time.sleep(self.pace.warm_s)
         before = self.processes()
-        at = self.limit + chance.randrange(1, WINDOW)
-        self.limit += WINDOW + AFTER
+        at = self.limit + chance.randrange(1, self.pace.window)
+        self.limit += self.pace.steps
         self._open()
         self.wait(f"step {at}", lambda: any(found.step >= at for found in self.done()))
         time.sleep(chance.random() * 0.2)
@@ -193,7 +209,7 @@ class Job:
         self.seconds.append(max(self._first_steps(begun_s).values()) - begun_s)
         after = self.processes()
         if self.contender == TORCHFT:
-            self.limit = max(found.step for found in self.done()) + AFTER
+            self.limit = max(found.step for found in self.done()) + self.pace.after
         self.kept_count += sum(after[rank] == pid for rank, pid in before.items() if rank not in lost)
         if self.contender in (NEW_WORKER, SPARE):
             restarted = [rank for rank in before if rank not in lost and after[rank] != before[rank]]
@@ -263,7 +279,7 @@ class Job:
     def end(self) -> None:
         """Let the training end."""
         if self.contender == TORCHFT:
-            self.limit = max(found.step for found in self.done()) + WINDOW
+            self.limit = max(found.step for found in self.done()) + self.pace.window
         self.gate.open(self.limit, is_last=True)
         self.run.result(WAIT_S)
         self.thread.shutdown()
@@ -291,15 +307,26 @@ def cluster(device: str, *, has_links: bool = False) -> Iterator[EmbeddedSite]:
         yield site
 
 
-def play(
-    site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: str, kills: int, seed: int, device: str
-) -> Job:  # fmt: skip
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asks for: how many faults, at which pace, and where."""
+
+    kills: int
+    seed: int
+    device: str
+    pace: Pace
+
+    def job(self, site: EmbeddedSite, name: str, contender: str, setup: str, folder: Path) -> Job:
+        """Return a job of this plan that has not begun."""
+        return Job(site, name, contender, setup, folder / name, self.device, self.pace)
+
+
+def play(site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: str, plan: Plan) -> Job:
     """Train one job to its end, with so many faults."""
-    number = len(list(folder.iterdir()))
-    job = Job(site, f"j{number}", contender, setup, folder / f"j{number}", device)
-    job.start(kills)
-    chance = random.Random(seed)
-    for _ in range(kills):
+    job = plan.job(site, f"j{len(list(folder.iterdir()))}", contender, setup, folder)
+    job.start(plan.kills)
+    chance = random.Random(plan.seed)
+    for _ in range(plan.kills):
         job.break_and_wait(fault, chance)
         of_phases = phases_text(job.phases[-1:])
         print(f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s{of_phases}", file=sys.stderr, flush=True)
@@ -315,36 +342,33 @@ def phases_text(phases: Sequence[dict[str, float]]) -> str:
     return f"; {', '.join(words)} s"
 
 
-def unbroken(site: EmbeddedSite, folder: Path, setup: str, kills: int, device: str) -> list[StepDone]:
+def unbroken(site: EmbeddedSite, folder: Path, setup: str, plan: Plan) -> list[StepDone]:
     """Return the steps of a job that loses nothing, as many as the others train."""
-    name = f"unbroken-{setup}"
-    job = Job(site, name, NEW_WORKER, setup, folder / name, device)
+    job = plan.job(site, f"unbroken-{setup}", NEW_WORKER, setup, folder)
     job.start(1)
-    job.train(kills * (WINDOW + AFTER))
+    job.train(plan.kills * plan.pace.steps)
     job.end()
     return job.done()
 
 
-def measure(
-    setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], kills: int, seed: int, device: str
-) -> list[Record]:  # fmt: skip
+def measure(setups: Sequence[str], faults: Sequence[str], contenders: Sequence[str], plan: Plan) -> list[Record]:
     """Play every fault for every contender; what Ray's restart does not see, or late, is only timed with a spare."""
     records: list[Record] = []
     expected: dict[str, list[StepDone]] = {}
     with tempfile.TemporaryDirectory(prefix="memstore-bench-") as name:
         folder = Path(name)
-        with cluster(device) as site:
+        with cluster(plan.device) as site:
             for setup in setups:
-                expected[setup] = unbroken(site, folder, setup, kills, device)
+                expected[setup] = unbroken(site, folder, setup, plan)
                 played = (KILL, HOST, FREEZE) if setup == setups[0] else (KILL,)  # the others only lose more
                 for fault in (each for each in faults if each in played):
                     of_fault = [SPARE] if fault == FREEZE else _of(setup, fault, contenders)
-                    records.append(race(site, folder, setup, fault, of_fault, kills, seed, expected[setup], device))
+                    records.append(race(site, folder, setup, fault, of_fault, plan, expected[setup]))
             if NOTHING in faults:
-                records.append(cost(site, folder, device))
+                records.append(cost(site, folder, plan))
         if CUT in faults and available() is None:
-            with cluster(device, has_links=True) as site:
-                records.append(race(site, folder, setups[0], CUT, [SPARE], kills, seed, expected[setups[0]], device))
+            with cluster(plan.device, has_links=True) as site:
+                records.append(race(site, folder, setups[0], CUT, [SPARE], plan, expected[setups[0]]))
     return records
 
 
@@ -354,24 +378,24 @@ def _of(setup: str, fault: str, contenders: Sequence[str]) -> list[str]:
 
 
 def race(
-    site: EmbeddedSite, folder: Path, setup: str, fault: str, contenders: Sequence[str], kills: int, seed: int,
-    expected: Sequence[StepDone], device: str,
+    site: EmbeddedSite, folder: Path, setup: str, fault: str, contenders: Sequence[str], plan: Plan,
+    expected: Sequence[StepDone],
 ) -> Record:  # fmt: skip
     """Play one fault for every contender."""
-    record = Record(f"{SETUPS[setup]}{'' if device == 'cpu' else ' on a GPU'}: {fault}", 0, {})
+    record = Record(f"{SETUPS[setup]}{'' if plan.device == 'cpu' else ' on a GPU'}: {fault}", 0, {})
     for contender in contenders:
-        job = play(site, folder, setup, contender, fault, kills, seed, device)
+        job = play(site, folder, setup, contender, fault, plan)
         record.seconds[contender] = job.seconds
         if contender == TORCHFT:
             record.notes.append(
-                f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; no loss is compared; {job.kept_count} of the "
-                "other ranks' processes kept"
+                f"{SETUPS[setup]}, {fault}, {contender}: {plan.kills} faults; no loss is compared; {job.kept_count} of "
+                "the other ranks' processes kept"
             )
             continue
         steps = check_same(job, expected)
         others = "all" if contender != RESTART else str(job.kept_count)
         record.notes.append(
-            f"{SETUPS[setup]}, {fault}, {contender}: {kills} faults; {steps} steps with losses and samples of the "
+            f"{SETUPS[setup]}, {fault}, {contender}: {plan.kills} faults; {steps} steps with losses and samples of the "
             f"unbroken job; {others} of the other ranks' processes kept{phases_text(job.phases)}"
         )
     for contender, target in ((NEW_WORKER, IN_PLACE), (SPARE, IN_PLACE_SPARE)):
@@ -385,10 +409,10 @@ def race(
     return record
 
 
-def cost(site: EmbeddedSite, folder: Path, device: str) -> Record:
+def cost(site: EmbeddedSite, folder: Path, plan: Plan) -> Record:
     """Train two jobs by turns that lose nothing: one that could recover in place, and one that could not."""
     record = Record("nothing is lost", 0, {RESTART: [], NEW_WORKER: []})
-    jobs = [Job(site, f"cost{n}", name, "fsdp", folder / f"cost{n}", device) for n, name in enumerate(record.seconds)]
+    jobs = [plan.job(site, f"cost{n}", name, "fsdp", folder) for n, name in enumerate(record.seconds)]
     for job in jobs:
         job.start(0)
         job.train(BLOCK)
@@ -417,19 +441,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks share one GPU")
+    parser.add_argument("--quick", action="store_true", help="few steps around each fault, which waits for no spare")
     parser.add_argument("--seed", type=int, default=1, help="of ranks and moments")
     parser.add_argument("--out", type=Path, help="folder for in_place.json")
     chosen = parser.parse_args(arguments)
     setups = chosen.setup or list(SETUPS)
     about = results.about(Options(nbytes=0, rounds=chosen.kills, warmups=0), "full")
-    records = measure(
-        setups,
-        chosen.fault or FAULTS,
-        chosen.contender or CONTENDERS,
-        chosen.kills,
-        chosen.seed,
-        SharedGpu() if chosen.device == "cuda" else chosen.device,
-    )
+    device = SharedGpu() if chosen.device == "cuda" else chosen.device
+    plan = Plan(chosen.kills, chosen.seed, device, QUICK if chosen.quick else MEASURED)
+    records = measure(setups, chosen.fault or FAULTS, chosen.contender or CONTENDERS, plan)
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}")
     for record in records:
         record.about = about
