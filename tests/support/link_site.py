@@ -16,6 +16,7 @@ import torch
 import memstore.client.connect
 from memstore.client.store import Store
 from memstore.config import Config
+from memstore.core.holder import direct_read
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.controller.controller import Controller
@@ -101,6 +102,11 @@ class Site:
 def together(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(WAIT_S * 2) for future in [pool.submit(call) for call in calls]]
+
+
+def bring_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have holders bring whole shards into slots, as where several ranks of a host read one (R34)."""
+    monkeypatch.setattr(direct_read, "is_direct", lambda state, order: False)
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ until the deadline is over, the holder stops, or the same rank's restore has gon
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -153,8 +153,10 @@ def chunks(
             lacking = [i for i in range(run.first, run.first + run.count) if i in missing]
             wanted.setdefault(run.source or DURABLE, []).extend(lacking)
     sources = [source for source, indices in wanted.items() if indices]
+    is_here = lambda index: replica.slots[index] is not None  # noqa: E731
+    ask = partial(_from, order, replica, sizes)
     fetches = [
-        _from_planned(state, order, source, replica, wanted[source][:: -1 if notifier else 1], sizes, until_s)
+        from_planned(state, order, source, wanted[source][:: -1 if notifier else 1], is_here, ask, until_s)
         for source in sources
     ]
     found = yield Together(fetches, notifier)
@@ -162,18 +164,28 @@ def chunks(
     return lost, [problem for _, problem in found if problem]
 
 
-def _from_planned(
+def from_planned(
     state: HolderState,
     order: Bring,
     source: str,
-    replica: IncomingReplica,
     indices: list[int],
-    sizes: list[int],
+    is_done: Callable[[int], bool],
+    ask: Callable[[str, list[int]], Procedure[list[int]]],
     until_s: float,
 ) -> Procedure[tuple[list[int], str]]:
-    """Fetch chunks from their planned source, then from the other holders of the shard as well (R25).
+    """Ask for chunks at their planned source, then at the other holders of the shard as well (R25).
 
-    Returns the chunks that the source says it lacks, and why others could not be fetched, or "".
+    Args:
+        state: The holder's.
+        order: Names the other holders.
+        source: The planned one.
+        indices: The chunks.
+        is_done: Says whether a chunk needs no further question.
+        ask: Asks one host about chunks; returns those that it says it lacks.
+        until_s: When no further try begins.
+
+    Returns:
+        The chunks that the source says it lacks, and why others could not be had, or "".
     """
     others = [host for host in order.holders if host not in (source, state.host_id)]
     turns: list[str] = []
@@ -182,9 +194,9 @@ def _from_planned(
     while True:
         turns = turns or [source] * SOURCE_TRIES + (others if source != DURABLE else [])
         host, *turns = _silent_last(state, turns)
-        todo = [i for i in indices if replica.slots[i] is None and i not in lost]
+        todo = [i for i in indices if not is_done(i) and i not in lost]
         try:
-            lacking = yield from _answered(state, host, _from(order, host, replica, todo, sizes))
+            lacking = yield from _answered(state, host, ask(host, todo))
             problem = problem or f"{host}: chunks it holds undamaged arrived damaged"
         except IntegrityError:
             lacking = todo
@@ -193,7 +205,7 @@ def _from_planned(
             yield Warn(f"staging from {host}: {exc}")
         if host == source:  # another holder may have it or not: missing chunks there are no evidence
             lost.update(lacking)
-        if all(replica.slots[i] is not None or i in lost for i in indices):
+        if all(is_done(i) or i in lost for i in indices):
             return sorted(lost), ""
         if not (yield from may_wait(state, order, float("inf") if turns else until_s)):
             break
@@ -201,7 +213,7 @@ def _from_planned(
 
 
 def _from(
-    order: Bring, host: str, replica: IncomingReplica, indices: list[int], sizes: list[int]
+    order: Bring, replica: IncomingReplica, sizes: list[int], host: str, indices: list[int]
 ) -> Procedure[list[int]]:
     """Pull chunks into the incoming replica; return those that the source itself says it lacks.
 
@@ -215,7 +227,7 @@ def _from(
     bad = yield ReceiveChunks(peer, replica, spec.digest, indices)
     if not bad:
         return []
-    answer: Verified = yield CallPeer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest))
+    answer: Verified = yield CallPeer(peer, Verify(shard=WireShard.of(replica.shard), digest=spec.digest, chunks=None))
     return sorted(set(answer.missing).intersection(bad))
 
 

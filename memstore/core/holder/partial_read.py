@@ -20,7 +20,7 @@ from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.holder import fetch
 from memstore.core.holder.effects import OnStore, OpenIncoming, Procedure, WaitFor
-from memstore.core.holder.state import HolderState, PartialRead
+from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from recovery.inventory import ShardId
@@ -57,15 +57,15 @@ def stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int
 
 def _stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[int]]]:
     shard, spec = order.shard.id, order.spec.spec
-    wanted = _wanted(shard, order.chunks, spec.chunks_count)
+    chunks_wanted = wanted(shard, order.chunks, spec.chunks_count)
     until_s = fetch.deadline_s(state)
     data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
     if data is None:
-        return {source: list(wanted) for source in lack_all or {state.host_id}}
+        return {source: list(chunks_wanted) for source in lack_all or {state.host_id}}
     chunks = decode_manifest(data).chunks
     name = f"read-{order.read}"
     digests, sizes = [c.digest for c in chunks], [c.nbytes for c in chunks]
-    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt, wanted)
+    replica = yield OpenIncoming(name, shard, digests, sizes, order.attempt, chunks_wanted)
     is_kept = False
     try:
         # What this host holds already is good, or it is fetched like the rest.
@@ -76,7 +76,7 @@ def _stage(state: HolderState, order: ReadChunks) -> Procedure[dict[str, list[in
             raise PeerUnreachable("; ".join(problems))
         if replica.missing:
             return bad or {state.host_id: replica.missing}
-        state.partial_reads.known[order.read] = PartialRead(name, replica, data, state.now() + TAKE_S)
+        keep(state, order.read, PartialRead(name, replica, data, state.now() + TAKE_S))
         is_kept = True
         return {}
     finally:
@@ -98,31 +98,38 @@ def _elsewhere(state: HolderState, order: ReadChunks) -> ReadChunks:
     return structs.replace(order, runs=tuple(runs))
 
 
-def take(state: HolderState, number: int) -> PartialRead:
+def keep(state: HolderState, key: ReadKey, read: PartialRead) -> None:
+    """Keep a read for its reader, in place of an older one of that key."""
+    release(state, key)
+    state.partial_reads.known[key] = read
+
+
+def take(state: HolderState, key: ReadKey) -> PartialRead:
     """Pin a read's staged chunks for its reader. IntegrityError if they are gone."""
-    ready = state.partial_reads.known.get(number)
+    ready = state.partial_reads.known.get(key)
     if ready is None:
         raise IntegrityError("the chunks that were staged for this read are gone: read again")
-    state.partial_reads.known[number] = replace(ready, deadline_s=state.now() + PIN_S)
-    return ready
+    taken = state.partial_reads.known[key] = replace(ready, deadline_s=state.now() + PIN_S)
+    return taken
 
 
-def release(state: HolderState, number: int) -> None:
-    """Release a partial read: its reader has copied it, or is gone."""
-    ready = state.partial_reads.known.pop(number, None)
-    if ready is not None:
+def release(state: HolderState, key: ReadKey, only: PartialRead | None = None) -> None:
+    """Release a partial read, if it is still that one: its reader has copied it, or is gone."""
+    ready = state.partial_reads.known.get(key)
+    if ready is not None and (only is None or ready.replica is only.replica):
+        del state.partial_reads.known[key]
         state.store.abort_incoming(ready.name, ready.replica.shard, only=ready.replica)
 
 
 def expire(state: HolderState) -> None:
     """Release reads that no reader took, that are past their deadline, or that are of a dropped step (R7)."""
     now = state.now()
-    for number, ready in list(state.partial_reads.known.items()):
+    for key, ready in list(state.partial_reads.known.items()):
         if min(ready.deadline_s, ready.replica.deadline_s) < now:
-            release(state, number)
+            release(state, key)
 
 
-def _wanted(shard: ShardId, runs: Sequence[ChunkRange], chunks_count: int) -> tuple[int, ...]:
+def wanted(shard: ShardId, runs: Sequence[ChunkRange], chunks_count: int) -> tuple[int, ...]:
     """Return the chunks of runs; IntegrityError if the shard has no such chunk."""
     for first, count in ((run.first, run.count) for run in runs):
         if first + count > chunks_count:

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from memstore.core.holder import partial_read
+from memstore.core.format.manifest import shard_digest
+from memstore.core.holder import direct_read, partial_read
 from memstore.core.holder.effects import OnStore, Procedure
 from memstore.core.holder.link import Link
-from memstore.core.holder.state import HolderState
-from memstore.core.wire.replies import ChunksStaged, ShardPlaced, ShardStaged
+from memstore.core.holder.state import HolderState, ReadKey
+from memstore.core.wire.replies import ChunksElsewhere, ChunksStaged, ShardPlaced, ShardStaged
 from memstore.errors import IntegrityError
 
 
 def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[ShardPlaced]:
     """Pin what was brought here for a reader, and return its place. IntegrityError if it is gone or damaged."""
-    if isinstance(staged, ChunksStaged):
-        ready = partial_read.take(state, staged.read)
-        release = partial(partial_read.release, state, staged.read)
-        return _placed(staged, ready.manifest, ready.replica.slots, _hold(state, link, release))
+    key: ReadKey = staged.read if isinstance(staged, ChunksStaged) else (link.job, link.rank)
+    if isinstance(staged, ChunksStaged) or _is_direct(state, key, staged):
+        ready = partial_read.take(state, key)
+        elsewhere = yield from direct_read.elsewhere(ready)
+        pin = _hold(state, link, partial(partial_read.release, state, key, ready))
+        return _placed(staged, ready.manifest, ready.replica.slots, pin, elsewhere)
     pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
     if pinned is None:
         raise IntegrityError("the staged shard was dropped before it could be read: call get() again")
@@ -34,13 +37,22 @@ def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) ->
     return _placed(staged, manifest, pinned[0].slots, _hold(state, link, release))
 
 
+def _is_direct(state: HolderState, key: ReadKey, staged: ShardStaged) -> bool:
+    """Say whether a round was staged here as a read whose reader fetches what is not here."""
+    ready = state.partial_reads.known.get(key)
+    if staged.report is None or ready is None:
+        return False
+    return (ready.replica.shard, shard_digest(ready.manifest)) == (staged.shard.id, staged.digest)
+
+
 def _placed(
-    staged: ShardStaged | ChunksStaged, manifest: bytes, slots: Iterable[int | None], pin: int
+    staged: ShardStaged | ChunksStaged, manifest: bytes, slots: Iterable[int | None], pin: int,
+    elsewhere: tuple[ChunksElsewhere, ...] = (),
 ) -> ShardPlaced:  # fmt: skip
     return ShardPlaced(
         step=staged.step, attempt=staged.attempt, verdict=staged.verdict, why=staged.why,
         report=staged.report if isinstance(staged, ShardStaged) else None,
-        manifest=manifest, slots=tuple(slots), pin=pin,
+        manifest=manifest, slots=tuple(slots), elsewhere=elsewhere, pin=pin,
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ ordered --it is here and whole--> kept for its reader, pinned --> reported
          '--a source lacks chunks--> reported as evidence: the controller plans again
          '--out of reach, no room, too late--> reported as no evidence: it fails the get, never the step (R25)
 
-Of several reads of one shard one fetches and the others wait; one that brings nothing for 10 s is overtaken.
+Most reads bring no bytes here: their readers fetch what is not here themselves (`direct_read.py`). Of several reads of
+one shard that do, one fetches and the others wait; one that brings nothing for 10 s is overtaken.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder import fetch, partial_read
+from memstore.core.holder import direct_read, fetch, partial_read
 from memstore.core.holder.effects import (
     KeepStaged,
     OnStore,
@@ -58,7 +59,7 @@ def run(state: HolderState, order: BringOrder) -> Procedure[None]:
     problem: str | None = None
     bad: dict[str, list[int]] = {}
     try:
-        bad = yield from partial_read.stage(state, order) if isinstance(order, ReadChunks) else _once(state, order)
+        bad = yield from _bring(state, order)
         if bad:
             parts = "; ".join(f"{source}: {len(chunks)} chunks" for source, chunks in bad.items())
             problem = f"chunks damaged or missing at {parts}"
@@ -74,7 +75,10 @@ def run(state: HolderState, order: BringOrder) -> Procedure[None]:
             job=order.job, round=order.round, rank=order.rank, shard=shard, digest=digest, problem=problem, bad=lacking
         )
     else:
-        report = ReadEnded(read=order.read, shard=shard, digest=digest, problem=problem, bad=lacking)
+        is_partial = order.read in state.partial_reads.known
+        report = ReadEnded(
+            read=order.read, shard=shard, digest=digest, problem=problem, bad=lacking, is_partial=is_partial
+        )
     state.report(report)
 
 
@@ -82,9 +86,12 @@ def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
     """Let a rank compare `into=` with what was staged for it; an order that cannot be done is answered (R26)."""
     why = f"what was staged for rank {order.rank} on host {state.host_id} is gone: call get() again"
     stored = state.store.staged(StagedKey(order.job, order.rank, "round", order.round))
+    direct = state.partial_reads.known.get((order.job, order.rank))
     try:
+        manifest = direct.manifest if direct is not None else None
         if stored is not None:
             manifest = yield OnStore(partial(state.store.manifest, stored))
+        if manifest is not None:
             for link in state.ranks.of_job(order.job):
                 if link.rank == order.rank:
                     yield SendToRank(link, CheckInto(round=order.round, manifest=manifest))
@@ -95,10 +102,21 @@ def check(state: HolderState, order: OrderCheck) -> Procedure[None]:
     state.report(IntoChecked(job=order.job, round=order.round, rank=order.rank, error=error))
 
 
+def _bring(state: HolderState, order: BringOrder) -> Procedure[dict[str, list[int]]]:
+    """Bring what is ordered, or find its sources; return {}, or source -> chunks that it says it lacks."""
+    if not isinstance(order, ReadChunks):
+        if isinstance(order, StageShard):
+            partial_read.release(state, direct_read.read_key(order))  # of an older round
+        return (yield from _once(state, order))
+    if direct_read.is_direct(state, order):
+        return (yield from direct_read.stage(state, order, {}, partial_read.TAKE_S))
+    return (yield from partial_read.stage(state, order))
+
+
 def _once(state: HolderState, order: StageShard | ReadShard) -> Procedure[dict[str, list[int]]]:
     """Stage a shard; of several reads of it, as by ranks that share its state, one fetches and the others wait."""
     shard = order.shard.id
-    if isinstance(order, StageShard):
+    if isinstance(order, StageShard) or direct_read.is_direct(state, order):
         return (yield from stage(state, order, shard))
     reading = state.stages.reading
     key, mine = (shard, order.spec.digest), Reading()
@@ -135,6 +153,9 @@ def stage(
     bad = yield from _staged_here(state, order, key, shard, spec)
     if bad is None:
         return {}
+    if direct_read.is_direct(state, order):
+        pin_s = partial_read.PIN_S if isinstance(order, StageShard) else partial_read.TAKE_S
+        return (yield from direct_read.stage(state, order, bad, pin_s))
     until_s = fetch.deadline_s(state)
     data, lack_all = yield from fetch.manifest(state, order, shard, spec.digest, until_s)
     if data is None:

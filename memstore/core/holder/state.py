@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -173,21 +173,25 @@ class Stages:
     unanswered_s: dict[str, float] = field(default_factory=dict)  # source -> when it last left a question unanswered
 
 
+ReadKey = int | tuple[str, int]  # the controller's number of a read; or the job and rank of a get of all ranks
+
+
 @dataclass(frozen=True)
 class PartialRead:
-    """The bytes that a reader of ranges may copy: slots of the wanted chunks, None for all others."""
+    """The bytes that a reader may copy: slots of the wanted chunks that are here, None for all others."""
 
     name: str  # of the incoming replica
     replica: IncomingReplica
     manifest: bytes
     deadline_s: float
+    sources: Mapping[str, Sequence[int]] = field(default_factory=dict)  # host -> chunks that the reader fetches there
 
 
 @dataclass
 class PartialReads:
-    """The partial reads that are ready or used, by the controller's number of the read."""
+    """The partial reads that are ready or used."""
 
-    known: dict[int, PartialRead] = field(default_factory=dict)
+    known: dict[ReadKey, PartialRead] = field(default_factory=dict)
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
 
 

@@ -43,6 +43,7 @@ class Wanted:
     rank: int
     chunks: tuple[ChunkRange, ...] | None = None  # None: all of them
     listener: ChunkListener | None = None
+    is_repair: bool = False
 
 
 def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
@@ -75,8 +76,11 @@ class SingleReads:
     def ask(self, call: Call[ReadStep] | Call[ReadRanges]) -> None:
         """Read what a reader names."""
         asked = call.request
-        chunks, listener = (None, asked.listener) if isinstance(asked, ReadStep) else (asked.chunks, None)
-        self.read(call, Wanted(asked.step, asked.of_attempt, asked.rank, chunks, listener))
+        if isinstance(asked, ReadStep):
+            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, listener=asked.listener)
+        else:
+            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, asked.chunks, is_repair=asked.is_repair)
+        self.read(call, wanted)
 
     def read(self, call: Call[Get] | Call[ReadStep] | Call[ReadRanges], wanted: Wanted) -> None:
         """Bring one rank's shard to the caller's host, without a barrier and without adopting anything (R27)."""
@@ -120,7 +124,7 @@ class SingleReads:
             ),
         }
         if wanted.chunks is not None:
-            self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks))
+            self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks, is_repair=wanted.is_repair))
         else:
             self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
         self.state.reads[self._count] = Read(call, shard, result.verdict, result.why)
@@ -156,9 +160,9 @@ class SingleReads:
 
 
 def _reply(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
-    """Return the answer for the reader's holder: the slots staged for it."""
+    """Return the answer for the reader's holder: under which name it has the read."""
     step, attempt, verdict, why = read.shard.step, read.shard.attempt, read.verdict, read.why
-    if isinstance(read.call.request, ReadRanges):
+    if report.is_partial:
         return ChunksStaged(step=step, attempt=attempt, verdict=verdict, why=why, read=report.read)
     return ShardStaged(
         step=step, attempt=attempt, verdict=verdict, why=why, shard=report.shard, digest=report.digest, report=None

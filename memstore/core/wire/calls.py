@@ -208,6 +208,8 @@ class ReadRanges(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_rang
     of_attempt: Unsigned | None = None
     rank: Unsigned
     chunks: tuple[ChunkRange, ...]
+    is_repair: bool = False
+    """Other copies of them were damaged, or out of reach (see ReadChunks)."""
 
 
 # -- people -------------------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ class HolderIdentity(Message, frozen=True, tag="holder"):
     incarnation: Unsigned
 
 
+class ReaderIdentity(Message, frozen=True, tag="reader"):
+    """A process that fetches chunks: a rank, or a reader of its job, on a host of the store."""
+
+    host: str
+
+
 class ControllerIdentity(Message, frozen=True, tag="controller"):
     """The controller of a term (R17)."""
 
@@ -63,7 +69,7 @@ class ProbeIdentity(Message, frozen=True, tag="probe"):
     """A process that asks nothing: it looks whether the other end serves."""
 
 
-Identity = HolderIdentity | ControllerIdentity | ProbeIdentity
+Identity = HolderIdentity | ReaderIdentity | ControllerIdentity | ProbeIdentity
 
 _STRANGER = {"items_max": BODY_ITEMS_MAX_UNAUTHENTICATED, "bytes_max": BODY_BYTES_MAX_UNAUTHENTICATED}
 decode_hello: Decoder[Hello] = Decoder(Hello, **_STRANGER)

@@ -316,6 +316,8 @@ class ReadChunks(Bring, frozen=True, tag="read_chunks"):
 
     read: Positive
     chunks: tuple[ChunkRange, ...]
+    is_repair: bool
+    """The reader found them damaged, or could not fetch them: they are brought here and digested first."""
 
 
 class OrderCheck(Message, frozen=True, tag="order_check"):

@@ -96,7 +96,7 @@ class ChunksSent(Message, frozen=True, tag="sent"):
 
 
 class Verified(Message, frozen=True, tag="verified"):
-    """The holder has digested its copy again and lacks these chunks; the controller is sent the same (R25)."""
+    """The holder has digested its copy again and lacks these chunks; if any, the controller is sent the same (R25)."""
 
     missing: tuple[Unsigned, ...]
 
@@ -151,10 +151,12 @@ class FetchChunks(Request[ChunksSent], frozen=True, tag="fetch_chunks"):
 
 
 class Verify(Request[Verified], frozen=True, tag="verify"):
-    """Ask the holder to digest its copy again: chunks of it arrived damaged."""
+    """Ask the holder to digest its copy again: chunks of it arrived damaged, or a rank is about to fetch them."""
 
     shard: WireShard
     digest: Digest
+    chunks: tuple[Unsigned, ...] | None
+    """Only these; None: all of it."""
 
 
 class Ping(Request[Done], frozen=True, tag="ping"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, tag_of
 from memstore.core.wire.ids import Digest, Name, Unsigned, WireShard
+from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.status_rows import (
     AttemptRow,
     BytesByTier,
@@ -122,7 +123,7 @@ class StepAgreed(Message, frozen=True, tag="step_agreed"):
 
 
 class ShardStaged(Message, frozen=True, tag="shard_staged"):
-    """A shard is whole on the rank's host."""
+    """A shard is whole on the rank's host; or, of a get of all ranks, the rest of it was digested where it is."""
 
     step: Unsigned
     attempt: Unsigned
@@ -135,7 +136,7 @@ class ShardStaged(Message, frozen=True, tag="shard_staged"):
 
 
 class ChunksStaged(Message, frozen=True, tag="chunks_staged"):
-    """Some chunks of a shard are on the rank's host."""
+    """What of a shard is to be read from the rank's host is there, and the sources of the rest are known."""
 
     step: Unsigned
     attempt: Unsigned
@@ -145,8 +146,17 @@ class ChunksStaged(Message, frozen=True, tag="chunks_staged"):
     """The number under which the holder has them."""
 
 
+class ChunksElsewhere(Row, frozen=True):
+    """Chunks that the rank fetches itself from another host's holder."""
+
+    host: str
+    address: str
+    port: Unsigned
+    chunks: tuple[ChunkRange, ...]
+
+
 class ShardPlaced(Message, frozen=True, tag="shard_placed"):
-    """Where the bytes of a shard, or of some of its chunks, lie on this host: pinned until the rank unpins them."""
+    """Where the bytes of a shard, or of some of its chunks, lie; those here are pinned until the rank unpins them."""
 
     step: Unsigned
     attempt: Unsigned
@@ -156,6 +166,7 @@ class ShardPlaced(Message, frozen=True, tag="shard_placed"):
     manifest: bytes
     slots: tuple[Unsigned | None, ...]
     """By chunk; None: it is not here."""
+    elsewhere: tuple[ChunksElsewhere, ...]
     pin: Unsigned
 
 

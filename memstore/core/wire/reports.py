@@ -188,6 +188,8 @@ class ReadEnded(Message, frozen=True, tag="read_ended"):
     digest: Digest
     problem: str | None
     bad: dict[str, tuple[Unsigned, ...]]
+    is_partial: bool
+    """The host has it under the read's number: some chunks, and who has the others."""
 
 
 class IntoError(Part, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -372,13 +372,16 @@ class ReplicaStore:
         number = stored.slots[index]
         return None if number is None else self.arena.view(number, stored.spec.chunk_nbytes(index))
 
-    def verify(self, stored: StoredReplica, map_chunks: MapChunks = map) -> list[int]:
+    def verify(
+        self, stored: StoredReplica, map_chunks: MapChunks = map, chunks: Container[int] | None = None
+    ) -> list[int]:  # fmt: skip
         """Re-digest a pinned replica; quarantine what is bad; return the chunk indices this host now lacks (R30).
 
         `on_damaged` gets the other replicas that used the same slots. `map_chunks` is a `map` that may use threads.
+        With `chunks` only these are digested.
         """
         damaged: dict[int, StoredReplica] = {}
-        held = [(index, n) for index, n in enumerate(stored.slots) if n is not None]
+        held = [(i, n) for i, n in enumerate(stored.slots) if n is not None and (chunks is None or i in chunks)]
         views = [self.arena.view(number, stored.spec.chunk_nbytes(index)) for index, number in held]
         for (index, number), digest in zip(held, map_chunks(chunk_digest, views), strict=True):
             if digest != stored.digests[index]:

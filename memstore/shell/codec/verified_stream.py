@@ -6,6 +6,8 @@ again from another copy and copied again; only when none is good does the read f
 
 A GPU copies chunks itself out of the slots, on a stream of its own, some flights of them at a time; each is digested
 when the event behind its copy has come, on other threads, while the next are on their way: the same proof.
+
+Chunks that come from other hosts are received straight to where they go, digested on the way.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +26,7 @@ import torch
 
 from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import Manifest, chunk_digest, chunk_hasher
-from memstore.errors import DigestMismatch, IntegrityError, MemstoreError, StepDropped
+from memstore.errors import DigestMismatch, FencedError, IntegrityError, MemstoreError, StepDropped
 from memstore.shell.device.side_stream import (
     FLIGHT_BYTES,
     FLIGHTS_MAX,
@@ -39,6 +43,7 @@ REPAIR_TRIES = 3  # the first may only show that this host's copy is bad; the ne
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
 DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
 Views = list[tuple[int, memoryview]]  # of chunks, by index
+Fill = Callable[[memoryview], None]  # fills a view with the next bytes of a chunk
 
 
 class Copies(NamedTuple):
@@ -53,6 +58,14 @@ class ChunkSource(Protocol):
 
     def take(self, wanted: Sequence[int]) -> Views:
         """Wait until at least one of the chunks has come; return those that have. Ask again for the others."""
+
+    def remote(self, wanted: Sequence[int]) -> list[int]:
+        """Return those of the chunks that `fetching` brings, and `take` does not."""
+
+    def fetching(
+        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+    ) -> AbstractContextManager[Callable[[], list[int]]]:
+        """Receive chunks in other threads; the given function waits, and returns those that are not there."""
 
     def pin(self, views: Views, device: int) -> None:
         """Register the slots of taken chunks with a CUDA device; not called in a thread that computes."""
@@ -128,10 +141,18 @@ class CheckedStream:
     def _copy(self, copies: Copies, *, is_target: bool = False) -> None:
         left, bad = dict.fromkeys([*copies.host, *copies.device]), []
         streams: dict[torch.device, SideStream] = {}
+        remote = self._source.remote(list(left))
+        if remote:
+            self.has_written |= is_target
+            left = {index: None for index in left if index not in set(remote)}
         # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
-        with ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers:  # starts them on demand
+        receive = partial(self._receive, copies, streams)
+        with (
+            self._source.fetching(remote, receive) as fetched,
+            ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers,  # starts them on demand
+        ):
             while left:
                 views = self._source.take(list(left))
                 self.has_written |= is_target
@@ -143,8 +164,30 @@ class CheckedStream:
                 jobs = [views[first : first + size] for first in range(0, len(views), size)]
                 map_jobs = map if len(jobs) == 1 else workers.map
                 bad += [index for found in map_jobs(lambda job: self._copy_job(job, copies), jobs) for index in found]
+            bad += fetched()
         if bad:
             self._repair(sorted(bad), copies)
+
+    def _receive(
+        self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int, fill: Fill
+    ) -> None:
+        """Have a chunk's bytes received where they go; by way of a buffer if some go to a device, or to two places."""
+        moves = sorted(copies.host.get(index, ()), key=lambda move: move[1])
+        parts = segments(moves, nbytes) if index not in copies.device else None
+        if parts is None:
+            buffer = np.empty(nbytes, np.uint8)
+            view = buffer.data.cast("B")
+            fill(view)
+            for target, start, size in moves:
+                ctypes.memmove(target, address_of(buffer) + start, size)
+            for arrival in order_chunks([(index, view)], copies.device, streams):
+                arrival.wait()
+            return
+        for address, size in parts:
+            if address is None:
+                fill(memoryview(bytearray(size)))
+            else:
+                fill(memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B"))
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
@@ -192,7 +235,7 @@ class CheckedStream:
         for _ in range(REPAIR_TRIES):
             try:
                 self._source.repair(sorted(left), use)
-            except StepDropped:
+            except (StepDropped, FencedError):
                 raise
             except MemstoreError as exc:
                 problem = exc
@@ -203,6 +246,22 @@ class CheckedStream:
             f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
             f"{f': {problem}' if problem else ''}"
         ) from problem
+
+
+def segments(moves: Sequence[Move], nbytes: int) -> list[tuple[int | None, int]] | None:
+    """Return where the bytes of a chunk go, in order: (address, or None for nowhere, nbytes); None if some go twice.
+
+    >>> segments([(1000, 4, 2), (2000, 6, 1)], 8)
+    [(None, 4), (1000, 2), (2000, 1), (None, 1)]
+    """
+    found: list[tuple[int | None, int]] = []
+    done = 0
+    for target, start, size in moves:
+        if start < done:
+            return None
+        found += [(None, start - done)] * (start > done) + [(target, size)]
+        done = start + size
+    return found + [(None, nbytes - done)] * (nbytes > done)
 
 
 def order_chunks(

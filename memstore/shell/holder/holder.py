@@ -29,7 +29,7 @@ from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity
+from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity, ReaderIdentity
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
@@ -256,6 +256,8 @@ class Holder:
             )  # fmt: skip
         elif isinstance(identity, HolderIdentity):
             self.peer_server.serve(channel, identity)
+        elif isinstance(identity, ReaderIdentity):
+            self.peer_server.serve_reader(channel)
 
     def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first (R16)."""

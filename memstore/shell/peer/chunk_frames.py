@@ -5,7 +5,6 @@ The body of a CHUNK frame is a ChunkRun, which gives the sizes of the chunks tha
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
 
-BATCH_CHUNKS_MIN, BATCH_CHUNKS_MAX = 4, 32
 RUN_BYTES = 16 << 20  # a receiver notices a stall and a rate limit acts once per run
 
 
@@ -29,22 +27,6 @@ class Run(NamedTuple):
     answered: int
     bad: list[int]
     nbytes: int
-
-
-def batches(chunks: Sequence[int], streams: int) -> Iterator[list[int]]:
-    """Cut a shard's chunks into requests: small at first, so that all streams start at once, and small at the end,
-    so that they end together; large between, since every request waits for an answer."""
-    least = min(BATCH_CHUNKS_MIN, max(1, -(-len(chunks) // streams)))
-    first, size = 0, least
-    for turn in itertools.count(1):
-        left = len(chunks) - first
-        if left <= 0:
-            return
-        count = min(size, max(least, -(-left // (2 * streams))))
-        yield list(chunks[first : first + count])
-        first += count
-        if turn % streams == 0:
-            size = min(2 * size, BATCH_CHUNKS_MAX)
 
 
 def runs(sizes: Sequence[int]) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
+from memstore.core.network.chunk_batches import batches
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
@@ -28,7 +29,7 @@ from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
-from memstore.shell.peer.chunk_frames import batches, receive_run, runs, send_run
+from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.threads.pool_work import await_ended

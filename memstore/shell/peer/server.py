@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.wire.codec import Message
+from memstore.core.wire.codec import Message, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity
@@ -117,6 +117,18 @@ class PeerServer:
         finally:
             self._leave(channel)
 
+    def serve_reader(self, channel: Channel) -> None:
+        """Send a rank of another host the chunks that it asks for, until it goes away; it may ask nothing else (R4)."""
+        lower_thread_priority()
+        while True:
+            frame = channel.recv(timeout_s=None)
+            if frame.kind is not Kind.CALL:
+                raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
+            request = decode_request(frame.data)
+            if not isinstance(request, FetchChunks):
+                raise ProtocolError(f"{channel.peer}: a reader asks for chunks only, not {tag_of(request)}")
+            self._answer(channel, frame.request_id, request, is_reader=True)
+
     def _refuse_speaker(self, channel: Channel, request_id: int, proven: str, named: str) -> None:
         """Tell a peer that speaks for another host than it has proved to be that its connection ends."""
         error = AuthenticationError(
@@ -126,23 +138,23 @@ class PeerServer:
         log.warning("a connection is ended: %s", error)
         channel.send(Kind.ERROR, request_id, ErrorMessage.of(error), deadline_s=REPLY_TIMEOUT_S)
 
-    def _answer(self, channel: Channel, request_id: int, request: PeerRequest) -> None:
+    def _answer(self, channel: Channel, request_id: int, request: PeerRequest, *, is_reader: bool = False) -> None:
         try:
-            reply = self._reply(channel, request_id, request)
+            reply = self._reply(channel, request_id, request, is_reader)
             channel.send(Kind.REPLY, request_id, reply, deadline_s=REPLY_TIMEOUT_S)
         except (PeerUnreachable, ProtocolError):  # a peer that breaks the order of frames cannot be answered in it
             raise
         except MemstoreError as exc:
             channel.send(Kind.ERROR, request_id, ErrorMessage.of(exc), deadline_s=REPLY_TIMEOUT_S)
 
-    def _reply(self, channel: Channel, request_id: int, request: PeerRequest) -> Message:
+    def _reply(self, channel: Channel, request_id: int, request: PeerRequest, is_reader: bool) -> Message:
         match request:
             case ChunkBatch():
                 return self._chunks(channel, request_id, request)
             case Offer():
                 return self._offer(channel, request)
             case FetchChunks():
-                return self._fetch(channel, request_id, request)
+                return self._fetch(channel, request_id, request, is_reader)
             case Seal():
                 return self._seal(request)
             case Abort():
@@ -306,8 +318,10 @@ class PeerServer:
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _pinned(self, request: FetchManifest | FetchChunks | Verify) -> tuple[StoredReplica, int]:
-        pinned = self.replicas.pin(request.shard.id, request.digest)
+    def _pinned(
+        self, request: FetchManifest | FetchChunks | Verify, *, is_reader: bool = False
+    ) -> tuple[StoredReplica, int]:  # fmt: skip
+        pinned = self.replicas.pin(request.shard.id, request.digest, is_reader=is_reader)
         if pinned is None:
             raise IntegrityError(f"{self.host_id} does not hold {request.shard.id} {request.digest}")
         return pinned
@@ -320,18 +334,19 @@ class PeerServer:
             self.replicas.unpin(stored, pin)
 
     def _verify(self, request: Verify) -> Verified:
-        """Check a replica after a peer got damaged bytes or none, and report missing chunks to the controller (R25)."""
+        """Check a replica after a peer got damaged bytes or none, or chunks that a rank is to fetch (R23, R25)."""
         stored, pin = self._pinned(request)
         try:
-            missing = self.replicas.verify(stored)
+            missing = self.replicas.verify(stored, map, request.chunks and frozenset(request.chunks))
         finally:
             self.replicas.unpin(stored, pin)
-        self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, frozenset(missing)))
+        if missing or request.chunks is None:
+            self.on_sealed(Copy(stored.shard, stored.spec, self.host_id, frozenset(missing)))
         return Verified(missing=tuple(missing))
 
-    def _fetch(self, channel: Channel, request_id: int, request: FetchChunks) -> ChunksSent:
+    def _fetch(self, channel: Channel, request_id: int, request: FetchChunks, is_reader: bool) -> ChunksSent:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
-        stored, pin = self._pinned(request)
+        stored, pin = self._pinned(request, is_reader=is_reader)
         lacking: list[int] = []
         try:
             want = request.chunks

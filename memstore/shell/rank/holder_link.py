@@ -68,6 +68,7 @@ from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.lease_pool import CHILD, NO_TENANT, LeasedSlots, Tenant, UnsealedPut
 from memstore.shell.rank.open_links import note_open
+from memstore.shell.rank.peer_chunks import Fetches
 from memstore.shell.threads.answers import Answer, answer_of
 
 R = TypeVar("R")
@@ -99,6 +100,7 @@ class HolderLink(LeasedSlots):
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
         self.interrupted = ""  # why this process ended its own waits, if it did
+        self.fetches = Fetches()
         self.adopter = Tenant()  # gets what this process adopts
         self.channel, self.welcome = self._connect(None)
         note_open(self)
@@ -305,6 +307,7 @@ class HolderLink(LeasedSlots):
         """
         with self.room:
             self.interrupted = why
+        self.fetches.close()
         self.take_event(AttemptFenced(attempt=self.attempt or 1, is_removed=False))
 
     # -- for the store ------------------------------------------------------------------------

@@ -3,9 +3,10 @@
     asked --chunks that came are named, if it wants that--> coming --answered--> pinned --close--> given back
       '--refused, or too late--> over             '--close--> given up: what is answered later is given back
 
-For every kind of read, the chunks lie in slots of this host: a holder brought them there from other holders or from
-durable storage. Where they go is the reader's: `CheckedStream` copies them to memory that it is given, and digests each
-chunk after its copy. So a reader that was fenced, or too slow, returns no bytes that others wrote meanwhile.
+The chunks lie in slots of this host, where a holder brought them from durable storage or has them anyway, or at other
+hosts' holders, from which this process fetches them (`peer_chunks.py`). Where they go is the reader's: `CheckedStream`
+copies or receives them into memory that it is given, and digests each. So a reader that was fenced, or too slow,
+returns no bytes that others wrote meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
@@ -21,7 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
-from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.rank_messages import ChunksArrived, Unpin
@@ -32,6 +33,7 @@ from memstore.shell.codec.interpreter import waiting
 from memstore.shell.codec.verified_stream import CheckedStream, Views
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.rank.peer_chunks import Dialler, PeerChunks, Receive
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
@@ -64,6 +66,7 @@ class ShardRead:
         self._mapping: RankMapping | None = None  # of the arena that these slots are of
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
+        self._peers: PeerChunks | None = None  # those that this process fetches
         self._pin: int | None = None
         self._is_answered = self._is_closed = False
         self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
@@ -101,6 +104,8 @@ class ShardRead:
         if self._number is not None:
             self.link.unsubscribe(self._number)
         self.link.forget_call(self._future)
+        if self._peers is not None:
+            self.link.fetches.end(self._peers)
         if self._hold is not None:
             self._hold.close()
         if self._pin is not None:
@@ -135,6 +140,20 @@ class ShardRead:
             self._listen()
         return [(index, self._view(index)) for index in wanted]
 
+    def remote(self, wanted: Sequence[int]) -> list[int]:
+        """Return those of the chunks that this process fetches from other hosts."""
+        self.manifest()  # comes with the answer, unless chunks are brought here one by one
+        return [index for index in wanted if self._peers is not None and index in self._peers]
+
+    @contextlib.contextmanager
+    def fetching(self, indices: Sequence[int], receive: Receive) -> Iterator[Callable[[], list[int]]]:
+        """Fetch chunks in threads (see PeerChunks)."""
+        if self._peers is None:
+            yield lambda: list(indices)
+        else:
+            with self._peers.fetching(indices, receive) as fetched:
+                yield fetched
+
     def bytes_of(self, spans: Iterable[tuple[int, int]]) -> list[bytearray]:
         """Return copies of parts (first byte, nbytes) of the stream, of chunks that were verified after the copy."""
         stream = CheckedStream(self.manifest(), self)
@@ -150,10 +169,15 @@ class ShardRead:
 
     def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """Have the holder digest its copies of these chunks again, and bring bad ones from elsewhere (R27)."""
+        if self.link.interrupted:  # the fetch that these are left of was ended by it
+            raise self.link.fenced_error()
         self.answer()
         shard = self.manifest().shard
         chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
-        request = ReadRanges(job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks)
+        request = ReadRanges(
+            job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks,
+            is_repair=True,
+        )  # fmt: skip
         with ShardRead(self.link, request, REPAIR_TIMEOUT_S) as again:
             try:
                 again.answer()
@@ -224,6 +248,11 @@ class ShardRead:
             )
         self._slots = {}
         self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
+        if answer.elsewhere:
+            digest = shard_digest(answer.manifest)
+            dialler = Dialler(self.link.folder, self.link.welcome.store)
+            self._peers = PeerChunks(dialler, manifest, digest, answer.elsewhere)
+            self.link.fetches.begin(self._peers)
         self._answer = answer
 
     def _name(self, data: bytes, answer: ShardPlaced | None = None) -> Manifest:

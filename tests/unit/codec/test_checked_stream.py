@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 
 import numpy as np
@@ -16,7 +17,7 @@ from lazy_device import LazyDevice
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
 from memstore.shell.codec import verified_stream
-from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Views
+from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Fill, Views
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
 
@@ -26,7 +27,10 @@ CHUNK_BYTES = 64
 class Slots:
     """A stream in slots, some of them bad; gives chunks in batches, and good copies of what is asked for again."""
 
-    def __init__(self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (), batch: int = 1000) -> None:
+    def __init__(
+        self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (), batch: int = 1000,
+        elsewhere: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.good = [bytearray(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES)]
         sizes = chunk_sizes(len(data), CHUNK_BYTES)
         chunks = tuple(Chunk(chunk_digest(c), n) for c, n in zip(self.good, sizes, strict=True))
@@ -36,11 +40,34 @@ class Slots:
             self.slots[index][0] ^= 1
         for index in lost:
             self.slots[index] = bytearray()
-        self.batch, self.repaired = batch, 0
+        self.batch, self.repaired, self.elsewhere = batch, 0, elsewhere
         self.can_repair = REPAIR_TRIES  # how many tries before the first that brings good copies
 
     def take(self, wanted: Sequence[int]) -> Views:
         return [(index, memoryview(self.slots[index])) for index in list(wanted)[: self.batch]]
+
+    def remote(self, wanted: Sequence[int]) -> list[int]:
+        return [index for index in wanted if index in self.elsewhere]
+
+    @contextmanager
+    def fetching(
+        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+    ) -> Iterator[Callable[[], list[int]]]:
+        """Send what is in the slots as another host would; lost chunks do not come."""
+        there = [index for index in indices if self.slots[index] and self._is_sent(index, receive)]
+        yield lambda: sorted({*indices} - {*there})
+
+    def _is_sent(self, index: int, receive: Callable[[int, int, Fill], None]) -> bool:
+        data, at = memoryview(self.slots[index]), 0
+
+        def fill(view: memoryview) -> None:
+            nonlocal at
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
+
+        receive(index, data.nbytes, fill)
+        assert at == data.nbytes
+        return chunk_digest(data) == self.manifest.chunks[index].digest
 
     def pin(self, views: Views, device: int) -> None:
         raise AssertionError("there is no CUDA device")
@@ -84,14 +111,15 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified_stream, "MOVE_BYTES", 24)
 
 
-@given(cases(), st.lists(st.booleans(), max_size=8))
+@given(cases(), st.lists(st.booleans(), max_size=8), st.sets(st.integers(0, 9)))
 def test_any_reads_of_any_slots_return_what_was_put(
     case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
     devices: list[bool],
+    elsewhere: set[int],
 ) -> None:
-    """Anything that is bad or lost on this host, and in any batches, the bytes are those of the stream."""
+    """Anything that is bad or lost, here or on another host, and in any batches, the bytes are the stream's."""
     data, ranges, bad, lost, batch = case
-    slots = Slots(data, bad=bad, lost=lost, batch=batch)
+    slots = Slots(data, bad=bad, lost=lost, batch=batch, elsewhere=sorted(elsewhere))
     slots.can_repair = 1
     assert read_all(slots, ranges, devices=devices) == [data[start : start + size] for start, size in ranges]
     touched = {i // CHUNK_BYTES for start, size in ranges for i in range(start, start + size)}

@@ -67,7 +67,7 @@ class Asked:
         future.set_result(
             ShardPlaced(
                 step=11, attempt=1, verdict="peer", why="", report=None, manifest=self.then,
-                slots=tuple(range(len(slots))), pin=1,
+                slots=tuple(range(len(slots))), elsewhere=(), pin=1,
             )
         )  # fmt: skip
         return future
@@ -106,7 +106,9 @@ def test_chunks_of_another_shard_than_asked_for_are_refused_before_the_answer(as
 def test_a_get_is_given_no_other_step_than_its_answer_says() -> None:
     """The answer of all ranks names a step; the shard that comes with it is of that step and of this rank."""
     link = cast(HolderLink, Asked(put(10), put(10)[0]))
-    said = ShardPlaced(step=11, attempt=1, verdict="local", why="", report=None, manifest=put(10)[0], slots=(0,), pin=1)
+    said = ShardPlaced(
+        step=11, attempt=1, verdict="local", why="", report=None, manifest=put(10)[0], slots=(0,), elsewhere=(), pin=1
+    )
     with pytest.raises(IntegrityError, match=r"asked for .*step=11.* and .*step=10.* came"):
         ShardRead(link, None, 60.0, said).manifest()
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from link_site import WAIT_S, Site, Stop, break_link, state, together
+from link_site import WAIT_S, Site, Stop, break_link, bring_here, state, together
 
 import memstore.client.connect
 import memstore.client.restore
@@ -324,6 +324,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
 ) -> None:
     """A read from a peer does not wait for the whole shard: some are copied before the last are sent (R27)."""
     site, put = apart(make_site)
+    bring_here(monkeypatch)
     copied, batches = threading.Event(), itertools.count()
     copy_chunk, fetch_batch = verified_stream.copy_chunk, Peer._fetch_batch
 
@@ -353,6 +354,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
 ) -> None:
     """Ranks of one host that share a state read it at once: the second waits, and fetches only if the first failed."""
     site, put = apart(make_site)
+    bring_here(monkeypatch)
     fetches, has_second = itertools.count(), threading.Event()
     fetch_into, await_other = Peer.fetch_into, stage._await_other
 
@@ -386,6 +388,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
 ) -> None:
     """Of those that wait for it one takes its place, what has come already counts, and the others wait for that one."""
     site, put = apart(make_site)
+    bring_here(monkeypatch)
     fetches, is_over, has_waited = itertools.count(), threading.Event(), threading.Semaphore(0)
     fetch_into, await_other = Peer.fetch_into, stage._await_other
 
@@ -431,6 +434,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
 ) -> None:
     """The source is lost after some chunks were copied: an error, which says that a state filled in place is lost."""
     site, put = apart(make_site)
+    bring_here(monkeypatch)
     copied, batches = threading.Event(), itertools.count()
     copy_chunk, fetch_batch = verified_stream.copy_chunk, Peer._fetch_batch
 

@@ -16,6 +16,7 @@ from memstore.core.holder.effects import Procedure
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.push import Push
 from memstore.core.holder.state import HolderState
+from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import (
     AbandonStep,
@@ -29,6 +30,7 @@ from memstore.core.wire.orders import (
     Run,
     StageShard,
 )
+from memstore.core.wire.peer_messages import FetchManifest, Verify
 from memstore.core.wire.reports import CopiesLookedAt, Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
@@ -119,29 +121,30 @@ def staged(holder: Holder, order: StageShard, reports: Reports) -> StageEnded:
     return next(report for report in reports if isinstance(report, StageEnded))
 
 
-def break_fetches(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
-    """The first fetches of a batch raise `error`."""
-    real, left = Peer._fetch_batch, [times]
+def break_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]], error: Exception, times: int) -> None:
+    """The first requests of a kind raise `error`."""
+    real, left = Peer.call, [times]
 
-    def broken(self: Peer, *args: Any) -> list[int]:
-        if left[0] > 0:
+    def broken(self: Peer, request: Request[Any], timeout_s: float = 30.0) -> Any:
+        if isinstance(request, kind) and left[0] > 0:
             left[0] -= 1
             raise error
-        return real(self, *args)
+        return real(self, request, timeout_s)
 
-    monkeypatch.setattr(Peer, "_fetch_batch", broken)
+    monkeypatch.setattr(Peer, "call", broken)
 
 
-def test_a_reset_connection_costs_another_try(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks once during a restore is no evidence about the bytes: they are fetched again (R25)."""
+@pytest.mark.parametrize("kind", [FetchManifest, Verify])
+def test_a_reset_connection_costs_another_try(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]]
+) -> None:
+    """A connection that breaks once during a restore is no evidence about the bytes: it is asked again (R25)."""
     a, b = pair
     stored, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
-    break_fetches(monkeypatch, PeerUnreachable("connection reset"), times=1)
+    break_calls(monkeypatch, kind, PeerUnreachable("connection reset"), times=1)
     report = staged(b, order(stored), reports)
     assert (report.problem, report.bad) == (None, {})
-    held = b.replicas.index.find(SHARD, stored.spec.digest)
-    assert held is not None
-    assert not b.replicas.verify(held)
+    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("error", [PeerUnreachable("connection reset"), CapacityError("the arena is full")])
@@ -152,10 +155,11 @@ def test_bad_luck_is_reported_without_evidence(
     a, b = pair
     stored, reports = seal(a.replicas, SHARD), reports_of(b, monkeypatch)
     monkeypatch.setattr(fetch, "may_wait", only_at_once)
-    break_fetches(monkeypatch, error, times=1000)
+    break_calls(monkeypatch, Verify, error, times=1000)
     report = staged(b, order(stored), reports)
     assert report.bad == {}
     assert str(error) in str(report.problem)
+    assert not b.replicas.index.incoming
 
 
 def test_a_rotten_chunk_is_believed_on_the_sources_own_word(
@@ -374,9 +378,9 @@ def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) 
     wanted, beside = seal(a.replicas, SHARD), seal(b.replicas, ShardId("train", 1, 1, 0))
     rot(b.replicas, beside, 1)
     assert b.runner.run(stage.stage(b.state, order(wanted), SHARD)) == {}
-    found = b.replicas.index.find(SHARD)
-    assert found is not None
-    assert not b.replicas.verify(found)
+    read = b.state.partial_reads.known["train", 0]
+    assert read.sources == {"a": [1]}
+    assert [slot is None for slot in read.replica.slots] == [False, True, False, False]
     assert beside.missing == {1}
 
 

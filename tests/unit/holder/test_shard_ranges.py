@@ -77,6 +77,7 @@ def order(
     return ReadChunks(
         job="train", read=number, rank=3, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
         runs=(run,), durable=None, holders=tuple(holders), chunks=tuple(ChunkRange(*each) for each in chunks),
+        is_repair=True,
     )  # fmt: skip
 
 

@@ -33,9 +33,13 @@ class Restores:
             who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
             raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
 
-    def read_damaged(self, rank: Rank, slots: list[int], staged_s: float) -> None:
-        """Look at staged slots that a rank found damaged: that must have happened after they were staged (R23)."""
-        spoilt = self.world.memories[rank.host_id].spoilt
+    def read_damaged(self, rank: Rank, slots: list[int], staged_s: float, host_id: str | None = None) -> None:
+        """Look at staged slots that a rank found damaged: that must have happened after they were staged (R23).
+
+        Args:
+            host_id: Where the slots are; None: on the rank's host.
+        """
+        spoilt = self.world.memories[host_id or rank.host_id].spoilt
         early = [n for n in slots if spoilt.get(n, staged_s) < staged_s]
         if early:
             raise Violation("R23", f"rank {rank.rank} was handed slots {early}, bad before they were staged")

@@ -49,6 +49,7 @@ class Driver:
         self._calls: dict[type[Effect], Callable[[Any], Waits[Any]]] = {}
         self.verified_s: dict[StagedKey, float] = {}  # since when what was staged for a reader has been verified
         self._opened_s: dict[ShardId, float] = {}  # when the incoming replica of what is brought was opened
+        self.opened_s: dict[tuple[str, ShardId], float] = {}  # the same by its name: what was spoilt before is found
 
     def extended(self, calls: Mapping[type[Effect], Callable[[Any], Waits[Any]]]) -> Driver:
         """Return a driver of the same holder that carries out more kinds of effects."""
@@ -189,6 +190,7 @@ class Driver:
     def _(self, effect: effects.OpenIncoming) -> Waits[IncomingReplica]:
         yield FILE_S
         self._opened_s[effect.shard] = self.holder.world.now  # the first of its chunks is verified now
+        self.opened_s[effect.name, effect.shard] = self.holder.world.now
         return self.replicas.open_incoming(
             effect.name, effect.shard, effect.digests, effect.sizes, effect.attempt, effect.chunks
         )

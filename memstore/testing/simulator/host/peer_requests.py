@@ -35,11 +35,11 @@ class Request:
         self.is_cut = source is not None and sender.world.network.take("resets")
         self._bulk = b""
 
-    def ask(self, request: codec.Request[R]) -> R:
+    def ask(self, request: codec.Request[R], *, is_reader: bool = False) -> R:
         """Let the server answer; its errors are raised here, and its death is a lost connection."""
         try:
             decoded = decode_request(codec.encode(request))
-            self.target.peer_server._answer(self, 1, decoded)  # type: ignore[arg-type]
+            self.target.peer_server._answer(self, 1, decoded, is_reader=is_reader)  # type: ignore[arg-type]
         except Crashed as crash:
             if crash.memory is not self.target.memory:
                 raise
@@ -120,6 +120,7 @@ class PeerLink:
 
     holder: HostContext
     peer: HostContext
+    address, port = "simulated", 1
 
     def ask(
         self, request: codec.Request[R], source: OutgoingReplica | None = None, limit_s: float = CALL_TIMEOUT_S
@@ -131,11 +132,11 @@ class PeerLink:
             yield from self._travel()
         return Request(self.holder, self.peer, source).ask(request)
 
-    def fetch(self, request: FetchChunks) -> Generator[Wait, None, list[bytes]]:
-        """Send a request for chunks and return them, b"" for one that the peer lacks."""
+    def fetch(self, request: FetchChunks, *, is_reader: bool = False) -> Generator[Wait, None, list[bytes]]:
+        """Send a request for chunks and return them, b"" for one that the peer lacks; a reader is a rank."""
         yield from self._travel()
         asked = Request(self.holder, self.peer)
-        asked.ask(request)
+        asked.ask(request, is_reader=is_reader)
         return asked.chunks()
 
     def _travel(self, limit_s: float = CALL_TIMEOUT_S) -> Generator[Wait, None, None]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import cast
 
 from memstore.core.arena.replica_index import StagedKey
-from memstore.core.format.manifest import chunk_digest, decode_manifest
+from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
 from memstore.core.holder import answers, effects, reads
 from memstore.core.holder import stage as procedure
 from memstore.core.holder.answers import Call
@@ -15,13 +15,16 @@ from memstore.core.holder.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import RankCall, ReadRanges
 from memstore.core.wire.codec import reply_decoder
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import FetchChunks
 from memstore.core.wire.rank_messages import AskAnswered, AskRefused
 from memstore.core.wire.replies import ShardPlaced, decode_placed
-from memstore.errors import ProtocolError
+from memstore.errors import MemstoreError, ProtocolError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
+from memstore.testing.simulator.host.peer_requests import connect
 from memstore.testing.simulator.host.rank_link import RankLink
-from memstore.testing.simulator.world.processes import CallFailed, ShardRead
+from memstore.testing.simulator.world.processes import CallFailed, Rank, ShardRead
 from memstore.testing.simulator.world.virtual_time import Thread
 
 READ_S = (0.0, 0.05)  # until a reader has copied what was staged for it
@@ -71,18 +74,53 @@ class Stager:
         slow_s = self.slowness.uniform(0.0, SLOW_S) if self.slowness.random() < SLOW_SHARE else 0.0
         yield holder.world.network.rng.uniform(*READ_S) + slow_s
         wanted = [index for index, slot in enumerate(placed.slots) if slot is not None]
-        read = rank.read([placed.slots[index] for index in wanted])
+        read = dict(zip(wanted, rank.read([placed.slots[index] for index in wanted]), strict=True))
         if rank.link is link and holder.is_up:
             holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
+        fetched = yield from self._fetch(rank, placed)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
             reads.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
-        chunks = decode_manifest(placed.manifest).chunks
-        is_lost = is_whole and None in placed.slots  # a chunk went bad after it was staged
-        if is_lost or [chunk_digest(data) for data in read] != [chunks[index].digest for index in wanted]:
-            if placed.report is not None:  # a barrier said: good (R27)
-                key = StagedKey(rank.job, rank.rank, "round", placed.report.round)
-                staged_s = self.driver.verified_s.get(key, holder.world.now)
-                holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
-            rank.answered(call_id, CallFailed("DigestMismatch: a staged chunk was damaged before it was read"))
+        manifest = decode_manifest(placed.manifest)
+        good = {i: data for i, data in {**read, **fetched}.items() if chunk_digest(data) == manifest.chunks[i].digest}
+        bad = [i for i in read if i not in good]
+        if placed.report is not None and (bad or (is_whole and not placed.elsewhere and None in placed.slots)):
+            key = StagedKey(rank.job, rank.rank, "round", placed.report.round)  # a barrier said: good (R27)
+            staged_s = self.driver.verified_s.get(key, holder.world.now)
+            holder.checker.restores.read_damaged(rank, [n for n in placed.slots if n is not None], staged_s)
+        asked = set(range(len(placed.slots))) if is_whole else {*read, *_elsewhere(placed)}
+        missing = sorted(asked - good.keys())
+        if missing and not (isinstance(request, ReadRanges) and request.is_repair):
+            good.update((yield from rank.repair(manifest, missing)))
+        if asked - good.keys():
+            rank.answered(call_id, CallFailed("DigestMismatch: a chunk was damaged before it was read"))
             return
-        rank.answered(call_id, ShardRead(placed, dict(zip(wanted, read, strict=True))))
+        rank.answered(call_id, ShardRead(placed, dict(sorted(good.items()))))
+
+    def _fetch(self, rank: Rank, placed: ShardPlaced) -> Waits[dict[int, bytes]]:
+        """Fetch chunks from other holders as a rank does; those that do not come are left out."""
+        found: dict[int, bytes] = {}
+        manifest = decode_manifest(placed.manifest)
+        digest = shard_digest(placed.manifest)
+        for row in placed.elsewhere:
+            indices = tuple(i for part in row.chunks for i in range(part.first, part.first + part.count))
+            request = FetchChunks(shard=WireShard.of(manifest.shard), digest=digest, chunks=indices)
+            with suppress(MemstoreError):
+                chunks = yield from connect(self.holder, row.host).fetch(request, is_reader=True)
+                found.update(zip(indices, chunks, strict=True))
+                if placed.report is not None:
+                    self._check_source(rank, manifest, digest, row.host, dict(zip(indices, chunks, strict=True)))
+        return found
+
+    def _check_source(self, rank: Rank, manifest: Manifest, digest: str, host: str, chunks: dict[int, bytes]) -> None:
+        """Look at what a source sent a rank of a round: what was bad there before it was staged was found (R23)."""
+        stored = self.holder.world.holders[host].replicas.index.find(manifest.shard, digest)
+        wrong = [i for i, data in chunks.items() if data and chunk_digest(data) != manifest.chunks[i].digest]
+        slots = [stored.slots[i] for i in wrong] if stored is not None else []
+        name = f"direct-{rank.attempt}-{rank.rank}"
+        staged_s = self.driver.opened_s.get((name, manifest.shard), self.holder.world.now)
+        self.holder.checker.restores.read_damaged(rank, [n for n in slots if n is not None], staged_s, host)
+
+
+def _elsewhere(placed: ShardPlaced) -> set[int]:
+    parts = (part for row in placed.elsewhere for part in row.chunks)
+    return {i for part in parts for i in range(part.first, part.first + part.count)}

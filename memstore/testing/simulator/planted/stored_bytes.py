@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
+from memstore.core.wire.peer_messages import Verified
 from memstore.shell.arena import adoption
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -140,9 +141,13 @@ ROWS = (
     row("adoption-trusts-headers", "R6", "R6", (adoption, "chunk_digest"), lambda view: _Equal(),
         "A new holder believes every slot header without digesting the slot.",
         Fault(5.0, "flip-at-rest", (0,), count=16), Fault(5.1, "kill-holder", (0,))),
-    row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, stored: sorted(stored.missing),
+    row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, at, *how: sorted(at.missing),
         "A restore hands local bytes to the rank without digesting them again.",
         Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),
+    row("source-not-digested", "R23", "R23", (PeerServer, "_verify"), lambda self, request: Verified(missing=()),
+        "Ranks are released to fetch bytes that their source has not digested again.",
+        Fault(4.5, "kill-host", (1,), for_s=2.0), Fault(5.2, "flip-at-rest", (3,), count=30), hosts=4, world_size=4,
+        is_strict=False, tries=4),
     row("bad-slot-not-condemned", "R30", "R23 R6 R29", (ReplicaIndex, "quarantine"), lambda self, number: [],
         "A slot with bad bytes stays in its replicas and is served.",
         Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),

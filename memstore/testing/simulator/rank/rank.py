@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import Manifest, decode_manifest
+from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
@@ -251,6 +251,17 @@ class SimRank:
         )
         if isinstance(answer, ShardRead):
             self.checker.restores.read_ranges(self, answer)
+
+    def repair(self, manifest: Manifest, missing: Sequence[int]) -> Generator[Wait, None, dict[int, bytes]]:
+        """Have the holder bring chunks that did not come, or came damaged; return those that are good."""
+        shard = manifest.shard
+        answer = yield from self._answer(
+            "read_ranges", RANGES_S, rank=shard.rank, step=shard.step, of_attempt=shard.attempt,
+            chunks=[[index, 1] for index in missing], is_repair=True,
+        )  # fmt: skip
+        if not isinstance(answer, ShardRead):
+            return {}
+        return {i: data for i, data in answer.chunks.items() if chunk_digest(data) == manifest.chunks[i].digest}
 
     def named(self) -> dict[str, Any]:
         """Return what it says of its shard when it joins (R34)."""

@@ -6,7 +6,7 @@ file of theirs imports another's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.world.memory import Memory
-from memstore.testing.simulator.world.virtual_time import Process
+from memstore.testing.simulator.world.virtual_time import Process, Wait
 from recovery.inventory import Copy
 
 Answer = Any  # of the type that its request declares; a `ShardRead` for one that names bytes, a `CallFailed`
@@ -188,3 +188,6 @@ class Rank(Process, Protocol):
 
     def check(self, manifest: Manifest) -> str:
         """Say why it cannot take the shard that was staged for it, or ""."""
+
+    def repair(self, manifest: Manifest, missing: Sequence[int]) -> Generator[Wait, None, dict[int, bytes]]:
+        """Have the holder bring chunks that did not come, or came damaged; return those that are good."""

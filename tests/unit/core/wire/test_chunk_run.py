@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.shell.peer.chunk_frames import BATCH_CHUNKS_MAX, RUN_BYTES, batches, runs
+from memstore.core.network.chunk_batches import BATCH_CHUNKS_MAX, batches
+from memstore.shell.peer.chunk_frames import RUN_BYTES, runs
 
 
 @given(chunks=st.lists(st.integers(0, 10_000), unique=True, max_size=400), streams=st.integers(1, 8))

@@ -1,0 +1,220 @@
+"""Chunks that holders of other hosts send this process, each received straight to where its bytes go (R4, R26).
+
+    asked for, batch by batch over several streams --its digest is right--> there
+      '--it is lacking, damaged or late, or the connection fails--> left to the reader, whose holder brings it
+
+The process proves the store's secret as a holder does. Connections are opened for one read and end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memstore.config import Config
+from memstore.core.format.manifest import Manifest, chunk_hasher
+from memstore.core.network.chunk_batches import batches
+from memstore.core.wire.error_message import decode_error
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ReaderIdentity
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.peer_messages import FetchChunks, decode_run
+from memstore.core.wire.replies import ChunksElsewhere
+from memstore.errors import MemstoreError, ProtocolError
+from memstore.shell.arena.folder import read_secret
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.net.tls import Tls
+
+log = logging.getLogger("memstore")
+Fill = Callable[[memoryview], None]  # fills a view with the next bytes of a chunk
+Receive = Callable[[int, int, Fill], None]  # receives a chunk (index, nbytes), each of its bytes once, in order
+CONNECT_S = 5.0
+SILENT_S = 10.0  # for one chunk; what has not come by then the holder brings, which knows who is dead
+
+
+class Dialler:
+    """Connects this process to holders of other hosts."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Take the folder of this host's arena, and the settings of the running store."""
+        self._folder, self._store = folder, str(settings["store"])
+        self._streams = int(settings["streams"])
+        self._tls_files: dict[str, Any] = {name: settings.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        self._tls: Tls | None = None
+
+    @property
+    def streams(self) -> int:
+        """Return how many connections a read opens to one host: more than cores only take turns."""
+        return min(self._streams, os.cpu_count() or 1)
+
+    def connect(self, row: ChunksElsewhere) -> Channel:
+        """Open a connection to a holder. TransportError, or ConfigError for files of TLS that this user cannot use."""
+        if self._tls is None and any(self._tls_files.values()):
+            self._tls = Tls.load(Config(**self._tls_files))
+        return connect_tcp(
+            row.address, row.port, secret=read_secret(self._folder), store=self._store,
+            identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=row.host, tls=self._tls,
+        )  # fmt: skip
+
+
+class PeerChunks:
+    """The chunks of one shard that this process fetches; `close` ends all waits."""
+
+    def __init__(self, dialler: Dialler, manifest: Manifest, digest: str, rows: Sequence[ChunksElsewhere]) -> None:
+        self._dialler, self._manifest, self._digest = dialler, manifest, digest
+        self._rows = {row.host: row for row in rows}
+        self._host_of = {
+            index: row.host
+            for row in rows
+            for part in row.chunks
+            for index in range(part.first, part.first + part.count)
+        }
+        self._idle: dict[str, list[Channel]] = {row.host: [] for row in rows}
+        self._open: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._host_of
+
+    @contextmanager
+    def fetching(self, indices: Sequence[int], receive: Receive) -> Iterator[Callable[[], list[int]]]:
+        """Fetch chunks in threads; the given function waits for the end and returns those that are not there.
+
+        An exception in the block ends the fetch: no byte is written after it.
+        """
+        by_host: dict[str, list[int]] = {}
+        for index in indices:
+            by_host.setdefault(self._host_of[index], []).append(index)
+        jobs: list[Future[list[int]]] = []
+        count = len(by_host) * self._dialler.streams
+        with ThreadPoolExecutor(max(1, count), thread_name_prefix="memstore-fetch") as workers:
+            try:
+                for host, wanted in by_host.items():
+                    todo = deque(batches(wanted, self._dialler.streams))
+                    streams = range(min(self._dialler.streams, len(todo)))
+                    jobs += [workers.submit(self._stream, host, todo, receive) for _ in streams]
+                yield lambda: sorted({*indices}.difference(index for job in jobs for index in job.result()))
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End every connection; any thread may call, more than once."""
+        with self._lock:
+            self._is_closed = True
+            channels, self._open = list(self._open), set()
+        for channel in channels:
+            channel.close()
+
+    def _stream(self, host: str, todo: deque[list[int]], receive: Receive) -> list[int]:
+        """Fetch batches over one connection until none is left or it fails; return the chunks that are there."""
+        done: list[int] = []
+        try:
+            with self._channel(host) as channel:
+                while (batch := _next(todo)) is not None:
+                    self._batch(channel, batch, receive, done)
+        except MemstoreError as exc:
+            if not self._is_closed:
+                log.warning("memstore: chunks of host %s are brought by this host's holder instead: %s", host, exc)
+        return done
+
+    @contextmanager
+    def _channel(self, host: str) -> Iterator[Channel]:
+        with self._lock:
+            channel = self._idle[host].pop() if self._idle[host] else None
+        if channel is None:
+            channel = self._dialler.connect(self._rows[host])
+            with self._lock:
+                self._open.add(channel)
+                is_closed = self._is_closed
+            if is_closed:
+                channel.close()
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            self._idle[host].append(channel)
+
+    def _batch(self, channel: Channel, batch: Sequence[int], receive: Receive, done: list[int]) -> None:
+        request = FetchChunks(shard=WireShard.of(self._manifest.shard), digest=self._digest, chunks=tuple(batch))
+        channel.send(Kind.CALL, 1, request, deadline_s=SILENT_S)
+        left = deque(batch)
+        while left:
+            for size in self._sizes(channel, len(left)):
+                index = left.popleft()
+                if size and self._receive(channel, index, size, receive):
+                    done.append(index)
+        channel.recv(timeout_s=SILENT_S)
+
+    def _sizes(self, channel: Channel, count: int) -> tuple[int, ...]:
+        """Receive the next frame's header; return the sizes of the chunks that follow, 0 for one that is lacking."""
+        frame = channel.recv(timeout_s=SILENT_S)
+        if frame.kind is Kind.ERROR and not frame.bulk_bytes:
+            raise decode_error(frame.data).rebuilt()
+        if frame.kind is not Kind.CHUNK:
+            raise ProtocolError(f"{channel.peer}: {frame.kind.name} where up to {count} chunks were due")
+        sizes = decode_run(frame.data).sizes
+        if not 0 < len(sizes) <= count or sum(sizes) != frame.bulk_bytes:
+            raise ProtocolError(
+                f"{channel.peer}: a run of {len(sizes)} chunks in {frame.bulk_bytes} bytes, where up to {count} chunks "
+                "were due"
+            )
+        return sizes
+
+    def _receive(self, channel: Channel, index: int, size: int, receive: Receive) -> bool:
+        """Receive one chunk; return whether its digest is the manifest's."""
+        chunk, hasher = self._manifest.chunks[index], chunk_hasher()
+        if size != chunk.nbytes:
+            raise ProtocolError(f"{channel.peer}: chunk {index} has {size} bytes, the manifest says {chunk.nbytes}")
+        receive(index, size, lambda view: channel.recv_bulk_into(view, timeout_s=SILENT_S, seen=hasher.update))
+        return hasher.digest() == chunk.digest
+
+
+class Fetches:
+    """The fetches of one link's process, which an interruption ends for good."""
+
+    def __init__(self) -> None:
+        self._open: set[PeerChunks] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def begin(self, fetch: PeerChunks) -> None:
+        """Have a fetch ended with the others."""
+        with self._lock:
+            self._open.add(fetch)
+            is_over = self._is_over
+        if is_over:
+            fetch.close()
+
+    def end(self, fetch: PeerChunks) -> None:
+        """End a fetch."""
+        with self._lock:
+            self._open.discard(fetch)
+        fetch.close()
+
+    def close(self) -> None:
+        """End all fetches, also those to come."""
+        with self._lock:
+            self._is_over = True
+            fetches, self._open = list(self._open), set()
+        for fetch in fetches:
+            fetch.close()
+
+
+def _next(todo: deque[list[int]]) -> list[int] | None:
+    """Take a batch; None if another stream took the last one."""
+    try:
+        return todo.popleft()
+    except IndexError:
+        return None

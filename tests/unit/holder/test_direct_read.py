@@ -1,0 +1,324 @@
+"""Reads whose bytes go from another host's holder straight into the reader's memory (R4, R23, R26, R27)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from link_site import WAIT_S, Site, together
+
+import memstore.client.connect
+from memstore.core.arena.replica_index import StoredReplica
+from memstore.core.holder import direct_read, fetch, partial_read, stage
+from memstore.core.wire.codec import Message
+from memstore.core.wire.frame import Kind
+from memstore.core.wire.handshake import ReaderIdentity
+from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.orders import Run, StageShard
+from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping
+from memstore.errors import DigestMismatch, FencedError, PeerUnreachable, RecoveryError
+from memstore.shell.holder.holder import Holder
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.listener import connect_tcp
+from memstore.shell.peer import server
+from memstore.shell.rank import peer_chunks
+from memstore.shell.rank.admin_link import Tool
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.clusters.two_holders import two_holders
+from recovery.inventory import ShardId
+
+CHUNK_BYTES = 64 << 10
+SHARD = ShardId("train", 1, 2, 0)
+FILLS = b"\1\2\3\4\5\6"
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Holder, Holder]]:
+    monkeypatch.setattr(fetch, "RETRY_S", 0.01)
+    with two_holders(CHUNK_BYTES, dead_after_s=0.6, suspect_after_s=0.3, heartbeat_s=0.1) as found:
+        yield found
+
+
+def seal(holder: Holder, fills: bytes = FILLS, shard: ShardId = SHARD) -> StoredReplica:
+    """Store a shard of one chunk per fill byte."""
+    replicas = holder.replicas
+    replicas.ensure_free(len(fills))
+    slots = replicas.take_slots(len(fills))
+    for slot, fill in zip(slots, fills, strict=True):
+        replicas.arena.view(slot, CHUNK_BYTES)[:] = bytes([fill]) * CHUNK_BYTES
+    return replicas.seal_local(shard, world_size=1, layout=b"", nbytes=len(fills) * CHUNK_BYTES, slots=slots, attempt=1)
+
+
+def rot(holder: Holder, stored: StoredReplica, index: int) -> None:
+    """Flip a bit of a sealed chunk behind all processes' back."""
+    slot = stored.slots[index]
+    assert slot is not None
+    holder.replicas.arena.view(slot, CHUNK_BYTES)[7] ^= 1
+
+
+def order(stored: StoredReplica, *, holders: Sequence[str] = ("a",), source: str = "a", number: int = 1) -> StageShard:
+    """Stage a shard whole for a get of all ranks, from one host."""
+    return StageShard(
+        job="train", round=number, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
+        holders=tuple(holders), runs=(Run("peer", source, 0, len(stored.slots)),), durable=None,
+    )  # fmt: skip
+
+
+def staged(holder: Holder, wanted: StageShard) -> dict[str, list[int]]:
+    stage.begin(holder.state, wanted)
+    return holder.runner.run(stage.stage(holder.state, wanted, wanted.shard.id))
+
+
+# -- at the reader's holder ---------------------------------------------------------------------------
+
+
+def test_a_staged_round_brings_no_byte_here(pair: tuple[Holder, Holder]) -> None:
+    """The source digests the chunks, and this host takes no slot for them and counts no copy (R10, R23)."""
+    a, b = pair
+    stored, free = seal(a), len(b.replicas.table.free)
+    assert staged(b, order(stored)) == {}
+    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3, 4, 5]}
+    assert len(b.replicas.table.free) == free
+    assert b.replicas.index.copies("b") == []
+    assert b.replicas.index.used_by_rank("train", 0) == 0
+
+
+def test_what_rotted_at_its_source_is_evidence_before_any_rank_goes_on(pair: tuple[Holder, Holder]) -> None:
+    """The source finds the chunk as it digests its copy for the round: the controller plans again (R23, R25)."""
+    a, b = pair
+    stored = seal(a)
+    rot(a, stored, 4)
+    assert staged(b, order(stored)) == {"a": [4]}
+    assert stored.missing == {4}
+    assert not b.state.partial_reads.known
+    assert not b.replicas.index.incoming
+
+
+def test_another_holder_is_the_source_where_the_planned_one_does_not_answer(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is gone from the view is no evidence about its bytes; who has the shard as well is asked (R25)."""
+    a, b = pair
+    stored = seal(a)
+    assert staged(b, order(stored, holders=("gone", "a"), source="gone")) == {}
+    assert b.state.partial_reads.known["train", 0].sources == {"a": [0, 1, 2, 3, 4, 5]}
+    monkeypatch.setattr(fetch, "RETRY_LIMIT_S", 0.0)
+    monkeypatch.setattr(fetch, "deadline_s", lambda state: 0.0)
+    with pytest.raises(PeerUnreachable, match="host gone is not in the store's view"):
+        staged(b, order(stored, holders=("gone",), source="gone", number=2))
+
+
+def test_a_newer_round_takes_the_place_of_an_older_one(pair: tuple[Holder, Holder]) -> None:
+    """A rank is in one round at a time: what was held for the older one is given back (R7)."""
+    a, b = pair
+    stored = seal(a)
+    beside = seal(b, FILLS[:2], ShardId("train", 1, 1, 0))
+    for number in (1, 2):
+        assert staged(b, order(stored, number=number)) == {}
+    assert list(b.state.partial_reads.known) == [("train", 0)]
+    partial_read.release(b.state, ("train", 0))
+    assert not b.replicas.index.incoming
+    assert [b.replicas.table.slots[slot or 0].refs for slot in beside.slots] == [1, 1]
+
+
+def reader_of(a: Holder) -> Channel:
+    address, port = a.listener.address[:2]
+    return connect_tcp(
+        str(address), int(port), secret=a.secret, store=a.config.store, identity=ReaderIdentity(host="b"), timeout_s=5.0
+    )
+
+
+@pytest.mark.parametrize("request_kind", ["manifest", "ping"])
+def test_a_reader_may_ask_for_chunks_alone(pair: tuple[Holder, Holder], request_kind: str) -> None:
+    """Anything else ends its connection: it is no holder, and speaks for no host (R4)."""
+    a, _ = pair
+    stored = seal(a)
+    wanted: Message = Ping()
+    if request_kind == "manifest":
+        wanted = FetchManifest(shard=WireShard.of(SHARD), digest=stored.spec.digest)
+    with reader_of(a) as channel:
+        channel.send(Kind.CALL, 1, wanted, deadline_s=5.0)
+        with pytest.raises(PeerUnreachable):
+            channel.recv(timeout_s=5.0)
+
+
+def test_a_reader_learns_what_the_holder_lacks(pair: tuple[Holder, Holder]) -> None:
+    """A shard that is not there is an error by name; its connection goes on."""
+    a, _ = pair
+    with reader_of(a) as channel:
+        for _ in range(2):
+            channel.send(
+                Kind.CALL, 1, FetchChunks(shard=WireShard.of(SHARD), digest="0" * 32, chunks=(0,)), deadline_s=5.0
+            )
+            assert channel.recv(timeout_s=5.0).kind is Kind.ERROR
+
+
+# -- in the reader's process --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*hosts: str, replicas: int = 1) -> Site:
+        made.append(Site(tmp_path, list(hosts), monkeypatch))
+        made[-1].config = dataclasses.replace(made[-1].config, replicas=replicas)
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+def put_apart(site: Site) -> list[dict[str, torch.Tensor]]:
+    """Have each host's rank put a state of its own at step 1."""
+    stores = site.connect()
+    states = [{"w": torch.arange(400_000, dtype=torch.int32) + (rank << 20)} for rank in range(len(stores))]
+    together(*[lambda s=s: s.put(1, states[s.rank]).wait("committed", WAIT_S) for s in stores])
+    return states
+
+
+def reader_on(site: Site, host: str) -> Any:
+    return memstore.client.connect.Reader("job", Tool(site.folder(host)), memstore.Config())
+
+
+@pytest.mark.parametrize("has_into", [False, True])
+def test_a_shard_of_another_host_comes_straight_into_the_state(make_site: Callable[..., Site], has_into: bool) -> None:
+    """No slot of the reader's host is taken, and every byte is what was put (R4, R26)."""
+    site = make_site("a", "b")
+    states = put_apart(site)
+    free = len(site.replicas.table.free)
+    target = {"w": torch.zeros_like(states[1]["w"])} if has_into else None
+    with reader_on(site, "a") as reader:
+        got = reader.get(rank=1, into=target)
+    wait_for(lambda: not site.replicas.index.incoming, "the read to be given back")
+    assert torch.equal(got.state["w"], states[1]["w"])
+    assert target is None or torch.equal(target["w"], states[1]["w"])
+    assert (got.source, len(site.replicas.table.free)) == ("peer", free)
+
+
+class Wire:
+    """Damages or ends what a holder sends readers, once or always."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.work: Callable[[Channel, list[Any]], None] = lambda channel, views: None
+        real = server.send_run
+
+        def send(channel: Channel, request_id: int, views: list[Any], **given: Any) -> None:
+            views = [None if view is None else memoryview(bytearray(view)) for view in views]
+            self.work(channel, views)
+            real(channel, request_id, views, **given)
+
+        monkeypatch.setattr(server, "send_run", send)
+
+
+@pytest.mark.parametrize("fault", ["flip", "lack", "reset"])
+def test_what_does_not_come_whole_is_brought_by_the_readers_holder(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A chunk that is damaged on the way, lacking, or cut off comes from the holder's own fetch (R26)."""
+    site, wire, hits = make_site("a", "b"), Wire(monkeypatch), [1]
+    states = put_apart(site)
+
+    def break_once(channel: Channel, views: list[Any]) -> None:
+        if not hits:
+            return
+        hits.pop()
+        if fault == "flip":
+            views[0][100] ^= 1
+        elif fault == "lack":
+            views[0] = None
+        else:
+            channel.abort()
+
+    wire.work = break_once
+    target = {"w": torch.zeros_like(states[1]["w"])}
+    with reader_on(site, "a") as reader:
+        got = reader.get(rank=1, into=target)
+    assert not hits
+    assert torch.equal(target["w"], states[1]["w"])
+    assert "came from another copy" in got.source_reason
+    wait_for(lambda: not site.replicas.index.incoming, "the read to be given back")
+
+
+def test_without_a_good_copy_the_get_fails_and_names_the_state(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way brings damaged bytes: `into` was written to, and the error says that it is unusable (R26)."""
+    site, wire = make_site("a", "b"), Wire(monkeypatch)
+    states = put_apart(site)
+
+    def always(channel: Channel, views: list[Any]) -> None:
+        for view in views:
+            view[5] ^= 1
+
+    wire.work = always
+    monkeypatch.setattr(fetch, "RETRY_S", 0.01)
+    monkeypatch.setattr(fetch, "deadline_s", lambda state: state.now())
+    with reader_on(site, "a") as reader, pytest.raises((DigestMismatch, RecoveryError), match="into= is unusable"):
+        reader.get(rank=1, into={"w": torch.zeros_like(states[1]["w"])})
+
+
+def test_a_get_of_all_ranks_is_direct(make_site: Callable[..., Site]) -> None:
+    """Ranks that changed hosts get their shards from where they lie, and both go on with a put (R23, R27)."""
+    site = make_site("a", "b")
+    states = put_apart(site)
+    for store in site.stores:
+        store.close()
+    hosts = list(site.holders)
+    site.holders = {host: site.holders[host] for host in reversed(hosts)}
+    stores = site.connect()
+    into = [{"w": torch.zeros_like(states[0]["w"])} for _ in stores]
+    got = together(*[lambda s=s: s.get(into=into[s.rank]) for s in stores])
+    assert [found.source for found in got] == ["peer", "peer"]
+    assert all(torch.equal(into[rank]["w"], states[rank]["w"]) for rank in range(2))
+    together(*[lambda s=s: s.put(2, into[s.rank]).wait("committed", WAIT_S) for s in stores])
+    for holder in site.holders.values():
+        wait_for(lambda h=holder: not h.state.partial_reads.known, "the reads to be given back")
+
+
+def test_an_interrupted_link_ends_a_fetch(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that says nothing more holds a process whose peers were lost for no deadline."""
+    site, wire = make_site("a", "b"), Wire(monkeypatch)
+    put_apart(site)
+    store = site.stores[0]
+    monkeypatch.setattr(peer_chunks, "SILENT_S", 10 * WAIT_S)
+
+    def hang(channel: Channel, views: list[Any]) -> None:
+        store._link.interrupt("a test ends it")
+        wait_for(lambda: channel.is_closed or channel._readable.poll(0) != [], "the reader to go")
+
+    wire.work = hang
+    with pytest.raises(FencedError, match="a test ends it"):
+        store.get(1, rank=1)
+
+
+def test_chunks_of_shared_content_are_not_fetched(make_site: Callable[..., Site]) -> None:
+    """What the reader's host holds of any shard is read there (R13)."""
+    site = make_site("a", "b")
+    stores = site.connect()
+    same = torch.arange(400_000, dtype=torch.int32)
+    together(*[lambda s=s: s.put(1, {"w": same}).wait("committed", WAIT_S) for s in stores])
+    fetched: list[Sequence[int]] = []
+    real = direct_read.elsewhere
+
+    def noted(read: Any) -> Any:
+        rows = yield from real(read)
+        fetched.extend(tuple(row.chunks) for row in rows)
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch, reader_on(site, "a") as reader:
+        patch.setattr(direct_read, "elsewhere", noted)
+        got = reader.get(rank=1)
+    assert torch.equal(got.state["w"], same)
+    count = sum(part.count for parts in fetched for part in parts)
+    assert count <= 1  # the last chunk has the layout's own bytes, if any differ
+
+
+def test_what_a_reader_fetches_is_named_in_ranges() -> None:
+    """The answer to a read of a shard of many chunks stays small."""
+    assert len(tuple(direct_read.ranges(range(100_000)))) == 1
