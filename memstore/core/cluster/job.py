@@ -61,6 +61,7 @@ class Attempt:
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank may have the decided step
     has_put: bool = False
+    fetch_until_s: float = 0.0  # for so long its ranks may be fetching what a get released
     has_freed_unrestorable: bool = False  # at its first put: older steps that no rank can restore are freed (R10)
     rounds_count: int = 0
     steps: StepPhases = field(default_factory=StepPhases)
@@ -81,6 +82,10 @@ class Attempt:
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
+
+    def is_fetching(self, now: float) -> bool:
+        """Return whether its ranks may still be fetching from other hosts what a get released: none has put since."""
+        return now < self.fetch_until_s and not self.has_put
 
     @property
     def is_in_place(self) -> bool:

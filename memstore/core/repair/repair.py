@@ -78,7 +78,7 @@ class Repair:
     def consider(self, now: float, job: Job) -> None:
         """Order the missing copies of one job, newest step first."""
         attempt = job.newest
-        if attempt is None or attempt.phase == "fencing" or self._is_restoring(job):
+        if attempt is None or attempt.phase == "fencing" or self._is_restoring(now, job, attempt):
             return
         is_waiting = self._may_come_back(now, attempt)
         if not is_waiting:
@@ -99,10 +99,10 @@ class Repair:
             if step in job.damaged and phase == "open":
                 self.steps.give_up_damaged(now, job, attempt, step.step)
 
-    def _is_restoring(self, job: Job) -> bool:
-        """Return whether all ranks of a job have asked for a step and do not have it yet."""
+    def _is_restoring(self, now: float, job: Job, attempt: Attempt) -> bool:
+        """Return whether all ranks of a job have asked for a step and do not have it yet, or may be fetching it."""
         active = self.state.rounds.get(job.name)
-        return active is not None and active.is_due
+        return (active is not None and active.is_due) or attempt.is_fetching(now)
 
     def _is_ended(self, attempt: Attempt) -> bool:
         """Return whether no rank finishes the attempt's open steps: it is closed, or one of its ranks is dead."""

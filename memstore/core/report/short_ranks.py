@@ -62,7 +62,7 @@ def _waits(look: RepairView, job: Job, attempt: Attempt, step: StepId) -> str:
     if step in job.retired:
         return "the step is retired"
     active, state = look.state.rounds.get(job.name), look.state
-    if active is not None and active.is_due:
+    if (active is not None and active.is_due) or attempt.is_fetching(state.now):
         return "after the restore that is under way"
     late_s = state.rules.dead_after_s
     late = state.hosts.dead_since(state.now - late_s) & {member.host_id for member in attempt.members.values()}

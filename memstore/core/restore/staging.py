@@ -27,6 +27,7 @@ from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, ShardId
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
+FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
 CHECK_AGAIN_S = 2.0  # an order given to a rank whose link is down is lost
 
 
@@ -184,6 +185,8 @@ class Staging:
         trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
         for member in attempt.members.values():
             member.last_active_s = now
+        if result.bytes_peer:
+            attempt.fetch_until_s = now + FETCH_S
         step, attempt_id = result.step.step, result.step.attempt
         report = RestoreReport(
             round=active.number, verdict=result.verdict, why=result.why, ranks_moved=tuple(result.ranks_moved),

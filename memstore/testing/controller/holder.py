@@ -332,7 +332,8 @@ class FakeHolder:
                 bad.setdefault(name, []).extend(lacking)
         why = self.staging_fails or ("chunks damaged or missing" if bad else "")
         why = why or (f"cannot reach {', '.join(away)}" if away else "")
-        is_partial = all(run.tier != "durable" for run in order.runs)  # its reader fetches what is not here
+        tiers = {run.tier for run in order.runs}
+        is_partial = "durable" not in tiers and "peer" in tiers  # its reader fetches what is not here
         if not why and not is_partial:
             self.keep(Copy(shard, spec, self.host_id))
         ended: dict[str, Any] = {
@@ -342,7 +343,11 @@ class FakeHolder:
         if isinstance(order, orders.StageShard):
             self.report(reports.StageEnded(job=order.job, round=order.round, rank=order.rank, **ended))
         else:
-            self.report(reports.ReadEnded(read=order.read, is_partial=is_partial, **ended))
+            self.report(
+                reports.ReadEnded(
+                    read=order.read, is_partial=is_partial or isinstance(order, orders.ReadChunks), **ended
+                )
+            )
 
     def _has_chunk(self, tier: str, source: str | None, shard: ShardId, spec: ShardSpec, index: int) -> bool:
         if tier == "durable":
