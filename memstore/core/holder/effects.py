@@ -19,6 +19,7 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
 from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
+from memstore.core.wire.peer_messages import WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.reports import MarkerRow
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
@@ -154,6 +155,16 @@ class SendChunks(Effect):
     source: PushSource
     chunks: Sequence[int]
     is_repair: bool  # paced by the store's limit for repairs, and held back for no collective
+
+
+@dataclass(frozen=True)
+class SendWhole(Effect):
+    """Send a peer all chunks of a shard with its manifest, and give the reply; PeerRefused if a chunk went bad here."""
+
+    peer: Peer
+    source: PushSource
+    request: WholeShard
+    is_repair: bool
 
 
 @dataclass(frozen=True)

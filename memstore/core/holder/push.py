@@ -1,6 +1,6 @@
 """Copies a shard to one other host: after a put, while it is still digested, or when a repair is ordered (R13, R29).
 
-begun --> offered --> sent --> sealed at the target
+begun --> offered --> sent --> sealed at the target      (a small shard: all three in one request)
             ^  '--refused, not for good, or broken off: wait, and try again with what is stored here--.
             '-----------------------------------------------------------------------------------------'
 given up, and reported: refused for good, for 10 s without room, or out of reach for `dead_after_s`
@@ -22,6 +22,7 @@ from memstore.core.holder.effects import (
     Reach,
     ReadManifest,
     SendChunks,
+    SendWhole,
     Sleep,
     StreamingSource,
     Unexpected,
@@ -39,11 +40,13 @@ from memstore.core.wire.peer_messages import (
     Ping,
     Refused,
     Seal,
+    WholeShard,
 )
 from memstore.core.wire.reports import PushFailed
 from memstore.errors import DigestMismatch, MemstoreError, PeerRefused, ProtocolError, TransportError
 from recovery.inventory import ShardId
 
+WHOLE_BYTES = 1 << 20  # below it round trips cost more than bytes that the target may have already
 RETRY_S = 0.05
 ROOM_WAIT_S = 10.0  # a target frees room when it learns of the last commit; longer means it is really full
 SEAL_ROUNDS_MAX = 3  # a chunk that arrives damaged is sent again this often
@@ -165,25 +168,33 @@ def _is_given_up(state: HolderState, target: str) -> bool:
 def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attempt: int) -> Procedure[None]:
     """Offer the shard, and send it unless the peer has it; what was begun there is aborted if that fails."""
     shard, sender = WireShard.of(push.shard), state.host_id
-    offer = Offer(
-        shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(source.sizes)
-    )
-    reply: Admitted | HasCopy | Refused = yield CallPeer(peer, offer)
+    wanted: Sequence[int] = range(len(source.sizes))
+    reply: Admitted | CopySealed | HasCopy | ChunksMissing | Refused
+    if sum(source.sizes) <= state.limits.whole_bytes:
+        manifest = yield from _manifest(state, source)
+        whole = WholeShard(shard=shard, sender=sender, attempt=attempt, manifest=manifest)
+        reply = yield SendWhole(peer, source, whole, push.is_repair)
+    else:
+        offer = Offer(
+            shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(wanted)
+        )
+        reply = yield CallPeer(peer, offer)
     if isinstance(reply, Refused):
         raise PeerRefused(reply.why, is_final=reply.is_final)
-    if isinstance(reply, HasCopy):
+    if isinstance(reply, HasCopy | CopySealed):
         return
     try:
-        yield from _send_and_seal(state, push, peer, source)
+        yield from _send_and_seal(state, push, peer, source, _lacking(push, source, reply))
     except MemstoreError:
         with contextlib.suppress(TransportError):  # else the peer gives the incoming replica up by itself, later
             yield CallPeer(peer, Abort(shard=shard, sender=sender))
         raise
 
 
-def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: PushSource) -> Procedure[None]:
+def _send_and_seal(
+    state: HolderState, push: Push, peer: Peer, source: PushSource, wanted: Sequence[int]
+) -> Procedure[None]:
     """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged."""
-    wanted: Sequence[int] = range(len(source.sizes))
     for _ in range(SEAL_ROUNDS_MAX):
         yield SendChunks(peer, source, wanted, push.is_repair)
         manifest = yield from _manifest(state, source)
@@ -193,10 +204,17 @@ def _send_and_seal(state: HolderState, push: Push, peer: Peer, source: PushSourc
             raise PeerRefused(reply.why, is_final=reply.is_final)
         if isinstance(reply, CopySealed):
             return
-        wanted = reply.chunks
-        if not set(wanted).issubset(range(len(source.sizes))):
-            raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
+        wanted = _lacking(push, source, reply)
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+
+
+def _lacking(push: Push, source: PushSource, reply: Admitted | ChunksMissing) -> Sequence[int]:
+    """Return the chunks that a peer lacks, or may lack; ProtocolError if it names some that the shard does not have."""
+    every = range(len(source.sizes))
+    wanted = reply.chunks if isinstance(reply, ChunksMissing) else every
+    if not set(wanted).issubset(every):
+        raise ProtocolError(f"host {push.target} lacks chunks {wanted[:64]}, which the shard does not have")
+    return wanted
 
 
 def _manifest(state: HolderState, source: PushSource) -> Procedure[bytes]:

@@ -130,10 +130,11 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """The store's settings that procedures use, in seconds."""
+    """The store's settings that procedures use."""
 
     suspect_after_s: float
     dead_after_s: float
+    whole_bytes: int = 0  # a shard of so many bytes at most is sent in one request
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK fra
 
     Offer --Admitted--> ChunkBatch --ChunksWanted--> CHUNK frames --BatchReceived--> ... --> Seal --CopySealed-->
       '--HasCopy, Refused-->         '--NoDraft-->                                            '--ChunksMissing--> again
+    WholeShard, with all chunks of a small shard --CopySealed, HasCopy, Refused--> or --ChunksMissing--> ChunkBatch ...
     FetchChunks --> CHUNK frames --ChunksSent-->
 """
 
@@ -131,6 +132,16 @@ class Seal(IncomingRequest[CopySealed | ChunksMissing | Refused], frozen=True, t
     manifest: bytes
 
 
+class WholeShard(
+    IncomingRequest[CopySealed | HasCopy | ChunksMissing | Refused], frozen=True, kw_only=True, tag="whole_shard"
+):  # fmt: skip
+    """Make a copy of a small shard in one request: the bulk of its frame is all chunks, in order (R13)."""
+
+    attempt: Unsigned
+    """As in Offer."""
+    manifest: bytes
+
+
 class Abort(IncomingRequest[Done], frozen=True, tag="abort"):
     """Give the incoming replica up."""
 
@@ -163,7 +174,7 @@ class Ping(Request[Done], frozen=True, tag="ping"):
     """Ask whether the holder answers."""
 
 
-PeerRequest = Offer | ChunkBatch | Seal | Abort | FetchManifest | FetchChunks | Verify | Ping
+PeerRequest = Offer | ChunkBatch | Seal | WholeShard | Abort | FetchManifest | FetchChunks | Verify | Ping
 
 decode_request: Decoder[PeerRequest] = Decoder(PeerRequest)
 decode_run: Decoder[ChunkRun] = Decoder(ChunkRun)

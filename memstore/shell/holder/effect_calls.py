@@ -78,6 +78,14 @@ class EffectCalls:
             effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
 
     @_call.register
+    def _(self, effect: effects.SendWhole) -> Any:
+        shipment = cast(OutgoingReplica, effect.source)
+        held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
+        throttle = self.repair_limit if effect.is_repair else _unthrottled
+        with held as gate:
+            return effect.peer.send_whole(shipment, effect.request, throttle=throttle, gate=gate)
+
+    @_call.register
     def _(self, effect: effects.ReceiveChunks) -> list[int]:
         return cast(Peer, effect.peer).fetch_into(self.replicas, effect.replica, effect.digest, effect.chunks)
 

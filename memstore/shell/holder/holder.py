@@ -25,6 +25,7 @@ from memstore.config import Config
 from memstore.core.holder import equal_ranks
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
+from memstore.core.holder.push import WHOLE_BYTES
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
@@ -123,8 +124,8 @@ class Holder:
         self.calls = Calls(self._relay)
         self.state = HolderState(
             info, self.replicas, OutgoingShards(self.replicas).outgoing,
-            Limits(config.suspect_after_s, config.dead_after_s), now=time.monotonic, report=self.sessions.report,
-            ask=self.calls.ask_own, is_stopping=self.stopping.is_set,
+            Limits(config.suspect_after_s, config.dead_after_s, WHOLE_BYTES), now=time.monotonic,
+            report=self.sessions.report, ask=self.calls.ask_own, is_stopping=self.stopping.is_set,
             is_alive=lambda owner: is_alive(owner.pid, owner.start),
             pin_numbers=itertools.count(secrets.randbits(60)), idle_s=self.idle.idle_s, fences=self.fences,
         )  # fmt: skip

@@ -99,6 +99,11 @@ class Channel:
         self.close()
 
     @property
+    def bulk_left(self) -> int:
+        """Return the bytes of the last frame's bulk that were not taken."""
+        return self._bulk_left
+
+    @property
     def is_closed(self) -> bool:
         """Return whether nothing more can be sent; what the peer sent before its end may still be received."""
         return self._closed.is_set() or self._is_write_lost
@@ -204,7 +209,10 @@ class Channel:
                 self._fill(part, clock)
                 self._bulk_left -= part.nbytes
 
-    def request(self, body: codec.Message | bytes, bulk: Sequence[memoryview] = (), *, timeout_s: float) -> Frame:
+    def request(
+        self, body: codec.Message | bytes, bulk: Sequence[memoryview] = (), *, timeout_s: float,
+        gate: SendGate | None = None,
+    ) -> Frame:  # fmt: skip
         """Send a CALL and return its REPLY, both within `timeout_s`; the peer's ERROR is raised here as its class.
 
         For one thread on a channel that carries nothing else; answers to calls that timed out earlier are dropped.
@@ -212,7 +220,7 @@ class Channel:
         clock = _Clock("call", timeout_s)
         self._last_request += 1
         wanted = self._last_request
-        self.send(Kind.CALL, wanted, body, bulk, deadline_s=timeout_s)
+        self.send(Kind.CALL, wanted, body, bulk, deadline_s=timeout_s, gate=gate)
         while True:
             frame = self.recv(timeout_s=clock.left_s())
             if frame.kind not in (Kind.REPLY, Kind.ERROR) or frame.request_id > wanted:

@@ -73,6 +73,14 @@ def receive_run(
     """
     frame = channel.recv(timeout_s=timeout_s)
     sizes = _sizes(channel, replicas, frame, len(indices))
+    return receive_bulk(channel, replicas, replica, indices, sizes, take=take, damage=damage, timeout_s=timeout_s)
+
+
+def receive_bulk(
+    channel: Channel, replicas: ReplicaStore, replica: IncomingReplica, indices: Sequence[int], sizes: Sequence[int], *,
+    take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
+) -> Run:  # fmt: skip
+    """Receive the chunks that are the bulk of the last frame, as `receive_run` does; size 0 for one that is lacking."""
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
     arrived: list[tuple[int, int, int, bytes]] = []

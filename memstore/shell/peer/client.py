@@ -22,7 +22,17 @@ from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import Identity
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, OfferedChunk, decode_wanted
+from memstore.core.wire.peer_messages import (
+    ChunkBatch,
+    ChunksMissing,
+    CopySealed,
+    FetchChunks,
+    HasCopy,
+    OfferedChunk,
+    Refused,
+    WholeShard,
+    decode_wanted,
+)
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
@@ -199,6 +209,25 @@ class Peer:
         else:  # one stream sends at a time, and its waits must not block others
             for batch in batches(chunks, 1):
                 send(batch)
+
+    def send_whole(
+        self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Callable[[int], None],
+        gate: SendGate | None = None,
+    ) -> CopySealed | HasCopy | ChunksMissing | Refused:  # fmt: skip
+        """Send a shard with its manifest in one request. PeerRefused, TransportError; arguments as `send_chunks`."""
+
+        def send(channel: Channel) -> CopySealed | HasCopy | ChunksMissing | Refused:
+            views = [view for i in range(len(shipment.sizes)) if (view := shipment.view(i)) is not None]
+            if len(views) < len(shipment.sizes):
+                raise PeerRefused("one of its chunks went bad here", is_final=True)
+            throttle(sum(shipment.sizes))
+            paced = functools.partial(self._pacing.sending, channel)
+            with paced() if gate is None else contextlib.nullcontext():
+                frame = channel.request(request, views, timeout_s=CALL_TIMEOUT_S, gate=gate and gate.paced(paced))
+            self.sent_bytes += sum(shipment.sizes)
+            return decode_reply(request, frame.data)
+
+        return self._converse(send)
 
     def _send_batch(
         self,

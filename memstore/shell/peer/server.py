@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
-from memstore.core.format.manifest import decode_manifest
+from memstore.core.format.manifest import decode_manifest, shard_digest
 from memstore.core.wire.codec import Message, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -39,6 +39,7 @@ from memstore.core.wire.peer_messages import (
     Seal,
     Verified,
     Verify,
+    WholeShard,
     decode_request,
 )
 from memstore.errors import (
@@ -51,7 +52,7 @@ from memstore.errors import (
 )
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
-from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
+from memstore.shell.peer.chunk_frames import receive_bulk, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.threads.priority import lower_thread_priority
 from recovery.inventory import Copy, ShardId
@@ -157,6 +158,8 @@ class PeerServer:
                 return self._fetch(channel, request_id, request, is_reader)
             case Seal():
                 return self._seal(request)
+            case WholeShard():
+                return self._whole(channel, request)
             case Abort():
                 return self._abort(request)
             case FetchManifest():
@@ -271,6 +274,31 @@ class PeerServer:
             self.incoming.pop((sender, shard), None)
         self.on_sealed(Copy(shard, stored.spec, self.host_id))
         return CopySealed()
+
+    def _whole(self, channel: Channel, whole: WholeShard) -> CopySealed | HasCopy | ChunksMissing | Refused:
+        """Admit, receive and seal a small shard whose chunks came with the request (R13)."""
+        manifest = decode_manifest(whole.manifest)
+        sizes = [chunk.nbytes for chunk in manifest.chunks]
+        if sum(sizes) != channel.bulk_left or max(sizes, default=0) > self.replicas.chunk_bytes:
+            raise ProtocolError(f"{channel.peer}: {channel.bulk_left} bytes of chunks of {sizes[:64]} bytes")
+        offer = Offer(
+            shard=whole.shard, sender=whole.sender, attempt=whole.attempt, digest=shard_digest(whole.manifest),
+            chunks_count=len(sizes),
+        )  # fmt: skip
+        reply = self._offer(channel, offer)
+        replica = self.replicas.index.find_incoming(whole.sender, whole.shard.id)
+        if not isinstance(reply, Admitted) or replica is None:
+            channel.skip_bulk(timeout_s=CHUNK_TIMEOUT_S)
+            return reply if not isinstance(reply, Admitted) else Refused(why="it was aborted", is_final=False)
+        self.replicas.expect(replica, range(len(sizes)), [chunk.digest for chunk in manifest.chunks], sizes)
+        run = receive_bulk(
+            channel, self.replicas, replica, range(len(sizes)), sizes, take=self._take, damage=self.damage,
+            timeout_s=CHUNK_TIMEOUT_S,
+        )  # fmt: skip
+        self.received_bytes += run.nbytes
+        if run.bad:
+            return ChunksMissing(chunks=tuple(run.bad))
+        return self._seal(Seal(shard=whole.shard, sender=whole.sender, manifest=whole.manifest))
 
     def _abort(self, request: Abort | Seal) -> Done:
         sender, shard = request.sender, request.shard.id

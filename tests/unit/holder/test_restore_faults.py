@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -358,6 +359,7 @@ def test_a_have_is_verified_and_reported(
 ) -> None:
     """An offered shard that is here already is digested again when old, repaired if rotten, and reported (R13)."""
     a, b = pair
+    a.state.limits = replace(a.state.limits, whole_bytes=0)
     mine, theirs = seal(a.replicas, SHARD), seal(b.replicas, SHARD)
     b.replicas.ensure_free(4)
     age(b.replicas)

@@ -140,6 +140,10 @@ class Driver:
                 raise PeerRefused("no such incoming replica", is_final=False)
 
     @_perform.register
+    def _(self, effect: effects.SendWhole) -> Waits[Any]:
+        return (yield from effect.peer.ask(effect.request, cast(OutgoingReplica, effect.source)))
+
+    @_perform.register
     def _(self, effect: effects.ReceiveChunks) -> Waits[list[int]]:
         found = yield from effect.peer.fetch(
             FetchChunks(shard=WireShard.of(effect.replica.shard), digest=effect.digest, chunks=tuple(effect.chunks))

@@ -16,7 +16,7 @@ from memstore.core.holder import answers, drop, equal_ranks, fork, ranks, reads,
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
-from memstore.core.holder.push import Push
+from memstore.core.holder.push import WHOLE_BYTES, Push
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
@@ -122,7 +122,10 @@ class SimHolder:
         first_pin = random.Random(f"pins {world.scenario.seed} {self.host_id} {info.incarnation}").getrandbits(60)
         self.state = HolderState(
             info, self.replicas, OutgoingShards(self.replicas).outgoing,
-            Limits(world.rules.suspect_after_s, world.rules.dead_after_s), now=lambda: world.now, report=self.report,
+            Limits(
+                world.rules.suspect_after_s, world.rules.dead_after_s,
+                whole_bytes=WHOLE_BYTES if world.scenario.seed % 2 else 0,  # all its shards are small
+            ), now=lambda: world.now, report=self.report,
             ask=self.calls.ask_own, is_stopping=lambda: not self.is_up,
             is_alive=lambda owner: world.is_alive(owner.pid, owner.start),
             pin_numbers=itertools.count(first_pin), fences=self.fences, shared_shards=self.shared_shards,

@@ -10,7 +10,7 @@ from memstore.core.holder.effects import CALL_TIMEOUT_S
 from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, decode_request
+from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, WholeShard, decode_request
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Frame
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
@@ -34,6 +34,21 @@ class Request:
         self.went_bad = ""  # why the sender has to give up in the middle
         self.is_cut = source is not None and sender.world.network.take("resets")
         self._bulk = b""
+        self._whole: list[bytes] = []  # chunks that came with the request
+
+    @property
+    def bulk_left(self) -> int:
+        """The bytes of chunks that came with the request and were not taken."""
+        return sum(map(len, self._whole))
+
+    def bring(self) -> None:
+        """Have all chunks of the source come with the request, as they are in the sender's slots now."""
+        assert self.source is not None
+        for index in range(len(self.source.sizes)):
+            view = self._checked(index)
+            if view is None:
+                raise PeerRefused(f"chunk {index} went bad here", is_final=True)
+            self._whole.append(self._flipped(bytes(view)))
 
     def ask(self, request: codec.Request[R], *, is_reader: bool = False) -> R:
         """Let the server answer; its errors are raised here, and its death is a lost connection."""
@@ -90,28 +105,36 @@ class Request:
             self.target.shared_shards.travels(self.source.shard, index)
         if self.is_cut and not self.lack:
             raise PeerUnreachable("the simulated connection was reset in mid-batch", peer=self.peer)
-        if self.source.stored is not None:
-            self.sender.checker.stored_bytes.read(self.sender, self.source.stored, index)
-        view = self.source.view(index)
+        view = self._checked(index)
         if view is None:
             self.went_bad = f"chunk {index} went bad here"
             raise PeerUnreachable(self.went_bad, peer=self.peer)
-        self._bulk = bytes(view)
-        if self.sender.world.network.take("flips"):
-            self._bulk = bytes([self._bulk[0] ^ 0x40]) + self._bulk[1:]
+        self._bulk = self._flipped(bytes(view))
         return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
+
+    def _checked(self, index: int) -> memoryview | None:
+        assert self.source is not None
+        if self.source.stored is not None:
+            self.sender.checker.stored_bytes.read(self.sender, self.source.stored, index)
+        return self.source.view(index)
+
+    def _flipped(self, data: bytes) -> bytes:
+        return bytes([data[0] ^ 0x40]) + data[1:] if self.sender.world.network.take("flips") else data
 
     def recv_bulk_into(
         self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
     ) -> None:
-        """Copy it to where the server wants it."""
-        view[:] = self._bulk
+        """Copy it to where the server wants it; cut off before the last chunk of a request if so drawn."""
+        if self.is_cut and len(self._whole) == 1:
+            raise PeerUnreachable("the simulated connection was reset in mid-request", peer=self.peer)
+        view[:] = self._whole.pop(0) if self._whole else self._bulk
         if seen is not None:
             seen(view)
         self.target.memory.version += 1
 
     def skip_bulk(self, *, timeout_s: float) -> None:
         """The server has no room for the rest."""
+        self._whole = []
 
 
 @dataclass(frozen=True)
@@ -130,7 +153,10 @@ class PeerLink:
         fresh = request.shard.id if isinstance(request, Offer) and request.digest is None else None
         if fresh is not None and (yield from self.peer.before_offer(fresh, self.holder)):
             yield from self._travel()
-        return Request(self.holder, self.peer, source).ask(request)
+        asked = Request(self.holder, self.peer, source)
+        if isinstance(request, WholeShard):
+            asked.bring()
+        return asked.ask(request)
 
     def fetch(self, request: FetchChunks, *, is_reader: bool = False) -> Generator[Wait, None, list[bytes]]:
         """Send a request for chunks and return them, b"" for one that the peer lacks; a reader is a rank."""
