@@ -170,11 +170,12 @@ def train(here: Announced, settings: dict[str, Any]) -> None:
         while gate.wait(step):
             indices, values = next(data)
             loss = _step(model, optimizer, values.to(s.device))
-            store.put(step, state)
             done = StepDone(
                 rank, os.getpid(), entered_s, time.monotonic(), time.process_time(), step, loss, tuple(indices.tolist())
             )
+            # First: a rank that is killed between the two would leave a committed step without a record.
             file.write(msgspec.json.encode(done) + b"\n")
+            store.put(step, state)
             time.sleep(PAUSE_S)
             step += 1
 
