@@ -10,7 +10,7 @@ import click
 from msgspec import convert
 
 from memstore.cli.options import Where, address_option, store_options
-from memstore.cli.output import age_text, plural, print_json, say, size_text
+from memstore.cli.output import age_text, data_stream, plural, print_json, say, size_text
 from memstore.config import WHOLE_LIMIT, Config
 from memstore.core.cluster.text import lost_text, phases_text, replaced_text
 from memstore.core.report.event_ring import PROBLEMS, ROUTINE
@@ -66,7 +66,7 @@ def events(
         words = _say_once(words, caveat)
         shown = [row for row in rows if is_shown(row, level)]
         for row in shown[max(0, len(shown) - tail) :] if is_first and tail is not None else shown:
-            print_json(event_fields(row)) if as_json else click.echo(line(row))
+            print_json(event_fields(row)) if as_json else click.echo(line(row), file=data_stream())
         if not follow:
             return
         is_first, age_s = False, None

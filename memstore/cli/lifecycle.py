@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from memstore.cli.options import Seconds, Where, config_or_usage, store_options
+from memstore.cli.options import Seconds, Where, config_or_usage, join_ray_for_verb, store_options
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import HostRow
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
-from memstore.shell.on_ray.reach import REACH_S
 
 POLL_S = 0.2
 BEAT_S = 5.0  # a new holder reports its memory limit within this
@@ -57,16 +52,16 @@ def up(
     if durable_check is not None:
         check_writable(durable_check)
     deadline_s = time.monotonic() + timeout_s
-    with joined_ray(address, timeout_s):
-        from memstore.admin.cluster import LEAST_S, start
+    join_ray_for_verb(address, timeout_s)
+    from memstore.admin.cluster import LEAST_S, start
 
-        start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
-        where = Where(config, address)
-        body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
-        beat_s = time.monotonic() + BEAT_S
-        while any(h.stats is None for h in body.hosts if h.status == "live") and time.monotonic() < beat_s:
-            time.sleep(POLL_S)
-            body = where.status()
+    start(config, timeout_s=max(LEAST_S, deadline_s - time.monotonic()))
+    where = Where(config, address)
+    body = where.status() if hosts_count is None else _wait_hosts(where, hosts_count, deadline_s, timeout_s)
+    beat_s = time.monotonic() + BEAT_S
+    while any(h.stats is None for h in body.hosts if h.status == "live") and time.monotonic() < beat_s:
+        time.sleep(POLL_S)
+        body = where.status()
     live = [host.host for host in body.hosts if host.status == "live"]
     if as_json:
         print_json({"store": config.store, "hosts": live, "jobs": [job.job for job in body.jobs]})
@@ -164,27 +159,6 @@ def _wait_hosts(where: Where, count: int, deadline_s: float, timeout_s: float) -
         time.sleep(POLL_S)
 
 
-@contextlib.contextmanager
-def joined_ray(address: str | None, limit_s: float = REACH_S) -> Iterator[None]:
-    """Connect this process to a Ray cluster that runs; never start one, it would end with the command.
-
-    Print nothing on stdout meanwhile: what Ray prints there, such as of a worker that ended, goes to stderr.
-    """
-    import ray
-
-    from memstore.admin.cluster import join_ray
-
-    with contextlib.redirect_stdout(sys.stderr):
-        if ray.is_initialized():
-            yield
-            return
-        join_ray(address, may_create=False, limit_s=limit_s, say=say, logging_level=logging.ERROR)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
 # -- down -------------------------------------------------------------------------------------
 
 
@@ -215,11 +189,11 @@ def down(
     if yes and not discard:
         raise click.UsageError("--yes goes with --discard; without it nothing is lost")
     try:
-        with joined_ray(address):
-            from memstore.admin.cluster import stop
+        join_ray_for_verb(address)
+        from memstore.admin.cluster import stop
 
-            stop(config=config, keep_data=not discard, force=yes)
-            kept = _released(config)
+        stop(config=config, keep_data=not discard, force=yes)
+        kept = _released(config)
     except (PeerUnreachable, PeerTimeout) as error:
         raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, kept, discard=discard, as_json=as_json)

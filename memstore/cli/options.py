@@ -7,19 +7,21 @@ import difflib
 import functools
 import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
-from memstore.cli.output import STORE_CONFIG, say
+from memstore.cli.output import DATA_STREAM, STORE_CONFIG, say
 from memstore.config import WHOLE_LIMIT, Config, check_seconds, check_whole
 from memstore.core.report.problems import with_commands
 from memstore.core.wire.calls import AskStatus
 from memstore.core.wire.codec import Request, tag_of
 from memstore.core.wire.replies import Status
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.on_ray.reach import REACH_S
 
 R = TypeVar("R")
 ASK_S = 10.0
@@ -40,9 +42,7 @@ class Where:
             PeerUnreachable, PeerTimeout: no holder or no controller answers; says what to run.
         """
         if self.address is not None:
-            from memstore.admin.cluster import join_ray
-
-            join_ray(self.address, may_create=False, say=say, logging_level=logging.ERROR)
+            join_ray_for_verb(self.address)
         try:
             if self.address is not None:
                 from memstore.admin.cluster import ask
@@ -126,6 +126,36 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]
             return check_seconds((param and param.name) or "value", value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+def join_ray_for_verb(address: str | None, limit_s: float = REACH_S) -> None:
+    """Connect this process to a Ray cluster that runs until the verb ends; never start one, it would end with the verb.
+
+    Ray prints on stdout what happens to the cluster meanwhile, such as the loss of a node: this goes to stderr, and
+    only the verb's data to stdout.
+    """
+    root = click.get_current_context().find_root()
+    if DATA_STREAM not in root.meta:
+        stdout = sys.stdout
+        root.with_resource(_joined_ray(address, limit_s))
+        root.meta[DATA_STREAM] = stdout
+
+
+@contextlib.contextmanager
+def _joined_ray(address: str | None, limit_s: float) -> Iterator[None]:
+    import ray
+
+    from memstore.admin.cluster import join_ray
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if ray.is_initialized():
+            yield
+            return
+        join_ray(address, may_create=False, limit_s=limit_s, say=say, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from enum import IntEnum
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.table import Table
 from memstore.core.cluster.text import plural as plural
 
 STORE_CONFIG = "memstore.config"  # where click's context keeps the Config that --store and --arena-dir make
+DATA_STREAM = "memstore.data-stream"  # where it keeps the process's stdout once sys.stdout is not for data any more
 PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -31,10 +32,17 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
+def data_stream() -> IO[str]:
+    """Return stdout, also while what else is printed there goes to stderr."""
+    context = click.get_current_context(silent=True)
+    return (context.find_root().meta.get(DATA_STREAM) if context is not None else None) or sys.stdout
+
+
 def data_console() -> Console:
     """Return a console on stdout as it is now."""
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_COLUMNS
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    stdout = data_stream()
+    width = None if stdout.isatty() or "COLUMNS" in os.environ else PLAIN_COLUMNS
+    return Console(file=stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
 def words_console() -> Console:
@@ -56,7 +64,7 @@ def for_this_store(text: str) -> str:
 
 def print_json(body: Any) -> None:
     """Write one JSON document to stdout, on one line."""
-    click.echo(json.dumps(body, ensure_ascii=False, default=str))
+    click.echo(json.dumps(body, ensure_ascii=False, default=str), file=data_stream())
 
 
 def plain_table(*headers: str) -> Table:

@@ -18,9 +18,11 @@ from click.testing import CliRunner
 import memstore
 from memstore.cli import main
 from memstore.config import Config
+from memstore.shell.on_ray.actors import NAMESPACE, controller_name
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.store_name import scratch_store_name
+from memstore.testing.faults.processes import freeze, process_of, thaw
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -82,6 +84,28 @@ def test_down_while_a_holder_is_being_started_leaves_none() -> None:
         assert result.exit_code == 0, result.output
         assert holders() == []
         assert isinstance(up.exception(60), Exception)  # its store was stopped
+
+
+@pytest.mark.long
+def test_what_ray_says_of_a_lost_host_is_not_among_the_data(tmp_path: Path) -> None:
+    """Ray prints it on stdout of every connected process; the status that is asked for meanwhile is one document."""
+    with EmbeddedCluster({"h1": {}, "h2": {}}) as cluster:
+        described = ray.get(ray.get_actor(controller_name(cluster.config.store), namespace=NAMESPACE).describe.remote())
+        controller, jobs = process_of(described["pid"]), len(ray._private.state.jobs())
+        freeze(controller)  # so that the command waits, connected to Ray
+        away = ["--store", cluster.config.store, "--arena-dir", str(tmp_path), "--address", cluster.address]
+        with subprocess.Popen(
+            [sys.executable, "-m", "memstore.cli", "status", "--json", *away], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        ) as command:  # fmt: skip
+            wait_for(lambda: len(ray._private.state.jobs()) > jobs or command.poll() is not None, "the command on Ray")
+            cluster.lose_host("h2")
+            assert command.stderr is not None
+            words = command.stderr.readline()  # ends with the command at the latest, which waits for 10 s
+            thaw(controller)
+            data, more = command.communicate(timeout=120)
+        assert "has been marked dead" in words, more
+        assert json.loads(data)["store"] == cluster.config.store
 
 
 def _reader_outside(store: str, address: str) -> str:

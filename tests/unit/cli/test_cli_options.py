@@ -9,13 +9,15 @@ import subprocess
 import sys
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
 from memstore.cli import main
-from memstore.cli.lifecycle import joined_ray, sharing_words
-from memstore.cli.options import Seconds, check_host
+from memstore.cli.lifecycle import sharing_words
+from memstore.cli.options import Seconds, check_host, join_ray_for_verb
+from memstore.cli.output import print_json
 from memstore.cli.status import by_cause, problem_line, writers_line
 from memstore.config import SECONDS_MAX
 from memstore.core.wire.replies import Status
@@ -173,10 +175,18 @@ def test_wrong_usage_is_a_document_wherever_it_is_noticed(line: str) -> None:
     assert json.loads(result.stdout)["error"]["message"] in result.stderr
 
 
-def test_what_ray_prints_is_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line of Ray's, as of a worker that ended, would make the JSON of `memstore down` unreadable."""
+def test_what_ray_prints_is_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of Ray's, as of a worker that ended, would make the JSON of a verb unreadable."""
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    with joined_ray(None):
-        print("(raylet) A worker died")  # noqa: T201  # as Ray does
-    assert capsys.readouterr() == ("", "(raylet) A worker died\n")
+
+    @click.command()
+    def verb() -> None:
+        for number in (1, 2):  # as `--watch` does
+            join_ray_for_verb(None)
+            print("(raylet) A worker died")  # noqa: T201  # as Ray does
+            print_json({"number": number})
+
+    result = CliRunner().invoke(verb)
+    assert result.stdout == '{"number": 1}\n{"number": 2}\n'
+    assert result.stderr == "(raylet) A worker died\n" * 2
