@@ -8,54 +8,41 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray")
 pytest.importorskip("ray.train.v2")
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
-from ray.train.torch import TorchTrainer  # noqa: E402
+import ray_train_in_place
 
-from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
-from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.clusters.processes import wait_for  # noqa: E402
-from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
-from memstore.testing.ranks.in_place_job import (  # noqa: E402
+from memstore.adapters.ray_train import InPlaceTorchConfig
+from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.clusters.processes import wait_for
+from memstore.testing.faults.processes import wait_gone, with_start_times
+from memstore.testing.ranks.in_place_job import (
     STEPS,
     Announced,
     RankEnd,
     announced,
-    end_of,
     train_announced_worker,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
-RANKS = 3
 MEET_S = 5.0
 
 
 def fit(cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]]) -> list[RankEnd]:
     """Train a new job with one rank a host; return what each rank returned."""
-    TorchTrainer(
-        partial(train_announced_worker, Announced(str(folder))),
-        train_loop_config={
-            "store_name": cluster.config.store, "job": folder.name, "faults": faults, "folder": str(folder),
-        },
-        torch_config=InPlaceTorchConfig(meet_s=MEET_S),
-        scaling_config=ScalingConfig(
-            num_workers=RANKS, resources_per_worker={"CPU": 1}, placement_strategy="STRICT_SPREAD"
-        ),
-        run_config=RunConfig(
-            storage_path=str(folder), name=folder.name, failure_config=FailureConfig(max_failures=5)
-        ),
-    ).fit()  # fmt: skip
-    return [end_of(folder, rank) for rank in range(RANKS)]
+    function = partial(train_announced_worker, Announced(str(folder)))
+    in_place = InPlaceTorchConfig(meet_s=MEET_S)
+    return ray_train_in_place.fit(
+        cluster, folder, faults, function, in_place, max_failures=5, placement="STRICT_SPREAD"
+    )  # fmt: skip
 
 
 def test_all_workers_start_again_once_there_is_room(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks that are left end `meet_s` after the loss; with another host all go on from the committed step."""
-    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    for name, value in ray_train_in_place.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     with (
         EmbeddedCluster({"h1": {}, "h2": {}, "h3": {}}, cpus_per_host=1) as cluster,
         ThreadPoolExecutor(1) as thread,

@@ -11,32 +11,29 @@ from typing import Any
 import msgspec
 import pytest
 
-ray = pytest.importorskip("ray")
 pytest.importorskip("ray.train.v2")
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
-from ray.train.torch import TorchTrainer  # noqa: E402
-from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
+import ray_train_in_place
+from ray.train.v2.api.exceptions import TrainingFailedError
+from ray_train_in_place import RANKS
 
-from memstore.adapters.ray_train import InPlaceTorchConfig  # noqa: E402
-from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES  # noqa: E402
-from memstore.adapters.ray_train_spares import bundle_for_worker, spares_of  # noqa: E402
-from memstore.inplace.private_names import missing  # noqa: E402
-from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
-from memstore.testing.ranks.in_place_job import (  # noqa: E402
+from memstore.adapters.ray_train import InPlaceTorchConfig
+from memstore.adapters.ray_train_names import NAMES, SPARE_NAMES
+from memstore.adapters.ray_train_spares import bundle_for_worker, spares_of
+from memstore.inplace.private_names import missing
+from memstore.testing.clusters.embedded import EmbeddedCluster
+from memstore.testing.faults.processes import wait_gone, with_start_times
+from memstore.testing.ranks.in_place_job import (
     ALWAYS,
     STEPS,
     Announced,
     RankEnd,
     announced,
-    end_of,
     train_beside_spares,
     train_worker,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
-RANKS = 3
 
 
 def test_each_private_name_of_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,27 +72,18 @@ def test_a_new_worker_gets_a_bundle_that_no_other_rank_is_in() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[EmbeddedCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+        for name, value in ray_train_in_place.ENVIRONMENT.items():
+            patch.setenv(name, value)
         with EmbeddedCluster({"h1": {}, "h2": {}}, cpus_per_host=3) as made:
             yield made
 
 
 def fit(
-    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0,
-    max_failures: int = 2, **more: Any,
-) -> list[RankEnd]:  # fmt: skip
+    cluster: EmbeddedCluster, folder: Path, faults: list[tuple[int, int, str]], spares: int = 0, **more: Any
+) -> list[RankEnd]:
     """Train a new job; return what each rank returned."""
-    job = folder.name
-    arguments = {"store_name": cluster.config.store, "job": job, "faults": faults, "folder": str(folder), **more}
-    failures = FailureConfig(max_failures=max_failures)
     function = partial(train_beside_spares, Announced(str(folder))) if spares else train_worker
-    TorchTrainer(
-        function, train_loop_config=arguments, torch_config=InPlaceTorchConfig(spares=spares),
-        scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=str(folder), name=job, failure_config=failures),
-    ).fit()  # fmt: skip
-    return [end_of(folder, rank) for rank in range(RANKS)]
+    return ray_train_in_place.fit(cluster, folder, faults, function, InPlaceTorchConfig(spares=spares), **more)
 
 
 @pytest.fixture(scope="module")
