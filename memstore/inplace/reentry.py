@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
@@ -94,6 +95,14 @@ def run_here(function: Callable[[], R]) -> R:
     return _Reentry(_place).run(function)
 
 
+class Outcome(Enum):
+    """How a generation ended on this rank."""
+
+    RETURNED = "the function returned on all ranks"
+    LOST = "a rank was lost, and this one meets its replacement"
+    RAISED = "the function raised an exception of its own, which ends this process"
+
+
 class _Reentry:
     """Runs a function once in each generation, until it returns."""
 
@@ -113,7 +122,7 @@ class _Reentry:
                 nccl.leave_errors_to_us()
             while True:
                 before, last = last, self.meeting.meet(last)
-                met_s, failed_s, in_peace, is_lost = time.monotonic(), math.inf, False, False
+                met_s, failed_s, outcome = time.monotonic(), math.inf, Outcome.RAISED
                 if last == NONE:
                     log.warning("memstore: rank %d was lost after all had returned: nothing is left", self.place.rank)
                     return cast(R, None)
@@ -123,9 +132,10 @@ class _Reentry:
                     result = function()
                     self.watcher.leaving()
                     # Else a replacement would find no rank to go on with.
-                    if in_peace := self.meeting.is_over_for_all(last):
+                    if self.meeting.is_over_for_all(last):
+                        outcome = Outcome.RETURNED
                         return result
-                    is_lost = True
+                    outcome = Outcome.LOST
                 except BaseException as error:
                     failed_s = time.monotonic()
                     self.watcher.leaving()
@@ -133,12 +143,12 @@ class _Reentry:
                     if not (is_void or may_be_loss(error)) or not self._is_over(last):
                         self._report(error, last)
                         raise
-                    is_lost = True
+                    outcome = Outcome.LOST
                     text = str(error)  # a log record that kept the exception would keep its frames, and so the model
                     log.warning("memstore: rank %d leaves generation %d: %s", self.place.rank, last, text)
                 finally:
                     over_s = self.watcher.over_s or time.monotonic()
-                    self._end(in_peace=in_peace, is_lost=is_lost)
+                    self._end(outcome)
                     self.watcher.left()
                     self.leaving = Leaving(failed_s, over_s, time.monotonic())
                 is_first = False
@@ -201,19 +211,19 @@ class _Reentry:
             self.aborting = threading.Thread(target=target, name="memstore-abort", daemon=True)
             self.aborting.start()
 
-    def _end(self, *, in_peace: bool, is_lost: bool) -> None:
-        """End the generation's launch and its process groups: all ranks have returned, or one is lost.
+    def _end(self, outcome: Outcome) -> None:
+        """End the generation's launch and its process groups.
 
-        Else an exception of the function's own is about to end this process. NCCL's communicators end with it: an abort
+        An exception of the function's own is about to end this process, and NCCL's communicators end with it: an abort
         could leave half a result to ranks whose stores are open.
         """
         enter(None)
         give_launch(None)
         self.sockets.shut(spared_port=self.place.port)  # else a collective under way could hold the group's end up
         self.sockets.end()
-        if not in_peace and not is_lost and nccl.has_nccl():
+        if outcome is Outcome.RAISED and nccl.has_nccl():
             return
-        if is_lost and (self.aborting is not None or nccl.has_nccl()):
+        if outcome is Outcome.LOST and (self.aborting is not None or nccl.has_nccl()):
             interrupt_all("its generation was left")  # an overlapped put may wait behind what is aborted
             self._abort()  # the same: a peer that is lost never takes part
             self.aborting.join()  # type: ignore[union-attr]  # at most leave_s: then the watcher kills this process
@@ -221,7 +231,7 @@ class _Reentry:
             try:
                 dist.destroy_process_group()
             except Exception:
-                if in_peace:
+                if outcome is Outcome.RETURNED:
                     raise
                 log.exception("memstore: the process group of a generation that was left could not be ended")
         # A group whose making broke off has counted, and groups are named by the count: a replacement's begins at 0.
