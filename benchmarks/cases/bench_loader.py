@@ -54,8 +54,7 @@ def run(options: Options) -> list[Record]:
     cores = len(os.sched_getaffinity(0))
     step_s = STEP_S if options.nbytes == STATE_BYTES else STEP_S / 10
     with rig.store_on_two_hosts(options, replicas=2) as (cluster, store):
-        controller = cluster.controller
-        others = [p.pid for p in (*cluster.holders.values(), controller) if p is not None]
+        others = rig.pids_of(cluster)
         steps = iter(range(1 << 30))
         costs = [_cost(store, state, others, steps) * 1e9 / nbytes for _ in range(options.rounds)]
         batches = iter(DataLoader(Items(), batch_size=_items(step_s, cores), num_workers=cores, prefetch_factor=1))

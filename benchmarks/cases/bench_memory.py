@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import targets
-from benchmarks.report.harness import MIB, Options, Record, require
+from benchmarks.report.harness import MIB, Options, Record, Took, require
 from benchmarks.rigs import gpt_tensors, rig
 from benchmarks.rigs.process_costs import anonymous_bytes
 from memstore.client.connect import connect
@@ -27,6 +27,7 @@ from memstore.testing.clusters.processes import ProcessCluster
 STATE_BYTES = 64 * MIB
 PUTS, READ_AT, LOSE_AT, RESTART_AT = 50, 10, 20, 35
 SPARE = "spare"
+PUT = "a put until committed"
 REPAIR_S = 60.0
 
 
@@ -81,10 +82,11 @@ def run(options: Options) -> list[Record]:
             sampler = Sampler(cluster)
             try:
                 lives = (range(RESTART_AT), range(RESTART_AT, PUTS))
-                took_s = [_life(cluster, state, twin, steps) for steps in lives]
+                took = [each for steps in lives for each in _life(cluster, state, twin, steps)]
             finally:
                 sampler.close()
-    record = Record("memory", nbytes, {"a put until committed": [s for life in took_s for s in life]})
+    record = Record("memory", nbytes, {PUT: [each.wall_s for each in took]})
+    record.cpu_seconds[PUT] = [each.cpu_s or 0.0 for each in took]
     peaks = {host: sampler.used[host] / sampler.reserved[host] for host in sampler.used}
     record.figure("peak used / reserved, worst host", [max(peaks.values())], "", targets.MEMORY)
     record.figure("peak used, all hosts / bytes of the state", [sum(sampler.used.values()) / nbytes], "")
@@ -94,25 +96,23 @@ def run(options: Options) -> list[Record]:
     return [record]
 
 
-def _life(cluster: ProcessCluster, state: Any, twin: Any, steps: range) -> list[float]:
+def _life(cluster: ProcessCluster, state: Any, twin: Any, steps: range) -> list[Took]:
     """One attempt of the rank: get if there is something, then put these steps."""
-    took_s: list[float] = []
+    took: list[Took] = []
     with rig.on_host(rig.NEAR), connect(rig.JOB, rank=0, world_size=1, config=cluster.config) as store:
         got = store.get(into=twin)
         if got is not None:
             require(got.step == steps.start - 1 and gpt_tensors.is_same(twin, state), "the restored step")
         for step in steps:
             gpt_tensors.touch(state)
-            begun_s = time.perf_counter()
-            store.put(step, state).wait("committed")
-            took_s.append(time.perf_counter() - begun_s)
+            took.append(rig.put_committed(cluster, store, step, state))
             if step == READ_AT:
                 rig.read_at(SPARE, cluster.config, step, into=twin)
                 require(gpt_tensors.is_same(twin, state), f"step {step} read on a third host")
                 gpt_tensors.wipe(twin)
             if step == LOSE_AT:
                 _lose_a_copy(cluster)
-    return took_s
+    return took
 
 
 def _lose_a_copy(cluster: ProcessCluster) -> None:

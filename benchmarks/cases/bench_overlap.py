@@ -9,17 +9,17 @@ and for the fence. Replication to another host would compute beside all of them 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.report.harness import Options, Record, Took, interleave, require
 from benchmarks.report.targets import OVERLAP
 from benchmarks.rigs import rig
+from benchmarks.rigs.stopwatch import timed
 from memstore.client.store import Store
+from memstore.client.ticket import Ticket
 
 COPIES = 5
 LAYERS = 10
@@ -64,13 +64,7 @@ class Training:
     def _seconds(self, rows: int) -> float:
         self.rows = rows
         self.forward_backward()
-        return statistics.median(_timed(self.forward_backward) for _ in range(3))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    work()
-    return time.perf_counter() - started_s
+        return statistics.median(timed(self.forward_backward)[0].wall_s for _ in range(3))
 
 
 def run(options: Options) -> list[Record]:
@@ -91,22 +85,22 @@ def _measure(options: Options, threads: int, all_threads: int) -> Record:
     sources = training.tensors()
     twins = [torch.empty_like(tensor) for tensor in sources]
     stalls: dict[str, list[float]] = {"plain": [], "overlapped": []}
-    with rig.store_on_two_hosts(options, replicas=1) as (_, store):
+    with rig.store_on_two_hosts(options, replicas=1) as (cluster, store):
         store.wait_before_step(training.optimizer)
         steps = iter(range(1, 1 << 30))
 
-        def copy(_: int) -> float:
+        def copy(_: int) -> Took:
             torch.set_num_threads(all_threads)
-            took_s = _timed(lambda: [twin.copy_(source) for twin, source in zip(twins, sources, strict=True)])
+            took = timed(lambda: [twin.copy_(source) for twin, source in zip(twins, sources, strict=True)])[0]
             torch.set_num_threads(threads)
-            return took_s
+            return took
 
         for _ in range(3):
             copy(0)
-        training.fit(COPIES * statistics.median(copy(0) for _ in range(3)))
+        training.fit(COPIES * statistics.median(copy(0).wall_s for _ in range(3)))
 
-        def step(put: str) -> float:
-            return _step(training, store, twins, put, next(steps), stalls)
+        def step(put: str) -> Took:
+            return _step(training, store, twins, put, next(steps), stalls, rig.pids_of(cluster))
 
         contenders = {
             "plain copy": copy,
@@ -114,8 +108,10 @@ def _measure(options: Options, threads: int, all_threads: int) -> Record:
             "step, plain put": lambda _: step("plain"),
             "step, overlapped put": lambda _: step("overlapped"),
         }
-        seconds = interleave(contenders, options, lambda _: None)
+        rounds = interleave(contenders, options, lambda _: None)
+    seconds = rounds.seconds
     record = Record(f"overlap, {threads} of {all_threads} cores compute", sum(t.nbytes for t in sources), seconds)
+    record.cpu_seconds = rounds.cpu_seconds
     added = {
         kind: [a - b for a, b in zip(seconds[f"step, {kind} put"], seconds["step"], strict=True)] for kind in stalls
     }
@@ -129,24 +125,33 @@ def _measure(options: Options, threads: int, all_threads: int) -> Record:
 
 
 def _step(
-    training: Training, store: Store, twins: list[torch.Tensor], put: str, step: int, stalls: dict[str, list[float]]
-) -> float:
+    training: Training,
+    store: Store,
+    twins: list[torch.Tensor],
+    put: str,
+    step: int,
+    stalls: dict[str, list[float]],
+    pids: list[int],
+) -> Took:
     """Time one step, its put in front; afterwards what was put is compared with the state as it was."""
     state = training.state
     if put:
         for twin, source in zip(twins, training.tensors(), strict=True):
             twin.copy_(source)
-    started_s = time.perf_counter()
-    ticket = store.put(step, state, overlap=put == "overlapped") if put else None
-    training.forward_backward()
-    training.optimizer.step()
-    took_s = time.perf_counter() - started_s
+
+    def work() -> Ticket | None:
+        ticket = store.put(step, state, overlap=put == "overlapped") if put else None
+        training.forward_backward()
+        training.optimizer.step()
+        return ticket
+
+    took, ticket = timed(work, pids)
     if ticket is not None:
         ticket.wait("committed", WAIT_S)
         stalls[put].append(ticket.stall_s)
         got = store.get(step, rank=0)
         require(got is not None and _is_same(got.state, twins), f"{put} put of step {step}")
-    return took_s
+    return took
 
 
 def _is_same(state: Any, twins: list[torch.Tensor]) -> bool:

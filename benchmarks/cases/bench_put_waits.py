@@ -15,12 +15,12 @@ import os
 import resource
 import signal
 import statistics
-import time
 from collections.abc import Iterator
 
 from benchmarks.report import targets
-from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.report.harness import Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.stopwatch import timed
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 RUNNING, STOPPED = "put, the store running", "put, the store stopped"
@@ -36,16 +36,14 @@ def run(options: Options) -> list[Record]:
     switches: list[float] = []
     with rig.store_on_two_hosts(options, replicas=2) as (cluster, store):
 
-        def put(is_stopped: bool) -> float:
+        def put(is_stopped: bool) -> Took:
             gpt_tensors.touch(state)
             step = next(steps)
             if step:  # the room of an older step comes back after the commit of the last
                 wait_for(lambda: len(store.puts.link.pool) >= chunks_count, "leased slots")
             with _stopped(cluster) if is_stopped else contextlib.nullcontext():
                 switched = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-                started_s = time.perf_counter()
-                ticket = store.put(step, state)
-                took_s = time.perf_counter() - started_s
+                took, ticket = timed(lambda: store.put(step, state), rig.pids_of(cluster))
                 switched = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - switched
             if is_stopped:
                 switches.append(switched)
@@ -53,16 +51,16 @@ def run(options: Options) -> list[Record]:
             ticket.wait("committed")
             got = store.get(step, rank=0)
             require(got is not None and gpt_tensors.is_same(got.state, state), f"put of step {step}")
-            return took_s
+            return took
 
         contenders = {RUNNING: lambda _: put(False), STOPPED: lambda _: put(True)}
-        seconds = interleave(contenders, options, lambda _: None)
-    record = Record("put waits", gpt_tensors.total_nbytes(state), seconds)
+        rounds = interleave(contenders, options, lambda _: None)
+    record = Record("put waits", gpt_tensors.total_nbytes(state), rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     record.ratio("put, the store stopped / running", STOPPED, RUNNING)
-    limit_s = statistics.median(seconds[RUNNING]) + DEADLINE_LEAST_S
+    limit_s = statistics.median(rounds.seconds[RUNNING]) + DEADLINE_LEAST_S
     waited = [
         float(skipped or took_s > limit_s)
-        for skipped, took_s in zip(is_skipped[options.warmups :], seconds[STOPPED], strict=True)
+        for skipped, took_s in zip(is_skipped[options.warmups :], rounds.seconds[STOPPED], strict=True)
     ]
     record.figure("puts that waited for a process", waited, "count", targets.WAITS, judged_by="highest")
     record.figure("voluntary switches of the training thread", switches[options.warmups :], "count")

@@ -4,26 +4,26 @@ memstore's clock runs from the call of put until its ticket is `replicated`: cop
 ends, transfer, seal, acknowledgement. Ray's runs from ray.put until an actor on the other node has
 the object; the fetch alone is listed too. Raw TCP sends the same bytes over two streams, from warm
 memory to warm memory, with no digest; the floor does what memstore has to, and nothing else
-(digest_floor.py). CPU seconds are those of both holders and of the rank, clock ticks of 10 ms.
+(digest_floor.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.report import targets
-from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.report.harness import Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
 from benchmarks.rigs.digest_floor import DigestFloor
 from benchmarks.rigs.ray_objects import RayObjects
+from benchmarks.rigs.stopwatch import timed
 from benchmarks.rigs.tcp_streams import TcpStreams
+from memstore.client.ticket import Ticket
 
 FLOOR = "floor: copy, digest, TCP, digest"
 MEMSTORE, TCP, RAY, RAY_FETCH = "memstore put to sealed", "raw TCP, 2 streams", "Ray put and fetch", "Ray fetch alone"
@@ -34,7 +34,6 @@ def run(options: Options) -> list[Record]:
     state = gpt_tensors.gpt_state(options.nbytes)
     nbytes = gpt_tensors.total_nbytes(state)
     fetch_s: list[float] = []
-    cpu_s: list[float] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
         flat = np.memmap(Path(folder) / "bytes", np.uint8, mode="w+", shape=(nbytes,))
@@ -42,21 +41,21 @@ def run(options: Options) -> list[Record]:
         tcp = stack.enter_context(TcpStreams(Path(folder) / "bytes"))
         floor = stack.enter_context(DigestFloor(Path(folder) / "bytes", options.chunk_bytes))
         contenders = {
-            MEMSTORE: lambda step: _replicate(cluster, store, state, step, cpu_s),
+            MEMSTORE: lambda step: _replicate(cluster, store, state, step),
             TCP: lambda _: _sent(tcp, "raw TCP"),
             FLOOR: lambda _: _sent(floor, "the floor"),
         }
         if options.with_ray:
             objects = stack.enter_context(RayObjects(Path(folder) / "bytes"))
             contenders[RAY] = lambda _: _ray(objects, fetch_s)
-        seconds = interleave(contenders, options, lambda _: _refresh(state, flat))
-    record = Record("replicate", nbytes, seconds)
+        rounds = interleave(contenders, options, lambda _: _refresh(state, flat))
+    record = Record("replicate", nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     record.ratio("speed / raw TCP", TCP, MEMSTORE, targets.SEALED_TCP)
     record.ratio("speed / the floor", FLOOR, MEMSTORE)
     record.ratio("the floor's speed / raw TCP", TCP, FLOOR)
-    record.figure("CPU seconds per GB put", [s / nbytes * 1e9 for s in cpu_s[options.warmups :]], "s")
+    record.cpu_ratio("CPU seconds / the floor's", MEMSTORE, FLOOR, targets.SEALED_CPU)
     if options.with_ray:
-        seconds[RAY_FETCH] = fetch_s[options.warmups :]
+        record.seconds[RAY_FETCH] = fetch_s[options.warmups :]
         record.ratio("speed / Ray put and fetch", RAY, MEMSTORE, targets.SEALED_RAY)
         record.ratio("speed / Ray fetch alone", RAY_FETCH, MEMSTORE)
     return [record]
@@ -68,34 +67,27 @@ def _refresh(state: Any, flat: np.ndarray) -> None:
     gpt_tensors.flatten(state, flat)
 
 
-def _replicate(cluster: Any, store: Any, state: Any, step: int, cpu_s: list[float]) -> float:
-    pids = [os.getpid(), *(holder.pid for holder in cluster.holders.values())]
-    used_s = _cpu_s(pids)
-    started_s = time.perf_counter()
-    ticket = store.put(step, state)
-    ticket.wait("replicated")
-    took_s = time.perf_counter() - started_s
-    cpu_s.append(_cpu_s(pids) - used_s)
+def _replicate(cluster: Any, store: Any, state: Any, step: int) -> Took:
+    def put() -> Ticket:
+        ticket: Ticket = store.put(step, state)
+        ticket.wait("replicated")
+        return ticket
+
+    took, ticket = timed(put, rig.pids_of(cluster))
     ticket.wait("committed")
     got = rig.read_at(rig.FAR, cluster.config, step)
     require(got.source == "local" and gpt_tensors.is_same(got.state, state), f"the peer's copy of step {step}")
-    return took_s
+    return took
 
 
-def _cpu_s(pids: list[int]) -> float:
-    """Return the processor time of some processes, user and system."""
-    fields = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split() for pid in pids]
-    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
-
-
-def _sent(streams: TcpStreams | DigestFloor, what: str) -> float:
-    took_s, is_same = streams.send()
+def _sent(streams: TcpStreams | DigestFloor, what: str) -> Took:
+    took, is_same = streams.send()
     require(is_same, what)
-    return took_s
+    return took
 
 
-def _ray(objects: RayObjects, fetch_s: list[float]) -> float:
-    both_s, alone_s, is_same = objects.send()
+def _ray(objects: RayObjects, fetch_s: list[float]) -> Took:
+    both, alone_s, is_same = objects.send()
     require(is_same, "Ray's object")
     fetch_s.append(alone_s)
-    return both_s
+    return both

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.report import targets
-from benchmarks.report.harness import Options, Record, interleave, require
+from benchmarks.report.harness import Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.stopwatch import timed
 from benchmarks.rigs.tcp_streams import TcpStreams
 from memstore.client.checkpoint import Checkpoint
 
@@ -35,6 +35,7 @@ def run(options: Options) -> list[Record]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
         flat = np.memmap(Path(folder) / "bytes", np.uint8, mode="w+", shape=(nbytes,))
         cluster, store = stack.enter_context(rig.store_on_two_hosts(options, replicas=1))
+        pids = rig.pids_of(cluster)
         far = stack.enter_context(rig.reader_at(rig.FAR, cluster.config))
         tcp = stack.enter_context(TcpStreams(Path(folder) / "bytes"))
 
@@ -43,37 +44,32 @@ def run(options: Options) -> list[Record]:
             gpt_tensors.flatten(state, flat)
             store.put(step, state).wait("committed")
 
-        def timed(get: Callable[[], Checkpoint | None], verdict: str) -> float:
-            started_s = time.perf_counter()
-            got = get()
-            took_s = time.perf_counter() - started_s
+        def read(get: Callable[[], Checkpoint | None], verdict: str) -> Took:
+            took, got = timed(get, pids)
             require(got is not None and got.source == verdict and gpt_tensors.is_same(twin, state), f"get: {got}")
             gpt_tensors.wipe(twin)
-            return took_s
+            return took
 
-        def copy(_: int) -> float:
-            started_s = time.perf_counter()
-            for target, source in pairs:
-                target.copy_(source)
-            took_s = time.perf_counter() - started_s
+        def copy(_: int) -> Took:
+            took = timed(lambda: [target.copy_(source) for target, source in pairs])[0]
             require(gpt_tensors.is_same(twin, state), "plain copy")
             gpt_tensors.wipe(twin)
-            return took_s
+            return took
 
-        def raw(_: int) -> float:
-            took_s, is_same = tcp.send()
+        def raw(_: int) -> Took:
+            took, is_same = tcp.send()
             require(is_same, "raw TCP")
-            return took_s
+            return took
 
         contenders = {
-            LOCAL: lambda step: timed(lambda: store.get(step, rank=0, into=twin), "local"),
-            TOGETHER: lambda step: timed(lambda: store.get(step, into=twin), "local"),
-            PEER: lambda step: timed(lambda: far.get(step, rank=0, into=twin), "peer"),
+            LOCAL: lambda step: read(lambda: store.get(step, rank=0, into=twin), "local"),
+            TOGETHER: lambda step: read(lambda: store.get(step, into=twin), "local"),
+            PEER: lambda step: read(lambda: far.get(step, rank=0, into=twin), "peer"),
             COPY: copy,
             TCP: raw,
         }
-        seconds = interleave(contenders, options, refresh)
-    record = Record("restore", nbytes, seconds)
+        rounds = interleave(contenders, options, refresh)
+    record = Record("restore", nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     record.ratio("local get / plain copy", LOCAL, COPY, targets.GET_LOCAL)
     record.ratio("local get of all ranks together / plain copy", TOGETHER, COPY)
     record.ratio("get from one peer / plain copy", PEER, COPY)

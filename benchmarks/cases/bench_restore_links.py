@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.report import targets
-from benchmarks.report.harness import MIB, Options, Record, interleave, require
+from benchmarks.report.harness import MIB, Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
+from benchmarks.rigs.stopwatch import timed
 from memstore.testing.clusters.namespaces import NamespaceRig, available
 from memstore.testing.clusters.processes import ProcessCluster
 
@@ -53,18 +53,16 @@ def run(options: Options) -> list[Record]:
                 gpt_tensors.touch(states[name])
                 store.put(step, states[name]).wait("committed")
 
-        def read(name: str, step: int) -> float:
-            started_s = time.perf_counter()
-            got = readers[name].get(step, rank=0, into=twin)
-            took_s = time.perf_counter() - started_s
+        def read(name: str, step: int) -> Took:
+            took, got = timed(lambda: readers[name].get(step, rank=0, into=twin), rig.pids_of(cluster))
             require(got.source == "peer" and gpt_tensors.is_same(twin, states[name]), f"{name} ({got.source})")
             gpt_tensors.wipe(twin)
-            return took_s
+            return took
 
         contenders = {name: lambda step, name=name: read(name, step) for name in stores}
-        seconds = interleave(contenders, options, refresh)
-    seconds[LINK] = [nbytes * 8 / SLOW_BITS_PER_S] * options.rounds
-    record = Record("restore over links", nbytes, seconds)
+        rounds = interleave(contenders, options, refresh)
+    rounds.seconds[LINK] = [nbytes * 8 / SLOW_BITS_PER_S] * options.rounds
+    record = Record("restore over links", nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     record.ratio("speed from two peers / from one", ONE, TWO, targets.GET_TWO_PEERS)
     record.ratio("speed from one peer / its link's rate", LINK, ONE)
     return [record]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.report.harness import MIB, Options, Record, interleave, require
+from benchmarks.report.harness import MIB, Options, Record, Took, interleave, require
 from benchmarks.report.targets import SHARING
 from benchmarks.rigs import rig
 from memstore.core.wire.calls import AskEvents
@@ -61,8 +61,8 @@ def _measure(case: Case, options: Options) -> Record:
     options = Options(case.nbytes, min(options.rounds, case.rounds_max), min(1, options.warmups))
     with _training(case) as training:
         contenders = {name: training.contender(name) for name in (PLAIN, *training.clusters)}
-        seconds = interleave(contenders, options, lambda number: None)
-        record = Record(case.name, 0, seconds)
+        rounds = interleave(contenders, options, lambda number: None)
+        record = Record(case.name, 0, rounds.seconds)
         for name in training.clusters:
             target = SHARING if name == INTERLEAVED and case is ENOUGH else None
             record.ratio(f"{name} / {PLAIN}", name, PLAIN, target)
@@ -80,7 +80,7 @@ class Training:
     def contender(self, name: str) -> Any:
         """Return what trains for one round and gives the median seconds of an iteration, bytes compared."""
 
-        def train(number: int) -> float:
+        def train(number: int) -> Took:
             first = number * ITERATIONS
             told = notify(
                 self.ranks,
@@ -89,7 +89,7 @@ class Training:
             if name in self.clusters:
                 self.stalls_s[name] += told[0]["stalls_s"]
                 self._compare(name, first + ITERATIONS - 1)
-            return float(statistics.median(told[0]["took_s"]))
+            return Took(statistics.median(told[0]["took_s"]))
 
         return train
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import training as gpu_training
 from benchmarks.gpu.training import Size, Training
 from benchmarks.report import targets
-from benchmarks.report.harness import Record, interleave, require
+from benchmarks.report.harness import Record, Took, interleave, require
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 
@@ -30,15 +30,16 @@ COPY, PEAK, STEP, PUT, PLAIN, OVERLAPPED = (
 def measure(device: torch.device, size: Size) -> Record:
     """Return the stalls over a pinned copy, and the plain put's speed over the pinned peak."""
     training = Training(device, size)
-    with gpu_training.store_of_one_host(size.options) as store:
-        race = PutRace(training, store)
+    with gpu_training.store_of_one_host(size.options) as (store, pids):
+        race = PutRace(training, store, pids)
         contenders = {
             COPY: lambda _: race.copy(), PEAK: lambda _: race.peak(), PUT: lambda _: race.put_alone(),
             STEP: lambda _: race.step(""), PLAIN: lambda _: race.step(PLAIN),
             OVERLAPPED: lambda _: race.step(OVERLAPPED),
         }  # fmt: skip
-        seconds = interleave(contenders, size.options, lambda _: None)
-    record = Record("gpu put", race.nbytes, seconds)
+        rounds = interleave(contenders, size.options, lambda _: None)
+    seconds = rounds.seconds
+    record = Record("gpu put", race.nbytes, seconds, cpu_seconds=rounds.cpu_seconds)
     for kind, name in ((PLAIN, "plain"), (OVERLAPPED, "overlapped")):
         record.seconds[f"added by the {name} put"] = [a - b for a, b in zip(seconds[kind], seconds[STEP], strict=True)]
     record.ratio("plain put / pinned copy", PUT, COPY, targets.GPU_STALL)
@@ -55,8 +56,8 @@ def measure(device: torch.device, size: Size) -> Record:
 class PutRace:
     """What is timed, each once a call; what was put is compared with the state as it was, after the clock stopped."""
 
-    def __init__(self, training: Training, store: Store) -> None:
-        self._training, self._store = training, store
+    def __init__(self, training: Training, store: Store, pids: list[int]) -> None:
+        self._training, self._store, self._pids = training, store, pids
         self._sources = training.tensors()
         self.nbytes = sum(tensor.nbytes for tensor in self._sources)
         self._twins = gpu_training.pinned_like(self._sources)
@@ -66,18 +67,18 @@ class PutRace:
         store.wait_before_step(training.optimizer)
         store.prepare(training.state).wait()
         self.copy()
-        training.fit(COPIES * self.copy())
+        training.fit(COPIES * self.copy().wall_s)
 
-    def copy(self) -> float:
+    def copy(self) -> Took:
         """A copy of every tensor into pinned memory."""
         return self._training.timed(lambda: gpu_training.copy_all(self._twins, self._sources))
 
-    def peak(self) -> float:
+    def peak(self) -> Took:
         """One large copy into pinned memory; seconds for as many bytes as the state has."""
-        took_s = self._training.timed(lambda: self._host.copy_(self._large, non_blocking=True))
-        return took_s * self.nbytes / self._large.nbytes
+        took = self._training.timed(lambda: self._host.copy_(self._large, non_blocking=True))
+        return Took(took.wall_s * self.nbytes / self._large.nbytes)
 
-    def step(self, put: str) -> float:
+    def step(self, put: str) -> Took:
         """One step, its put in front."""
         self.copy()
         number, state = next(self._steps), self._training.state
@@ -88,23 +89,23 @@ class PutRace:
                 tickets.append(self._store.put(number, state, overlap=put == OVERLAPPED))
             self._training.step()
 
-        took_s = self._training.timed(work)
+        took = self._training.timed(work, self._pids)
         for ticket in tickets:
             ticket.wait("committed", WAIT_S)
             self._compare(number)
             if put == OVERLAPPED:
                 self.blocked_s.append(ticket.stall_s)
-        return took_s
+        return took
 
-    def put_alone(self) -> float:
+    def put_alone(self) -> Took:
         """A put; a step afterwards, so that no two puts are of the same bytes."""
         self.copy()
         number, state = next(self._steps), self._training.state
-        took_s = self._training.timed(lambda: self._store.put(number, state))
+        took = self._training.timed(lambda: self._store.put(number, state), self._pids)
         self._store.flush(timeout_s=WAIT_S)
         self._compare(number)
         self._training.step()
-        return took_s
+        return took
 
     def _compare(self, number: int) -> None:
         got = self._store.get(number, rank=0)

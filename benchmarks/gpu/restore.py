@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import training as gpu_training
 from benchmarks.gpu.training import Size, Training
 from benchmarks.report import targets
-from benchmarks.report.harness import Record, interleave, require
+from benchmarks.report.harness import Record, Took, interleave, require
 
 COPY, PEAK, GET = "pinned copy back", "pinned peak", "get"
 
@@ -23,7 +23,7 @@ def measure(device: torch.device, size: Size) -> Record:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     twins = gpu_training.pinned_like(tensors)
     large, host = gpu_training.peaks(device, nbytes)
-    with gpu_training.store_of_one_host(size.options) as store:
+    with gpu_training.store_of_one_host(size.options) as (store, pids):
 
         def refresh(number: int) -> None:
             training.step()
@@ -34,23 +34,24 @@ def measure(device: torch.device, size: Size) -> Record:
             for tensor in tensors:
                 tensor.zero_()
 
-        def get(number: int) -> float:
+        def get(number: int) -> Took:
             wipe()
-            took_s = training.timed(lambda: store.get(number, rank=0, into=training.state))
+            took = training.timed(lambda: store.get(number, rank=0, into=training.state), pids)
             require(gpu_training.is_same(tensors, twins), f"get of step {number}")
-            return took_s
+            return took
 
-        def copy(_: int) -> float:
+        def copy(_: int) -> Took:
             wipe()
-            took_s = training.timed(lambda: gpu_training.copy_all(tensors, twins))
+            took = training.timed(lambda: gpu_training.copy_all(tensors, twins))
             require(gpu_training.is_same(tensors, twins), "pinned copy back")
-            return took_s
+            return took
 
-        def peak(_: int) -> float:
-            return training.timed(lambda: large.copy_(host, non_blocking=True)) * nbytes / large.nbytes
+        def peak(_: int) -> Took:
+            took = training.timed(lambda: large.copy_(host, non_blocking=True))
+            return Took(took.wall_s * nbytes / large.nbytes)
 
-        seconds = interleave({GET: get, COPY: copy, PEAK: peak}, size.options, refresh)
-    record = Record("gpu restore", nbytes, seconds)
+        rounds = interleave({GET: get, COPY: copy, PEAK: peak}, size.options, refresh)
+    record = Record("gpu restore", nbytes, rounds.seconds, cpu_seconds=rounds.cpu_seconds)
     record.ratio("get: speed / pinned peak", PEAK, GET, targets.GPU_H2D)
     record.ratio("get / pinned copy back", GET, COPY)
     record.notes.append("The first get of a process pins the slots that it reads; it is among the warm-ups.")

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ import torch
 from torch import nn
 
 from benchmarks.report import __main__, results
-from benchmarks.report.harness import MIB, Options, Record
+from benchmarks.report.harness import MIB, Options, Record, Took
 from benchmarks.rigs import rig
+from benchmarks.rigs.stopwatch import timed
 from memstore.client.store import Store
 from memstore.testing.clusters.processes import ProcessCluster
 
@@ -100,18 +100,20 @@ class Training:
         """Wait for the device."""
         torch.get_device_module(self.device).synchronize()
 
-    def timed(self, work: Callable[[], object]) -> float:
-        """Return the seconds of work that begins and ends with an idle device."""
+    def timed(self, work: Callable[[], object], pids: Sequence[int] = ()) -> Took:
+        """Return what work takes of this process and the ones named; it begins and ends with an idle device."""
         self.synchronize()
-        started_s = time.perf_counter()
-        work()
-        self.synchronize()
-        return time.perf_counter() - started_s
+
+        def until_idle() -> None:
+            work()
+            self.synchronize()
+
+        return timed(until_idle, pids)[0]
 
     def fit(self, seconds: float) -> None:
         """Choose the micro-batches so that forward and backward take at least this long."""
         self.forward_backward()
-        self.micro_batches = max(1, math.ceil(seconds / self.timed(self.forward_backward)))
+        self.micro_batches = max(1, math.ceil(seconds / self.timed(self.forward_backward).wall_s))
 
 
 def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -141,15 +143,15 @@ def peaks(device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @contextlib.contextmanager
-def store_of_one_host(options: Options) -> Iterator[Store]:
-    """Yield the store of the only rank; one copy is kept, on this host."""
+def store_of_one_host(options: Options) -> Iterator[tuple[Store, list[int]]]:
+    """Yield the store of the only rank, and the store's processes; one copy is kept, on this host."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = ProcessCluster(
             Path(folder), {rig.NEAR: {}}, arena_bytes=int(VERSIONS * options.nbytes) + 128 * MIB,
             chunk_bytes=options.chunk_bytes, replicas=1, stall_budget_s=60.0, connect_timeout_s=300.0,
         )  # fmt: skip
         with cluster, rig.rank_at(rig.NEAR, rig.JOB, cluster.config) as store:
-            yield store
+            yield store, rig.pids_of(cluster)
 
 
 def main(name: str, measure: Callable[[torch.device, Size], Record], arguments: Sequence[str] | None = None) -> None:

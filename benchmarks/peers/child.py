@@ -40,6 +40,7 @@ class Child:
         self._state = gpt_tensors.gpt_state(nbytes)
         gpt_tensors.mark(self._state, RANKS_APART * rank)
         self._world_size = world_size
+        self._shared_pids = places["options"].get("pids", []) if rank == 0 else []  # of all ranks: counted once
         module, _, kind = CONTESTANTS[name].partition(":")
         task = Task(
             self._state, RANKS_APART * (1 - 2 * rank), rank, world_size, Path(places["memory"]), Path(places["disk"]),
@@ -51,13 +52,17 @@ class Child:
     def round(self, way: str, step: int) -> dict[str, Any]:
         """Change the state, wait for the other rank, save."""
         from benchmarks.rigs import gpt_tensors
+        from benchmarks.rigs.process_costs import cpu_seconds, descendants
 
         gpt_tensors.touch(self._state)
         if self._world_size > 1:
             import torch.distributed as dist
 
             dist.barrier()
-        return self._contestant.run(way, step)._asdict()  # type: ignore[no-any-return]
+        pids = [os.getpid(), *descendants(os.getpid()), *self._shared_pids]
+        before_s = cpu_seconds(pids)
+        stamps = self._contestant.run(way, step)
+        return {**stamps._asdict(), "cpu": cpu_seconds(pids) - before_s}
 
     def check(self, way: str) -> dict[str, Any]:
         """Compare what the last round moved."""

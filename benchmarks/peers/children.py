@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.peers import environments
+from benchmarks.report.harness import Took
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ANSWER_S = 140.0
@@ -100,15 +101,16 @@ class Team:
                     pipe.close()
         self._stack.close()
 
-    def round(self, way: str, step: int) -> tuple[float, float]:
+    def round(self, way: str, step: int) -> tuple[float, Took]:
         """Run one round on all ranks.
 
         Returns:
-            The longest stall of a rank, and the time from the first rank's start until the last one's end, in seconds.
+            The longest stall of a rank in seconds, and what the round took from the first start until the last end.
         """
         ranks = self._ask_all([{"do": "round", "way": way, "step": step}] * self._ranks)
         stall_s = max(rank["released"] - rank["started"] for rank in ranks)
-        return stall_s, max(rank["ended"] for rank in ranks) - min(rank["started"] for rank in ranks)
+        wall_s = max(rank["ended"] for rank in ranks) - min(rank["started"] for rank in ranks)
+        return stall_s, Took(wall_s, sum(rank["cpu"] for rank in ranks))
 
     def is_same(self, way: str) -> bool:
         """Have all ranks compare the bytes of the last round."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.peers.children import PeerFailed, Team
 from benchmarks.report import targets
-from benchmarks.report.harness import Options, Record, Target, interleave, require
+from benchmarks.report.harness import Options, Record, Rounds, Target, Took, interleave, require
 from benchmarks.rigs import rig
 
 PUT = "memstore put"
@@ -140,21 +140,21 @@ def _run_warm(name: str, race: Race, options: Options) -> list[Record]:
                 _try(entry, team, absent)
         able = [entry for entry in race.entries if entry.label not in absent]
 
-        def contender(entry: Entry) -> Callable[[int], float]:
-            def timed(number: int) -> float:
+        def contender(entry: Entry) -> Callable[[int], Took]:
+            def timed(number: int) -> Took:
                 team = teams[entry.contestant]
                 assert isinstance(team, Team)  # the others are absent
-                stall_s, done_s = team.round(entry.way, 1 + number)
+                stall_s, done = team.round(entry.way, 1 + number)
                 require(team.is_same(entry.way), f"{entry.label}, round {number}")
                 stalls.setdefault(entry.label, []).append(stall_s)
-                return done_s
+                return done
 
             return timed
 
-        done = interleave({entry.label: contender(entry) for entry in able}, options, lambda _: None)
+        rounds = interleave({entry.label: contender(entry) for entry in able}, options, lambda _: None)
         nbytes = max(team.nbytes for team in teams.values() if isinstance(team, Team))
-    seconds = {DONE: done, STALL: {label: values[options.warmups :] for label, values in stalls.items()}}
-    return _records(name, race, nbytes, seconds, absent)
+    stall = Rounds({label: values[options.warmups :] for label, values in stalls.items()}, rounds.cpu_seconds)
+    return _records(name, race, nbytes, {DONE: rounds, STALL: stall}, absent)
 
 
 def _try(entry: Entry, team: Team, absent: dict[str, str]) -> None:
@@ -171,26 +171,28 @@ def _run_fresh(name: str, race: Race, options: Options) -> list[Record]:
     absent: dict[str, str] = {}
     nbytes = 0
 
-    def contender(entry: Entry) -> Callable[[int], float]:
-        def timed(number: int) -> float:
+    def contender(entry: Entry) -> Callable[[int], Took]:
+        def timed(number: int) -> Took:
             nonlocal nbytes
             if entry.label in absent:
-                return 0.0
+                return Took(0.0)
             with contextlib.ExitStack() as stack:
                 team = _team(stack, entry.contestant, race, options)
                 if isinstance(team, PeerFailed):
                     absent[entry.label] = str(team)
-                    return 0.0
+                    return Took(0.0)
                 nbytes = team.nbytes
-                _, done_s = team.round(entry.way, 0)
+                _, done = team.round(entry.way, 0)
                 require(team.is_same(entry.way), f"{entry.label}, round {number}")
-                return done_s
+                return done
 
         return timed
 
     rounds = Options(options.nbytes, options.rounds, 0, options.chunk_bytes)
-    done = interleave({entry.label: contender(entry) for entry in race.entries}, rounds, lambda _: None)
-    return _records(name, race, nbytes, {DONE: {k: v for k, v in done.items() if k not in absent}}, absent)
+    took = interleave({entry.label: contender(entry) for entry in race.entries}, rounds, lambda _: None)
+    for label in absent:
+        del took.seconds[label]
+    return _records(name, race, nbytes, {DONE: took}, absent)
 
 
 def _team(stack: contextlib.ExitStack, contestant: str, race: Race, options: Options) -> Team | PeerFailed:
@@ -212,15 +214,17 @@ def _store(race: Race, options: Options) -> Iterator[dict[str, Any]]:
     # Every host has its own rank's versions, the other one's copies, and one for repair and staging (R10).
     versions = 3.5 if race.ranks == 1 else 5.3
     with rig.two_hosts(options, replicas=2, versions=versions) as cluster:
-        yield {"job": rig.JOB, "config": {**cluster.config.store_fields(), **cluster.config.job_fields()}}
+        config = {**cluster.config.store_fields(), **cluster.config.job_fields()}
+        yield {"job": rig.JOB, "pids": rig.pids_of(cluster), "config": config}
 
 
-def _records(
-    name: str, race: Race, nbytes: int, seconds: dict[str, dict[str, list[float]]], absent: dict[str, str]
-) -> list[Record]:
+def _records(name: str, race: Race, nbytes: int, took: dict[str, Rounds], absent: dict[str, str]) -> list[Record]:
     records = []
     for shown in race.shows:
-        record = Record(f"{name}: {shown}", nbytes, seconds[shown], absent=absent, notes=list(race.notes))
+        record = Record(
+            f"{name}: {shown}", nbytes, took[shown].seconds, absent=absent, notes=list(race.notes),
+            cpu_seconds=took[shown].cpu_seconds,
+        )  # fmt: skip
         for where, what, over, under, target in race.promises:
             there = [label for label in under if label in record.seconds]
             if where == shown and there:

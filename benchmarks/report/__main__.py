@@ -14,7 +14,7 @@ from benchmarks.report import results
 from benchmarks.report.harness import GIB, Ratio, Record
 from benchmarks.report.targets import LINES
 
-HEAD = "| benchmark | what | median | lowest to highest | target |\n|---|---|---:|---:|---|"
+HEAD = "| benchmark | what | median | lowest to highest | CPU s per GB | target |\n|---|---|---:|---:|---:|---|"
 HERE = Path(__file__).resolve().parents[1]
 NOT_RECORDS = {"faults", "nemesis", "nemesis_a7f96a8", "simulator"}  # of other shapes: what those wrote themselves
 
@@ -49,14 +49,22 @@ def rows(record: Record) -> str:
         middle = statistics.median(values)
         rate = f", {record.nbytes / middle / 1e9:.2f} GB/s" if record.nbytes else ""
         spread = f"{amount(min(values), 's')} to {amount(max(values), 's')}"
-        lines.append(f"| {record.name} | {name} | {amount(middle, 's')}{rate} | {spread} | |")
+        lines.append(
+            f"| {record.name} | {name} | {amount(middle, 's')}{rate} | {spread} | {cpu_per_gb(record, name)} | |"
+        )
     for name, why in record.absent.items():
-        lines.append(f"| {record.name} | {name} | did not run | | {why} |")
+        lines.append(f"| {record.name} | {name} | did not run | | | {why} |")
     for ratio in record.ratios:
         spread = f"{amount(min(ratio.values), ratio.unit)} to {amount(max(ratio.values), ratio.unit)}"
         middle_cell = f"**{amount(ratio.median, ratio.unit)}**"
-        lines.append(f"| {record.name} | **{ratio.name}** | {middle_cell} | {spread} | {verdict(ratio)} |")
+        lines.append(f"| {record.name} | **{ratio.name}** | {middle_cell} | {spread} | | {verdict(ratio)} |")
     return "\n".join(lines)
+
+
+def cpu_per_gb(record: Record, contender: str) -> str:
+    """Write the processor seconds that a contender took for a gigabyte of the state; "" where they were not read."""
+    spent = record.cpu_seconds.get(contender)
+    return f"{statistics.median(spent) / record.nbytes * 1e9:.2f}" if spent and record.nbytes else ""
 
 
 def described(about: Mapping[str, Any]) -> str:

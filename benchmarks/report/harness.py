@@ -36,6 +36,20 @@ class Options:
     with_ray: bool = True
 
 
+class Took(NamedTuple):
+    """What one round of a contender took: seconds, and processor seconds of its processes; None: they were not read."""
+
+    wall_s: float
+    cpu_s: float | None = None
+
+
+class Rounds(NamedTuple):
+    """What all timed rounds took, by contender: one value a round. Who did not read its processor seconds has none."""
+
+    seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
+
+
 class Target(NamedTuple):
     """What a figure is held against; `line` names the promise in targets.py that it answers, "" for none."""
 
@@ -108,6 +122,7 @@ class Record:
         ratios: The ratios and other figures that matter.
         notes: Sentences that a reader of the numbers needs.
         absent: Why a contender did not run, by contender.
+        cpu_seconds: Processor seconds of all its processes while its clock ran, by contender, one value a round.
         about: Machine, versions, commit, rounds: see `results.about`.
     """
 
@@ -118,10 +133,16 @@ class Record:
     notes: list[str] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def ratio(self, name: str, over: str, under: str, target: tuple[float, str] | Target | None = None) -> None:
         """Add seconds[over] / seconds[under] of every round."""
         pairs = zip(self.seconds[over], self.seconds[under], strict=True)
+        self.ratios.append(Ratio(name, [a / b for a, b in pairs], target))
+
+    def cpu_ratio(self, name: str, over: str, under: str, target: Target | None = None) -> None:
+        """Add the processor seconds of `over` / those of `under` of every round."""
+        pairs = zip(self.cpu_seconds[over], self.cpu_seconds[under], strict=True)
         self.ratios.append(Ratio(name, [a / b for a, b in pairs], target))
 
     def figure(
@@ -133,24 +154,26 @@ class Record:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[int], float]], options: Options, before_round: Callable[[int], None]
-) -> dict[str, list[float]]:
-    """Run all contenders once a round and return their seconds, one value a timed round.
+    contenders: Mapping[str, Callable[[int], Took]], options: Options, before_round: Callable[[int], None]
+) -> Rounds:
+    """Run all contenders once a round and return what the timed rounds took.
 
-    Every contender returns the seconds it measured itself, after having compared the bytes it moved.
+    Every contender returns what it measured itself, after having compared the bytes it moved.
     The order turns by one each round, so that no contender always follows the same neighbour. Round numbers
     go on from the warm-up rounds, so that contents never repeat.
     """
     names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    rounds = Rounds({name: [] for name in names}, {})
     for number in range(options.warmups + options.rounds):
         before_round(number)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            took_s = contenders[name](number)
+            took = contenders[name](number)
             if number >= options.warmups:
-                seconds[name].append(took_s)
-    return seconds
+                rounds.seconds[name].append(took.wall_s)
+                if took.cpu_s is not None:
+                    rounds.cpu_seconds.setdefault(name, []).append(took.cpu_s)
+    return rounds
 
 
 def require(is_equal: bool, what: str) -> None:

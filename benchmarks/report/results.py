@@ -54,5 +54,6 @@ def _record(found: dict[str, Any]) -> Record:
         Ratio(r["name"], r["values"], None if r["target"] is None else Target(*r["target"]), r["unit"], r["judged_by"])
         for r in found["ratios"]
     ]
-    fields = {field.name: found[field.name] for field in dataclasses.fields(Record)}
+    # A file that was written before the record had a field lacks it.
+    fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name in found}
     return Record(**{**fields, "ratios": ratios})

@@ -38,6 +38,9 @@ STALL_DLROVER = _at_most(1.0, "stall dlrover", "put's stall / DLRover's shared-m
 OVERLAP = _at_most(0.15, "overlap", "overlapped put: added step time / plain copy, a step of 5 copies' time", "overlap")
 WAITS = _at_most(0, "waits", "waits on another process in a put's blocking part", "transfer")
 SEALED_TCP = _at_least(0.80, "sealed tcp", "put to sealed on the peer: speed / raw TCP, two streams", "transfer")
+SEALED_CPU = _at_most(
+    1.05, "sealed cpu", "put to sealed: CPU seconds / those of copy, TCP and digests in the same run", "transfer"
+)
 SEALED_TORCHFT = _at_least(
     1.2, "sealed torchft", "put to sealed on the peer: speed / torchft's HTTP transport", "peers"
 )

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.report.harness import Options, require
-from benchmarks.rigs.process_costs import thread_seconds
+from benchmarks.rigs.process_costs import cpu_seconds
 from benchmarks.rigs.rank_workers import RankWorkers, ranks_on_hosts
+from benchmarks.rigs.rig import pids_of
 
 SETTLE_S = 0.3  # what the put before has left behind is done
 LOOP = """
@@ -46,17 +47,17 @@ def measure(options: Options, niceness: int) -> list[Round]:
     found = []
     with ranks_on_hosts(options, options.nbytes, count=RANKS, niceness=niceness) as (cluster, workers):
         hosts = list(cluster.labels)
-        pids = [*workers.pids, *(p.pid for p in (*cluster.holders.values(), cluster.controller) if p is not None)]
+        pids = [*workers.pids, *pids_of(cluster)]
         for number in range(options.warmups + options.rounds):
             _settle(workers)
             idle_s, _ = _put(workers, 2 * number)
             step = 2 * number + 1
             with _busy_loops(len(os.sched_getaffinity(0))) as loops:
                 _settle(workers)
-                cpu_s, loops_s, begun_s = thread_seconds(pids), thread_seconds(loops), time.monotonic()
+                cpu_s, loops_s, begun_s = cpu_seconds(pids), cpu_seconds(loops), time.monotonic()
                 busy_s, stall_s = _put(workers, step)
-                loops_lost_s = len(loops) * (time.monotonic() - begun_s) - (thread_seconds(loops) - loops_s)
-                found.append(Round(idle_s, busy_s, stall_s, thread_seconds(pids) - cpu_s, loops_lost_s))
+                loops_lost_s = len(loops) * (time.monotonic() - begun_s) - (cpu_seconds(loops) - loops_s)
+                found.append(Round(idle_s, busy_s, stall_s, cpu_seconds(pids) - cpu_s, loops_lost_s))
             for rank in range(len(hosts)):
                 same = workers.ask("is_same", step, hosts[1 - rank], ranks=[rank])
                 require(all(same), f"rank {rank}'s shard of step {step}, put beside busy loops")

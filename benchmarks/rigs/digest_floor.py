@@ -12,7 +12,6 @@ import functools
 import multiprocessing
 import select
 import socket
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,8 @@ from types import TracebackType
 import numpy as np
 import xxhash
 
+from benchmarks.report.harness import Took
+from benchmarks.rigs.stopwatch import timed
 from benchmarks.rigs.tcp_streams import Sink, answer, connected, end, shares, together
 
 STREAMS = 2
@@ -59,8 +60,8 @@ class DigestFloor:
         self._sink.close()
         self._arena.unlink()
 
-    def send(self) -> tuple[float, bool]:
-        """Copy and send once; return the seconds until all is digested at the sink, and whether the bytes agree."""
+    def send(self) -> tuple[Took, bool]:
+        """Copy and send once; return what it took until all is digested at the sink, and whether the bytes agree."""
         self._source[:] = np.memmap(self._path, np.uint8, mode="r")
         target, source = self._slots.ctypes.data, self._source.ctypes.data
         parts = shares(self._source.size, STREAMS)
@@ -69,12 +70,14 @@ class DigestFloor:
             for start, stop in _chunks(*parts[number], self._chunk_bytes):
                 ctypes.memmove(target + start, source + start, stop - start)
 
-        started_s = time.perf_counter()
-        together(STREAMS, copy)
-        self._sender.send("go")
-        answer(self._sender)
-        took_s = time.perf_counter() - started_s
-        return took_s, self._sink.is_same()
+        def work() -> None:
+            together(STREAMS, copy)
+            self._sender.send("go")
+            answer(self._sender)
+
+        assert self._process.pid is not None  # it was started
+        took, _ = timed(work, [self._process.pid, self._sink.pid])
+        return took, self._sink.is_same()
 
 
 def _chunks(start: int, stop: int, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report.harness import MIB
+from benchmarks.report.harness import MIB, Took
+from benchmarks.rigs.process_costs import cpu_seconds, descendants
 
 TIMEOUT_S = 120.0
 
@@ -30,6 +31,7 @@ class RayObjects:
         self._path = path
         # Ray takes no store below 75 MiB.
         store_bytes = max(int(1.5 * path.stat().st_size), 128 * MIB)
+        others = set(descendants(os.getpid()))
         self._cluster = Cluster()
         try:
             for resources in ({"near": 1}, {"far": 1}):
@@ -40,6 +42,7 @@ class RayObjects:
             self._near = ray.remote(_Near).options(num_cpus=0, resources={"near": 1}).remote(str(path))
             self._far = ray.remote(_Far).options(num_cpus=0, resources={"far": 1}).remote()
             ray.get([self._near.node.remote(), self._far.node.remote()], timeout=TIMEOUT_S)
+            self._pids = sorted(set(descendants(os.getpid())) - others)
         except BaseException:
             self._stop()
             raise
@@ -56,18 +59,18 @@ class RayObjects:
         self._ray.shutdown()
         self._cluster.shutdown()
 
-    def send(self) -> tuple[float, float, bool]:
-        """Put and fetch once; return the seconds of both, of the fetch alone, and whether the bytes are the same."""
+    def send(self) -> tuple[Took, float, bool]:
+        """Put and fetch once; return what both took, seconds of the fetch alone, and whether the bytes are the same."""
         self._ray.get(self._near.refresh.remote(), timeout=TIMEOUT_S)
-        started_s = time.perf_counter()
+        used_s, started_s = cpu_seconds(self._pids), time.perf_counter()
         references = self._ray.get(self._near.put.remote(), timeout=TIMEOUT_S)
         put_s = time.perf_counter() - started_s
         self._ray.get(self._far.fetch.remote(references), timeout=TIMEOUT_S)
-        both_s = time.perf_counter() - started_s
+        both = Took(time.perf_counter() - started_s, cpu_seconds(self._pids) - used_s)
         del references
         self._ray.get(self._near.drop.remote(), timeout=TIMEOUT_S)
         is_same = self._ray.get(self._far.compare.remote(str(self._path)), timeout=TIMEOUT_S)
-        return both_s, both_s - put_s, bool(is_same)
+        return both, both.wall_s - put_s, bool(is_same)
 
 
 class _Near:

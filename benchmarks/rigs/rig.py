@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.report.harness import MIB, Options
+from benchmarks.report.harness import MIB, Options, Took
+from benchmarks.rigs.stopwatch import timed
 from memstore.client.checkpoint import Checkpoint
 from memstore.client.connect import Reader, connect, reader
 from memstore.client.store import Store
@@ -39,6 +40,11 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
             yield cluster
 
 
+def pids_of(cluster: ProcessCluster) -> list[int]:
+    """Return the processes of a store: its holders and its controller."""
+    return [process.pid for process in (*cluster.holders.values(), cluster.controller) if process is not None]
+
+
 @contextlib.contextmanager
 def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
     """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
@@ -48,6 +54,11 @@ def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[Pro
         connect(JOB, rank=0, world_size=1, config=cluster.config) as store,
     ):
         yield cluster, store
+
+
+def put_committed(cluster: ProcessCluster, store: Store, step: int, state: object) -> Took:
+    """Put and wait for the commit; return what it took of this process and the store's."""
+    return timed(lambda: store.put(step, state).wait("committed"), pids_of(cluster))[0]
 
 
 @contextlib.contextmanager

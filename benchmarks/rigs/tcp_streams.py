@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import socket
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,6 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+
+from benchmarks.report.harness import Took
+from benchmarks.rigs.stopwatch import timed
 
 TIMEOUT_S = 60.0
 Receive = Callable[[socket.socket, memoryview], None]  # until the sender closes: a share again and again, each answered
@@ -41,6 +43,12 @@ class Sink:
         """Say whether what came is the file, and forget it."""
         self._control.send("compare")
         return bool(answer(self._control))
+
+    @property
+    def pid(self) -> int:
+        """Return the process."""
+        assert self._process.pid is not None  # it was started
+        return self._process.pid
 
     def close(self) -> None:
         """End the process."""
@@ -71,8 +79,8 @@ class TcpStreams:
             connection.close()
         self._sink.close()
 
-    def send(self) -> tuple[float, bool]:
-        """Send everything once; return the seconds until all streams acknowledged, and whether the bytes agree."""
+    def send(self) -> tuple[Took, bool]:
+        """Send everything once; return what it took until all streams acknowledged, and whether the bytes agree."""
         parts = shares(self._source.size, len(self._sockets))
 
         def send(number: int) -> None:
@@ -81,9 +89,8 @@ class TcpStreams:
             if self._sockets[number].recv(1) != b"k":
                 raise ConnectionError("the sink closed a stream")
 
-        started_s = time.perf_counter()
-        together(len(parts), send)
-        return time.perf_counter() - started_s, self._sink.is_same()
+        took, _ = timed(lambda: together(len(parts), send), [self._sink.pid])
+        return took, self._sink.is_same()
 
 
 def answer(control: Connection) -> Any:

@@ -15,6 +15,7 @@ PAGE = "by hand\n<!-- generated: targets -->\nold\n<!-- end -->\n<!-- generated:
 def record(name: str = "put stall", target: tuple[float, str] | None = targets.STALL_COPY) -> Record:
     """A record with one contender, one that did not run, and figures of several kinds."""
     made = Record(name, 1 << 30, {"put": [0.06, 0.07, 0.2]}, about=results.about(Options(), "quick"))
+    made.cpu_seconds["put"] = [0.5, 1.0, 0.7]
     made.ratios.append(Ratio("put / plain copy", [0.9, 1.2, 1.2, 1.3, 9.0], target))
     made.figure("sent", [3 << 20], "bytes")
     made.absent["peer"] = "ImportError: no module of that name"
@@ -45,8 +46,8 @@ def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> No
     assert "old" not in page
     assert "| [1.20](#put-stall) | at most 1.1: **MISSED** | [why](notes/transfer.md) |" in page
     assert page.count("| not measured |") == len(targets.LINES) - 1
-    assert "| put stall | peer | did not run | | ImportError: no module of that name |" in page
-    assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | |" in page
+    assert "| put stall | peer | did not run | | | ImportError: no module of that name |" in page
+    assert "| put stall | put | 70 ms, 15.34 GB/s | 60 ms to 200 ms | 0.65 | |" in page
     assert __main__.page(page, records) == page
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,10 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.cases import bench_faults
 from benchmarks.report import harness
-from benchmarks.report.harness import Options, Ratio, interleave
+from benchmarks.report.harness import Options, Ratio, Took, interleave
 from benchmarks.rigs import gpt_tensors
+from benchmarks.rigs.process_costs import descendants
+from benchmarks.rigs.stopwatch import timed
 
 SMALL = ["--nbytes", str(2 << 20), "--rounds", "1", "--chunk-bytes", str(64 << 10)]
 
@@ -38,7 +45,7 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("put_stall", ["put / plain copy"], 2),
         (
             "replicate",
-            ["speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put"],
+            ["speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds / the floor's"],
             3,
         ),
         (
@@ -65,6 +72,8 @@ def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
     (record,) = body["records"]
     assert [ratio["name"] for ratio in record["ratios"]] == ratios
     assert all(len(values) == 1 and values[0] > 0 for values in record["seconds"].values())
+    assert set(record["cpu_seconds"]) == set(record["seconds"])
+    assert all(spent_s > 0 for values in record["cpu_seconds"].values() for spent_s in values)
     assert record["about"]["machine"]["cores"] >= 1
 
 
@@ -77,7 +86,7 @@ def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkey
     (record,) = main([*SMALL, "--only", "replicate", "--out", str(tmp_path)])
     assert seen.count("Ray's object") == 1 + Options().warmups
     assert [r.name for r in record.ratios] == [
-        "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds per GB put",
+        "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds / the floor's",
         "speed / Ray put and fetch", "speed / Ray fetch alone",
     ]  # fmt: skip
 
@@ -112,12 +121,13 @@ def test_contenders_take_turns_and_warm_up_rounds_do_not_count() -> None:
     order: list[tuple[str, int]] = []
 
     def contender(name: str) -> Any:
-        return lambda number: order.append((name, number)) or float(number)
+        return lambda number: order.append((name, number)) or Took(float(number), number / 2 if name == "a" else None)
 
     options = Options(rounds=2, warmups=1)
-    seconds = interleave({"a": contender("a"), "b": contender("b")}, options, lambda number: None)
+    rounds = interleave({"a": contender("a"), "b": contender("b")}, options, lambda number: None)
     assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert seconds == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+    assert rounds.seconds == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+    assert rounds.cpu_seconds == {"a": [0.5, 1.0]}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +145,36 @@ def test_a_ratio_is_judged_by_its_median(values: list[float], target: tuple[floa
     """One slow round does not decide; rounds that do not agree say nothing, nor do such that differ by the target."""
     assert Ratio("r", values, target).is_met is is_met
     assert Ratio("r", values, target).is_noisy == (is_met is None)
+
+
+def test_processor_seconds_count_threads_that_have_ended() -> None:
+    """A contender that starts threads for a transfer, and ends them with it, is charged for them all the same."""
+
+    def spend() -> None:
+        while time.thread_time() < 0.05:
+            pass
+
+    def work() -> None:
+        thread = threading.Thread(target=spend)
+        thread.start()
+        thread.join()
+
+    took, _ = timed(work)
+    assert took.cpu_s is not None
+    assert took.cpu_s >= 0.05
+
+
+def test_processes_that_others_started_are_found() -> None:
+    """A saver that a peer's process starts counts, and so does what that one starts; others do not."""
+    script = "import subprocess, sys; child = subprocess.Popen(['cat']); print(child.pid, flush=True); child.wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert {parent.pid, child} <= set(descendants(os.getpid()))
+        assert descendants(child) == []
+        parent.communicate("")
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
