@@ -29,7 +29,7 @@ from benchmarks.cases import (
     bench_wire,
 )
 from benchmarks.report import __main__, results
-from benchmarks.report.harness import GIB, MIB, Options, Record
+from benchmarks.report.harness import EMULATED_HOSTS, GIB, MIB, SHARED_CORES, Options, Record
 
 BENCHMARKS = {
     "first_put": bench_first_put.run,
@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
         "--chunk-bytes", type=int, default=4 * MIB, help="chunk size of the store (default %(default)s)"
     )
     parser.add_argument("--without-ray", action="store_true", help="leave Ray's object store out")
+    parser.add_argument(
+        "--hosts", choices=(SHARED_CORES.split()[0], EMULATED_HOSTS.split()[0]),
+        help="replicate and restore: only with all cores shared by both hosts, or only with a core for each",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder whose JSON files take the records")
     chosen = parser.parse_args(arguments)
     name = chosen.size or "quick"
@@ -76,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Record]:
     options = Options(
         nbytes=chosen.nbytes or nbytes, rounds=chosen.rounds or rounds, chunk_bytes=chosen.chunk_bytes,
         with_ray=not chosen.without_ray,
+        hosts=tuple(h for h in (SHARED_CORES, EMULATED_HOSTS) if h.startswith(chosen.hosts or "")),
     )  # fmt: skip
     about = results.about(options, name)
     print(f"{__main__.described(about)}\n\n{__main__.HEAD}", flush=True)

@@ -22,18 +22,23 @@ from memstore.distribution import installed_version
 GIB = 1 << 30
 MIB = 1 << 20
 AT_MOST, AT_LEAST = "at most", "at least"
+SHARED_CORES, EMULATED_HOSTS = "shared cores", "emulated hosts"
 ROUNDS_LEAST = 5  # of so many the lowest and the highest do not count as noise
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark gets: bytes of the state, timed rounds, rounds thrown away first."""
+    """What every benchmark gets: bytes of the state, timed rounds, rounds thrown away first.
+
+    `hosts` says how the two hosts of a transfer stand on this machine: sharing its cores, or emulated with one each.
+    """
 
     nbytes: int = GIB
     rounds: int = 5
     warmups: int = 2
     chunk_bytes: int = 4 * MIB
     with_ray: bool = True
+    hosts: tuple[str, ...] = (SHARED_CORES, EMULATED_HOSTS)
 
 
 class Took(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.report import harness
 from benchmarks.report.harness import Options, Ratio, Record, Target
+from benchmarks.report.targets import TARGETS
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -38,7 +39,7 @@ def merge(name: str, records: Sequence[Record], folder: Path) -> Path:
 
 
 def load(path: Path) -> list[Record]:
-    """Return the records of a file, as they were written."""
+    """Return the records of a file as they were written, each figure held against the promise as it is now."""
     body = json.loads(path.read_text(encoding="utf-8"))
     return [_record(found) for found in body["records"]]
 
@@ -50,10 +51,15 @@ def _to_dict(record: Record) -> dict[str, Any]:
 
 
 def _record(found: dict[str, Any]) -> Record:
-    ratios = [
-        Ratio(r["name"], r["values"], None if r["target"] is None else Target(*r["target"]), r["unit"], r["judged_by"])
-        for r in found["ratios"]
-    ]
+    ratios = [Ratio(r["name"], r["values"], _target(r["target"]), r["unit"], r["judged_by"]) for r in found["ratios"]]
     # A file that was written before the record had a field lacks it.
     fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name in found}
     return Record(**{**fields, "ratios": ratios})
+
+
+def _target(found: list[Any] | None) -> Target | None:
+    """Return what a figure is held against now: a promise may have changed since it was measured, or be gone."""
+    if found is None:
+        return None
+    target = Target(*found)
+    return TARGETS.get(target.line) if target.line else target

@@ -19,16 +19,21 @@ class Line(NamedTuple):
 
 
 LINES: dict[str, Line] = {}
+TARGETS: dict[str, Target] = {}
 
 
 def _at_most(limit: float, key: str, what: str, note: str) -> Target:
-    LINES[key] = Line(what, note)
-    return Target(limit, AT_MOST, key)
+    return _promised(Target(limit, AT_MOST, key), what, note)
 
 
 def _at_least(limit: float, key: str, what: str, note: str) -> Target:
-    LINES[key] = Line(what, note)
-    return Target(limit, AT_LEAST, key)
+    return _promised(Target(limit, AT_LEAST, key), what, note)
+
+
+def _promised(target: Target, what: str, note: str) -> Target:
+    LINES[target.line] = Line(what, note)
+    TARGETS[target.line] = target
+    return target
 
 
 # On two cores, 1 GiB of a GPT's tensor list, warm, unless a line says otherwise.
@@ -37,7 +42,8 @@ STALL_DCP = _at_most(0.7, "stall dcp", "put's stall / DCP async_save's (the quic
 STALL_DLROVER = _at_most(1.0, "stall dlrover", "put's stall / DLRover's shared-memory save", "peers")
 OVERLAP = _at_most(0.15, "overlap", "overlapped put: added step time / plain copy, a step of 5 copies' time", "overlap")
 WAITS = _at_most(0, "waits", "waits on another process in a put's blocking part", "transfer")
-SEALED_TCP = _at_least(0.80, "sealed tcp", "put to sealed on the peer: speed / raw TCP, two streams", "transfer")
+SEALED_TCP = _at_least(0.60, "sealed tcp", "put to sealed on the peer: speed / raw TCP, shared cores", "transfer")
+SEALED_TCP_HOSTS = _at_least(0.70, "sealed tcp hosts", "the same, hosts emulated with a core each", "transfer")
 SEALED_CPU = _at_most(
     1.05, "sealed cpu", "put to sealed: CPU seconds / those of copy, TCP and digests in the same run", "transfer"
 )
@@ -53,8 +59,12 @@ FIRST_PUT_PEER = _at_most(
 )
 FIRST_PUT = _at_most(1.5, "first put", "first put once ready / warm put", "prepare")
 COMMIT = _at_most(0.020, "commit", "put to committed beyond the last seal, 4 hosts, in seconds", "scale")
-GET_LOCAL = _at_most(1.2, "get local", "get from local RAM into existing tensors / plain copy, digests checked", "get")
-GET_PEER = _at_least(0.80, "get peer", "get(step, rank=) from one peer into existing tensors: speed / raw TCP", "get")
+GET_LOCAL = _at_most(1.15, "get local", "get from local RAM into existing tensors / plain copy, digests checked", "get")
+GET_LOCAL_SMALL = _at_most(1.35, "get local small", "the same, 256 MiB", "get")
+GET_PEER = _at_least(
+    0.70, "get peer", "get(step, rank=) from one peer into existing tensors: speed / raw TCP, shared cores", "get"
+)
+GET_PEER_HOSTS = _at_least(0.90, "get peer hosts", "the same, hosts emulated with a core each", "get")
 GET_TWO_PEERS = _at_least(
     1.8, "get two peers", "get from 2 peers over 1 Gbit links into a 10 Gbit one: speed / from one peer", "get"
 )

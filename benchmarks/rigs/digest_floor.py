@@ -32,16 +32,17 @@ class DigestFloor:
     Args:
         path: File of the bytes; the sink compares what it received with it after the clock stops.
         chunk_bytes: Digested and sent at a time.
+        core: Where the sink runs; None: anywhere.
     """
 
-    def __init__(self, path: Path, chunk_bytes: int) -> None:
+    def __init__(self, path: Path, chunk_bytes: int, *, core: int | None = None) -> None:
         source = np.memmap(path, np.uint8, mode="r")
         self._source = np.array(source)  # a training's memory: not shared
         self._path, self._arena = path, path.with_name("arena")
         self._slots = np.memmap(self._arena, np.uint8, mode="w+", shape=source.shape)
         self._slots[:] = 1  # warm
         self._chunk_bytes = chunk_bytes
-        self._sink = Sink(path, STREAMS, functools.partial(_receive, chunk_bytes=chunk_bytes))
+        self._sink = Sink(path, STREAMS, functools.partial(_receive, chunk_bytes=chunk_bytes), core)
         context = multiprocessing.get_context("spawn")
         self._sender, theirs = context.Pipe()
         of_sender = (theirs, str(self._arena), self._sink.port, chunk_bytes)

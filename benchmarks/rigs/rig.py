@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.report.harness import MIB, Options, Took
+from benchmarks.rigs.cores import SHARED, Cores, on_core
 from benchmarks.rigs.stopwatch import timed
 from memstore.client.checkpoint import Checkpoint
 from memstore.client.connect import Reader, connect, reader
@@ -21,8 +22,21 @@ JOB = "bench"
 NEAR, FAR = "near", "far"
 
 
+class TwoHosts(ProcessCluster):
+    """NEAR and FAR, whose holders run on the core of their host; the controller runs where this process does."""
+
+    cores: Cores = SHARED
+
+    def start_holder(self, host: str) -> None:
+        """Start a holder on the core of its host."""
+        with on_core(self.cores.far if host == FAR else self.cores.near):
+            super().start_holder(host)
+
+
 @contextlib.contextmanager
-def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iterator[ProcessCluster]:
+def two_hosts(
+    options: Options, *, replicas: int, versions: float = 3.5, cores: Cores = SHARED
+) -> Iterator[ProcessCluster]:
     """Yield a cluster of two hosts that holds `versions` of the state on each; its ranks are yet to come.
 
     For one rank: keep_steps + 1 versions, one for staging, and half a one for what a put of this size rounds up to.
@@ -30,12 +44,13 @@ def two_hosts(options: Options, *, replicas: int, versions: float = 3.5) -> Iter
     """
     labels = {"memstore": "replica"}
     with tempfile.TemporaryDirectory() as folder:
-        cluster = ProcessCluster(
+        cluster = TwoHosts(
             Path(folder), {NEAR: {"rack": "r1", **labels}, FAR: {"rack": "r2", **labels}},
             arena_bytes=int(versions * options.nbytes) + 64 * MIB, chunk_bytes=options.chunk_bytes,
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=replicas,
         )  # fmt: skip
         cluster.niceness = 0
+        cluster.cores = cores
         with cluster:
             yield cluster
 
@@ -46,10 +61,12 @@ def pids_of(cluster: ProcessCluster) -> list[int]:
 
 
 @contextlib.contextmanager
-def store_on_two_hosts(options: Options, *, replicas: int) -> Iterator[tuple[ProcessCluster, Store]]:
+def store_on_two_hosts(
+    options: Options, *, replicas: int, cores: Cores = SHARED
+) -> Iterator[tuple[ProcessCluster, Store]]:
     """Yield a cluster of two hosts and the only rank's store, which runs on NEAR; FAR takes copies only."""
     with (
-        two_hosts(options, replicas=replicas) as cluster,
+        two_hosts(options, replicas=replicas, cores=cores) as cluster,
         on_host(NEAR),
         connect(JOB, rank=0, world_size=1, config=cluster.config) as store,
     ):

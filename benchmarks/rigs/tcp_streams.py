@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report.harness import Took
+from benchmarks.rigs.cores import on_core
 from benchmarks.rigs.stopwatch import timed
 
 TIMEOUT_S = 60.0
@@ -29,13 +30,15 @@ class Sink:
         path: File of the bytes; what came is compared with it after the clock stops.
         streams: Connections; the n-th that comes carries the n-th share.
         receive: Of one stream, in a thread of the process; pickled.
+        core: Where the process runs; None: anywhere.
     """
 
-    def __init__(self, path: Path, streams: int, receive: Receive) -> None:
+    def __init__(self, path: Path, streams: int, receive: Receive, core: int | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         self._process = context.Process(target=_sink, args=(theirs, str(path), streams, receive), daemon=True)
-        self._process.start()
+        with on_core(core):
+            self._process.start()
         theirs.close()
         self.port = int(answer(self._control))
 
@@ -62,11 +65,12 @@ class TcpStreams:
     Args:
         path: File of the bytes.
         streams: Connections, with one thread at each end of each.
+        core: Where the sink runs; None: anywhere.
     """
 
-    def __init__(self, path: Path, streams: int = 2) -> None:
+    def __init__(self, path: Path, streams: int = 2, *, core: int | None = None) -> None:
         self._source = np.memmap(path, np.uint8, mode="r")
-        self._sink = Sink(path, streams, _receive)
+        self._sink = Sink(path, streams, _receive, core)
         self._sockets = connected(self._sink.port, streams)
 
     def __enter__(self) -> TcpStreams:

@@ -29,6 +29,15 @@ def test_records_come_back_from_their_file_as_they_were_written(tmp_path: Path) 
     assert results.load(path) == [written]
 
 
+def test_a_stored_figure_is_held_against_the_promise_as_it_is_now(tmp_path: Path) -> None:
+    """A limit that changed, or a promise that is gone, does not wait for the next run."""
+    old, gone = record(), record("other")
+    old.ratios[0].target = targets.STALL_COPY._replace(limit=99.0)
+    gone.ratios[0].target = targets.STALL_COPY._replace(line="no longer promised")
+    loaded = results.load(results.merge("put_stall", [old, gone], tmp_path))
+    assert [one.ratios[0].target for one in loaded] == [targets.STALL_COPY, None]
+
+
 def test_a_benchmark_measured_in_parts_keeps_what_it_did_not_measure_now(tmp_path: Path) -> None:
     """A record replaces the one of its name; the others of the file stay, in their order."""
     stays, newer = record("b"), record("a", None)

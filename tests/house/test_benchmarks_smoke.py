@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from benchmarks.__main__ import main
 from benchmarks.cases import bench_faults
@@ -56,7 +57,7 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 "get from one peer / plain copy",
                 "get from one peer: speed / raw TCP",
             ],
-            5,
+            7,
         ),
     ],
 )
@@ -65,11 +66,12 @@ def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
 ) -> None:
     """Every contender of every round, warm-ups included, has its bytes compared; the record has all ratios."""
     seen = count_comparisons(monkeypatch)
-    main([*SMALL, "--only", name, "--without-ray", "--out", str(tmp_path)])
+    main([*SMALL, "--only", name, "--without-ray", "--hosts", "shared", "--out", str(tmp_path)])
     rounds = 1 + Options().warmups
     assert len(seen) == contenders * rounds
     body: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-    (record,) = body["records"]
+    record, *others = body["records"]
+    assert [other["name"] for other in others] == (["restore, at most 256 MiB"] if name == "restore" else [])
     assert [ratio["name"] for ratio in record["ratios"]] == ratios
     assert all(len(values) == 1 and values[0] > 0 for values in record["seconds"].values())
     assert set(record["cpu_seconds"]) == set(record["seconds"])
@@ -83,12 +85,49 @@ def test_a_benchmark_compares_bytes_in_every_round_and_writes_its_ratios(
 def test_rays_object_store_is_measured_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Ray the record has Ray's put and fetch and memstore's speed over it."""
     seen = count_comparisons(monkeypatch)
-    (record,) = main([*SMALL, "--only", "replicate", "--out", str(tmp_path)])
+    (record,) = main([*SMALL, "--only", "replicate", "--hosts", "shared", "--out", str(tmp_path)])
     assert seen.count("Ray's object") == 1 + Options().warmups
     assert [r.name for r in record.ratios] == [
         "speed / raw TCP", "speed / the floor", "the floor's speed / raw TCP", "CPU seconds / the floor's",
         "speed / Ray put and fetch", "speed / Ray fetch alone",
     ]  # fmt: skip
+
+
+CORES = """
+import os, sys
+from pathlib import Path
+from benchmarks.rigs.cores import emulated, on_core
+
+def cores():
+    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+
+hosts, before = emulated(), cores()
+with on_core(hosts.near):
+    assert cores() == {frozenset({hosts.near})}, cores()
+    with on_core(hosts.far):
+        assert cores() == {frozenset({hosts.far})}, cores()
+    assert cores() == {frozenset({hosts.near})}, cores()
+assert cores() == before, (before, cores())
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two hosts are emulated on a core each")
+def test_emulated_hosts_have_a_core_each() -> None:
+    """All threads of a process stand on the core of the host that it is on; afterwards they are where they were."""
+    subprocess.run([sys.executable, "-c", CORES], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two hosts are emulated on a core each")
+@pytest.mark.parametrize(("name", "line"), [("replicate", "sealed tcp hosts"), ("restore", "get peer hosts")])
+def test_hosts_emulated_with_a_core_each_answer_their_own_promise(name: str, line: str) -> None:
+    """The record has a name of its own, so that it stands beside that of shared cores."""
+    before = os.sched_getaffinity(0)
+    (record,) = main([*SMALL, "--only", name, "--hosts", "emulated"])
+    assert record.name == f"{name}, emulated hosts"
+    assert line in [getattr(ratio.target, "line", "") for ratio in record.ratios]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_bytes_that_differ_stop_a_benchmark() -> None:
