@@ -14,6 +14,7 @@ from benchmarks.cases import (
     bench_commit,
     bench_controller,
     bench_first_put,
+    bench_gil,
     bench_loader,
     bench_memory,
     bench_natural,
@@ -26,6 +27,7 @@ from benchmarks.cases import (
     bench_restore,
     bench_restore_links,
     bench_sharing,
+    bench_small,
     bench_wire,
 )
 from benchmarks.report import __main__, results
@@ -40,6 +42,7 @@ BENCHMARKS = {
     "restore": bench_restore.run,
     "restore_links": bench_restore_links.run,
     "commit": bench_commit.run,
+    "small": bench_small.run,
     "wire": bench_wire.run,
     "natural": bench_natural.run,
     "memory": bench_memory.run,
@@ -50,6 +53,7 @@ BENCHMARKS = {
     "planner": bench_planner.run,
     "sharing": bench_sharing.run,
     "busy": bench_busy.run,
+    "gil": bench_gil.run,
 }
 SIZES = {"quick": (64 * MIB, 3), "full": (GIB, 5)}
 

@@ -39,6 +39,8 @@ def _promised(target: Target, what: str, note: str) -> Target:
 # On two cores, 1 GiB of a GPT's tensor list, warm, unless a line says otherwise.
 STALL_COPY = _at_most(1.10, "stall copy", "put's stall / plain copy of the same tensors", "transfer")
 STALL_DCP = _at_most(0.7, "stall dcp", "put's stall / DCP async_save's (the quicker of thread and process)", "peers")
+SMALL_STALL_DCP = _at_most(0.5, "small stall dcp", "16 MiB: put's stall / DCP async_save's, the quicker", "peers")
+SMALL_DONE_DCP = _at_most(0.7, "small done dcp", "16 MiB: put to committed / DCP async_save until done", "peers")
 STALL_DLROVER = _at_most(1.0, "stall dlrover", "put's stall / DLRover's shared-memory save", "peers")
 OVERLAP = _at_most(0.15, "overlap", "overlapped put: added step time / plain copy, a step of 5 copies' time", "overlap")
 WAITS = _at_most(0, "waits", "waits on another process in a put's blocking part", "transfer")
@@ -90,6 +92,13 @@ SHARING = _at_most(
     "training over a shaped link, a put every step: interleaved / without, time per iteration",
     "sharing",
 )
+MANY_STALL = _at_most(0.012, "many stall", "put's stall, 5,000 tensors of 1 KiB", "small")
+FSDP2_BEYOND = _at_most(
+    0.008, "fsdp2 beyond", "put's stall beyond a plain copy, 2,892 tensors of FSDP2 with AdamW", "small"
+)
+KIB_COMMIT = _at_most(0.006, "kib commit", "1 KiB put to committed, 1 rank", "small")
+KIB_COMMIT_4 = _at_most(0.020, "kib commit 4", "1 KiB put to committed, 4 ranks on one host", "small")
+GIL = _at_most(0.02, "gil", "a holder with the interpreter's lock, seconds per GB, each way", "gil")
 BUSY = _at_most(2.5, "busy", "put to committed beside a busy loop on each core / on idle cores", "busy")
 BUSY_LOSS = _at_most(1.1, "busy loss", "what those loops lose / CPU seconds of the put", "busy")
 IN_PLACE = _at_most(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def ranks_on_hosts(
     this one's session, as under Ray; `niceness` is added to those of the store.
     """
     hosts = {f"h{number}": {"rack": f"r{number}"} for number in range(count)}
+    make_state = functools.partial(gpt_tensors.gpt_state, nbytes)
     with tempfile.TemporaryDirectory() as folder:
         # (replicas x (keep_steps + 1) + 1) x the bytes of a rank, and what a put of this size rounds up to
         cluster = ProcessCluster(
@@ -43,15 +45,21 @@ def ranks_on_hosts(
             heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=5.0, replicas=2,
         )  # fmt: skip
         cluster.niceness = niceness
-        with cluster, RankWorkers(cluster.config, list(hosts), nbytes, shards=shards) as workers:
+        with cluster, RankWorkers(cluster.config, list(hosts), make_state, shards=shards) as workers:
             yield cluster, workers
 
 
 class RankWorkers:
-    """One process for every host of a list. A context manager: ends them all."""
+    """Ranks, each a process on one of the hosts of a list. A context manager: ends them all.
+
+    Args:
+        hosts: Of each rank.
+        make_state: Makes a rank's state out of its seed, in its process: pickled.
+        shards: So many states there are, which ranks share in turn (R34); None: every rank has its own.
+    """
 
     def __init__(
-        self, config: Config, hosts: Sequence[str], nbytes: int, *, shards: int | None = None
+        self, config: Config, hosts: Sequence[str], make_state: Callable[[int], Any], *, shards: int | None = None
     ) -> None:  # fmt: skip
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -59,7 +67,7 @@ class RankWorkers:
         for rank, host in enumerate(hosts):
             mine, theirs = context.Pipe()
             seed = rank if shards is None else rank % shards
-            arguments = (theirs, config, rank, len(hosts), host, nbytes, seed, shards)
+            arguments = (theirs, config, rank, len(hosts), host, functools.partial(make_state, seed), shards)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(mine)
@@ -104,11 +112,12 @@ class RankWorkers:
 
 
 def serve(
-    pipe: Connection, config: Config, rank: int, world_size: int, host: str, nbytes: int, seed: int, shards: int | None
+    pipe: Connection, config: Config, rank: int, world_size: int, host: str, make_state: Callable[[], Any],
+    shards: int | None,
 ) -> None:  # fmt: skip
     """Be one rank until ordered to stop."""
     os.environ["MEMSTORE_HOST"] = host
-    state = gpt_tensors.gpt_state(nbytes, seed)
+    state = make_state()
     shard = None if shards is None else rank % shards
     with connect(JOB, rank=rank, world_size=world_size, config=config, shard_rank=shard, shard_count=shards) as store:
         worker = Worker(store, state, rank, config)

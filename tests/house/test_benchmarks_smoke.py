@@ -15,7 +15,7 @@ import pytest
 from repository import ROOT
 
 from benchmarks.__main__ import main
-from benchmarks.cases import bench_faults
+from benchmarks.cases import bench_faults, bench_gil, bench_small
 from benchmarks.report import harness
 from benchmarks.report.harness import Options, Ratio, Took, interleave
 from benchmarks.rigs import gpt_tensors
@@ -128,6 +128,32 @@ def test_hosts_emulated_with_a_core_each_answer_their_own_promise(name: str, lin
     assert record.name == f"{name}, emulated hosts"
     assert line in [getattr(ratio.target, "line", "") for ratio in record.ratios]
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_small_states_answer_their_four_promises() -> None:
+    """Many small tensors, FSDP2's, and 1 KiB of one and of four ranks; bytes are compared in every round."""
+    records = main([*SMALL, "--only", "small"])
+    held = {getattr(ratio.target, "line", "") for record in records for ratio in record.ratios if ratio.target}
+    assert held == {"many stall", "fsdp2 beyond", "kib commit", "kib commit 4"}
+    assert len(bench_small.local_tensors(bench_small.small_tensors())) == 5000
+
+
+SCRIPT = """
+  41 55d0c0de (/usr/bin/python3.11)
+  41 55d0c0df (/opt/venv/lib/python3.11/site-packages/msgpack/_cmsgpack.cpython-311-x86_64-linux-gnu.so)
+  41 55d0c0e0 (/opt/venv/lib/python3.11/site-packages/xxhash/_xxhash.cpython-311-x86_64-linux-gnu.so)
+  41 ffffffffa0000000 ([kernel.kallsyms])
+  42 7f00c0e1 (/usr/lib/x86_64-linux-gnu/libc.so.6)
+  42 7f00c0e2 (/usr/lib/x86_64-linux-gnu/libpython3.11.so.1.0)
+"""
+
+
+def test_samples_in_the_interpreter_and_in_what_keeps_its_lock_count() -> None:
+    """The kernel, libc's copies and digests run without the lock."""
+    seconds = bench_gil.seconds_with_lock(SCRIPT)
+    assert seconds == {41: 2 * bench_gil.PERIOD_S, 42: bench_gil.PERIOD_S}
 
 
 def test_bytes_that_differ_stop_a_benchmark() -> None:
