@@ -20,6 +20,8 @@ CONTESTANTS = {
     "dlrover": "dlrover_memory:DlroverMemory",
     "lm-resiliency": "lm_resiliency_pair:LmResiliencyPair",
     "nvidia-resiliency-ext": "nvrx_local:NvrxLocal",
+    "hyperpod": "hyperpod_client:HyperpodClient",
+    "mooncake": "mooncake_store:MooncakeStore",
     "memstore": "memstore_rank:MemstoreRank",
 }
 RANKS_APART = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -44,6 +45,7 @@ class Team:
         self.name = name
         self.nbytes = 0
         self._ranks = ranks
+        self._steps = itertools.count()
         self._stack = contextlib.ExitStack()
         self._children: list[subprocess.Popen[bytes]] = []
         try:
@@ -101,13 +103,13 @@ class Team:
                     pipe.close()
         self._stack.close()
 
-    def round(self, way: str, step: int) -> tuple[float, Took]:
-        """Run one round on all ranks.
+    def round(self, way: str) -> tuple[float, Took]:
+        """Run one round on all ranks, a step of its own whatever the way.
 
         Returns:
             The longest stall of a rank in seconds, and what the round took from the first start until the last end.
         """
-        ranks = self._ask_all([{"do": "round", "way": way, "step": step}] * self._ranks)
+        ranks = self._ask_all([{"do": "round", "way": way, "step": next(self._steps)}] * self._ranks)
         stall_s = max(rank["released"] - rank["started"] for rank in ranks)
         wall_s = max(rank["ended"] for rank in ranks) - min(rank["started"] for rank in ranks)
         return stall_s, Took(wall_s, sum(rank["cpu"] for rank in ranks))

@@ -21,6 +21,8 @@ THREAD, PROCESS = "DCP async_save, thread", "DCP async_save, process"
 DLROVER = "DLRover save to memory"
 LMR, NVRX = "lm-resiliency save + finalize_replication", "NVRx local save, replicated"
 TORCHFT = "torchft HTTP, one stream", "torchft HTTP, 2 chunks", "torchft HTTP, 4 chunks"
+HYPERPOD = "HyperPod's client, before a stand-in for its daemon"
+GET, MOONCAKE, MOONCAKE_GET = "memstore get, local", "Mooncake Store put", "Mooncake Store get"
 STALL, DONE = "stall", "until done"
 
 
@@ -110,6 +112,25 @@ RACES = {
         notes=["memstore: put to sealed, digests on both ends; torchft: send_checkpoint until recv_checkpoint "
                "returned in another process, no digest. Ray's object store is measured in replicate."],
     ),
+    "tiered": Race(
+        [Entry(PUT, "memstore", "committed"), Entry(HYPERPOD, "hyperpod")],
+        (STALL, DONE), [(STALL, "put / HyperPod's client", PUT, (HYPERPOD,), None)],
+        size_share=0.25,
+        notes=["HyperPod's client is DCP's async_save with its storage writer: a digest (xxh3) of the whole, which a "
+               "load checks, and one HTTP POST. The daemon is a stand-in that keeps the bytes in another process of "
+               "this machine and copies them nowhere: the stall is the client's, the end is not that of the service."],
+    ),
+    "mooncake": Race(
+        [Entry(PUT, "memstore", "replicated"), Entry(GET, "memstore", "get"), Entry(MOONCAKE, "mooncake", "put"),
+         Entry(MOONCAKE_GET, "mooncake", "get")],
+        (DONE,),
+        [(DONE, "put to sealed / Mooncake Store's put", PUT, (MOONCAKE,), None),
+         (DONE, "local get / Mooncake Store's get from the other process", GET, (MOONCAKE_GET,), None)],
+        size_share=0.5,
+        notes=["Mooncake Store over TCP: batch_put_from into the memory of another process, one copy, no digest, and "
+               "batch_get_into from there; all of the put blocks. memstore's put has two copies, its get is from this "
+               "host's memory, digests checked. A get from a peer beside raw TCP is in restore."],
+    ),
     "two-ways": Race(
         [Entry(PUT, "memstore", "replicated"), Entry(LMR, "lm-resiliency")],
         (STALL, DONE), [(DONE, f"put to both sealed / {LMR}", PUT, (LMR,), targets.TWO_WAYS)],
@@ -162,8 +183,8 @@ def _run_warm(name: str, race: Race, options: Options) -> list[Record]:
                 team = teams[entry.contestant]
                 assert isinstance(team, Team)  # the others are absent
                 saves = []
-                for save in range(race.saves):
-                    saves.append(team.round(entry.way, 1 + number * race.saves + save))
+                for _ in range(race.saves):
+                    saves.append(team.round(entry.way))
                     require(team.is_same(entry.way), f"{entry.label}, round {number}")
                 stalls.setdefault(entry.label, []).append(median(stall_s for stall_s, _ in saves))
                 return Took(median(done.wall_s for _, done in saves), median(done.cpu_s or 0.0 for _, done in saves))
@@ -178,7 +199,7 @@ def _run_warm(name: str, race: Race, options: Options) -> list[Record]:
 
 def _try(entry: Entry, team: Team, absent: dict[str, str]) -> None:
     try:
-        team.round(entry.way, 0)
+        team.round(entry.way)
         require(team.is_same(entry.way), entry.label)
     except (PeerFailed, RuntimeError) as error:
         if entry.label == PUT:
@@ -201,7 +222,7 @@ def _run_fresh(name: str, race: Race, options: Options) -> list[Record]:
                     absent[entry.label] = str(team)
                     return Took(0.0)
                 nbytes = team.nbytes
-                _, done = team.round(entry.way, 0)
+                _, done = team.round(entry.way)
                 require(team.is_same(entry.way), f"{entry.label}, round {number}")
                 return done
 

@@ -44,7 +44,7 @@ def test_a_contestant_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> 
     before = set(Path("/dev/shm").glob("bench-*"))
     with Team("torch", NBYTES) as team:
         with pytest.raises(PeerFailed, match="no-such-kind"):
-            team.round("dcp no-such-kind", 0)
+            team.round("dcp no-such-kind")
         processes = list(team._children)
     assert all(process.poll() is not None for process in processes)
     assert set(Path("/dev/shm").glob("bench-*")) <= before
