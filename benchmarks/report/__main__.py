@@ -71,7 +71,8 @@ def described(about: Mapping[str, Any]) -> str:
     """Say in one line how a record was taken."""
     machine = about["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if name != "memstore")
-    tunables = f", GLIBC_TUNABLES={machine['glibc_tunables']}" if machine["glibc_tunables"] else ""
+    given = machine.get("glibc_tunables")  # of records taken when it was not refused yet
+    tunables = f", GLIBC_TUNABLES={given}" if given else ""
     return (
         f"Commit {machine['commit']}, {about['rounds']} rounds after {about['warmups']} warm-ups; "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}, "

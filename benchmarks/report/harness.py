@@ -201,7 +201,6 @@ def machine() -> dict[str, Any]:
             **{name: _version(name) for name in ("torch", "ray", "numpy", "xxhash")},
         },
         "commit": _commit(),
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
         "load_before": round(os.getloadavg()[0], 2),
     }
 

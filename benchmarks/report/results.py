@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,14 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
 def about(options: Options, size: str) -> dict[str, Any]:
-    """Return what every record of a run says about how it was taken."""
+    """Return what every record of a run says about how it was taken.
+
+    Raises:
+        ValueError: The environment changes glibc's copies, as no Ray worker's does.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES")
+    if tunables:
+        raise ValueError(f"GLIBC_TUNABLES is {tunables!r}: ranks of users run without it, so unset it first")
     return {
         "size": size,
         "rounds": options.rounds,

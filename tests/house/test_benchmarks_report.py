@@ -65,6 +65,13 @@ def test_a_promise_that_two_records_answer_says_which_is_which() -> None:
     assert page.count(" (one core computes) | [") == page.count(" (two cores compute) | [") == 1
 
 
+def test_a_setting_that_no_worker_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies around the cache would be a speed that no user sees."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x100000")
+    with pytest.raises(ValueError, match="unset it"):
+        results.about(Options(), "quick")
+
+
 def test_a_page_without_a_place_for_the_results_is_refused() -> None:
     """The error names the marker."""
     with pytest.raises(ValueError, match="generated: targets"):
