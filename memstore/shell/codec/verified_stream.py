@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -145,6 +145,8 @@ class CheckedStream:
         if remote:
             self.has_written |= is_target
             left = {index: None for index in left if index not in set(remote)}
+            # here, not in the threads that receive: a side stream begins behind this thread's stream
+            open_streams((move[0].device for index in remote for move in copies.device.get(index, ())), streams)
         # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
@@ -264,6 +266,13 @@ def segments(moves: Sequence[Move], nbytes: int) -> list[tuple[int | None, int]]
     return found + [(None, nbytes - done)] * (nbytes > done)
 
 
+def open_streams(devices: Iterable[torch.device], streams: dict[torch.device, SideStream]) -> None:
+    """Open a side stream for each device that has none."""
+    for device in devices:
+        if device not in streams:
+            streams[device] = SideStream(device)
+
+
 def order_chunks(
     flight: Views, moves: Mapping[int, list[DeviceMove]], streams: dict[torch.device, SideStream]
 ) -> list[Arrival]:
@@ -273,9 +282,7 @@ def order_chunks(
         for target, first, start, nbytes in moves.get(index, ()) if view.nbytes else ():
             address = address_of(np.frombuffer(view, np.uint8)) + start
             copies.setdefault(target.device, []).append((target, address, first, nbytes))
-    for device in copies:
-        if device not in streams:
-            streams[device] = SideStream(device)
+    open_streams(copies, streams)
     return [streams[device].order(pieces_of, copy_in) for device, pieces_of in copies.items()]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -53,8 +55,11 @@ class Slots:
     def fetching(
         self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
     ) -> Iterator[Callable[[], list[int]]]:
-        """Send what is in the slots as another host would; lost chunks do not come."""
-        there = [index for index in indices if self.slots[index] and self._is_sent(index, receive)]
+        """Send what is in the slots as another host would, in another thread; lost chunks do not come."""
+        coming = [index for index in indices if self.slots[index]]
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.map(lambda index: self._is_sent(index, receive), coming)
+            there = [index for index, is_good in zip(coming, sent, strict=True) if is_good]
         yield lambda: sorted({*indices} - {*there})
 
     def _is_sent(self, index: int, receive: Callable[[int, int, Fill], None]) -> bool:
@@ -191,6 +196,27 @@ def test_a_device_s_copies_fly_two_at_a_time_and_are_digested_when_they_have_arr
     assert slots.repaired == 1
     assert max(flying) == verified_stream.FLIGHTS_MAX
     assert all(who == "host" for who, _ in device.waits)
+
+
+def test_a_device_s_copies_of_fetched_chunks_stand_behind_the_readers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader may still compute with its target: copies wait for its stream, not for that of who receives (R11)."""
+    streams = threading.local()
+    waited: list[object] = []
+
+    def current(device: object = None) -> torch.cpu.Stream:
+        if not hasattr(streams, "own"):
+            streams.own = torch.cpu.Stream()
+        return streams.own  # type: ignore[no-any-return]
+
+    class Stream(torch.cpu.Stream):
+        def wait_stream(self, stream: object) -> None:
+            waited.append(stream)
+
+    monkeypatch.setattr(torch.cpu, "current_stream", current)
+    monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    data = bytes(range(200))
+    assert read_all(Slots(data, elsewhere=[0, 1, 2, 3]), [(0, 200)], devices=[True]) == [data]
+    assert waited == [current()]
 
 
 def test_objects_are_verified_before_they_are_used() -> None:
