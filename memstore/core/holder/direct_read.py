@@ -21,7 +21,7 @@ from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import ChunkRange, ReadChunks, ReadShard, StageShard
 from memstore.core.wire.peer_messages import Verified, Verify
 from memstore.core.wire.replies import ChunksElsewhere
-from memstore.errors import PeerUnreachable
+from memstore.errors import IntegrityError, PeerUnreachable
 
 BringOrder = StageShard | ReadShard | ReadChunks
 VERIFIED_TOGETHER = 256  # chunks that a source is asked to digest in one call: 1 GiB is far within its limit
@@ -75,7 +75,7 @@ def stage(
     if isinstance(order, ReadChunks):
         wanted = partial_read.wanted(shard, order.chunks, spec.chunks_count)
     key = read_key(order)
-    name = f"direct-{key}" if isinstance(key, int) else f"direct-{order.attempt}-{key[1]}"
+    name = f"direct-{order.read}" if not isinstance(order, StageShard) else f"direct-{order.attempt}-{order.round}"
     replica = yield OpenIncoming(
         name, shard, [c.digest for c in chunks], [c.nbytes for c in chunks], order.attempt, wanted
     )
@@ -91,8 +91,11 @@ def stage(
             return bad
         if problems:
             raise PeerUnreachable("; ".join(problems))
-        read = PartialRead(name, replica, data, state.now() + pin_s, sources)
-        partial_read.keep(state, key, read)
+        with state.store.lock:
+            is_open = state.store.index.find_incoming(name, shard) is replica  # else its slots may be another step's
+        if not is_open or not fetch.is_newest(state, order):
+            raise IntegrityError(f"{shard} was dropped, or its rank began another get(), while it was staged")
+        partial_read.keep(state, key, PartialRead(name, replica, data, state.now() + pin_s, sources))
         is_kept = True
         return {}
     finally:

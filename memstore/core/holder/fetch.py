@@ -50,10 +50,14 @@ def deadline_s(state: HolderState) -> float:
     return state.now() + max(RETRY_LIMIT_S, 2 * state.limits.dead_after_s)
 
 
+def is_newest(state: HolderState, order: Bring) -> bool:
+    """Say whether no later round of the same rank was ordered."""
+    return not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) is order
+
+
 def may_wait(state: HolderState, order: Bring, until_s: float) -> Procedure[bool]:
     """Wait before another try; False if there is to be none: too late, stopping, or a newer round is under way."""
-    is_newest = not isinstance(order, StageShard) or state.stages.newest.get((order.job, order.rank)) == order.round
-    if not is_newest or state.now() >= until_s or state.is_stopping():
+    if not is_newest(state, order) or state.now() >= until_s or state.is_stopping():
         return False
     yield Sleep(RETRY_S)
     return not state.is_stopping()

@@ -49,9 +49,9 @@ def staged_key(order: StageShard | ReadShard) -> StagedKey:
 
 
 def begin(state: HolderState, order: BringOrder) -> None:
-    """Note the round of an order: only in the newest round of a rank are fetches tried again."""
+    """Note an order of a round: only for the newest one of a rank are fetches tried again, and is a read kept."""
     if isinstance(order, StageShard):
-        state.stages.newest[order.job, order.rank] = order.round
+        state.stages.newest[order.job, order.rank] = order
 
 
 def run(state: HolderState, order: BringOrder) -> Procedure[None]:

@@ -16,6 +16,7 @@ from memstore.core.holder.link import Link
 from memstore.core.holder.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
+from memstore.core.wire.orders import StageShard
 from memstore.core.wire.rank_messages import PutReady, StepLevel
 from memstore.core.wire.reports import Report
 from recovery.inventory import ShardId, StepId
@@ -170,7 +171,7 @@ class Stages:
     """The reads that are under way on this host."""
 
     reading: dict[tuple[ShardId, str], Reading] = field(default_factory=dict)  # shard and digest -> who fetches it
-    newest: dict[tuple[str, int], int] = field(default_factory=dict)  # (job, rank) -> round ordered last
+    newest: dict[tuple[str, int], StageShard] = field(default_factory=dict)  # (job, rank) -> its round ordered last
     unanswered_s: dict[str, float] = field(default_factory=dict)  # source -> when it last left a question unanswered
 
 

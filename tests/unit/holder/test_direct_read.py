@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from link_site import WAIT_S, Site, together
+from link_site import WAIT_S, Site, Stop, together
 
 import memstore.client.connect
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import direct_read, fetch, partial_read, stage
-from memstore.core.wire.codec import Message
+from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Run, StageShard
-from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping
-from memstore.errors import DigestMismatch, FencedError, PeerUnreachable, RecoveryError
+from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping, Verify
+from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerUnreachable, RecoveryError
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer import server
+from memstore.shell.peer.client import Peer
 from memstore.shell.rank import peer_chunks
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import wait_for
@@ -123,6 +125,55 @@ def test_a_newer_round_takes_the_place_of_an_older_one(pair: tuple[Holder, Holde
     partial_read.release(b.state, ("train", 0))
     assert not b.replicas.index.incoming
     assert [b.replicas.table.slots[slot or 0].refs for slot in beside.slots] == [1, 1]
+
+
+def hold_up_first(monkeypatch: pytest.MonkeyPatch, kind: type[Request[Any]]) -> Stop:
+    """Have the first request of a kind to any peer wait for the test."""
+    real = Peer.call
+    stop = Stop(real)
+
+    def call(self: Peer, request: Request[Any], timeout_s: float = 30.0) -> Any:
+        return (stop if isinstance(request, kind) else real)(self, request, timeout_s)
+
+    monkeypatch.setattr(Peer, "call", call)
+    return stop
+
+
+@pytest.mark.parametrize("held_up", [FetchManifest, Verify])
+def test_a_round_that_was_overtaken_takes_nothing_from_the_newer_one(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch, held_up: type[Request[Any]]
+) -> None:
+    """Some ranks of a round may still be staged when it is planned again: what is kept is the newest round's (R23)."""
+    a, b = pair
+    older, newer = seal(a), seal(a, FILLS[:3], ShardId("train", 1, 3, 0))
+    stop = hold_up_first(monkeypatch, held_up)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(staged, b, order(older))
+        assert stop.at.wait(WAIT_S)
+        assert staged(b, order(newer, number=2)) == {}
+        stop.go.set()
+        with pytest.raises(IntegrityError, match="its rank began another get"):
+            first.result(WAIT_S)
+    assert b.state.partial_reads.known["train", 0].replica.shard == newer.shard
+    assert [replica.shard for replica in b.replicas.index.incoming.values()] == [newer.shard]
+
+
+def test_a_step_that_is_dropped_while_it_is_staged_is_not_kept(
+    pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks here are given back with it: their slots may be another step's by the time that a reader comes (R7)."""
+    a, b = pair
+    stored = seal(a)
+    seal(b, FILLS[:2], ShardId("train", 1, 1, 0))
+    stop = hold_up_first(monkeypatch, Verify)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(staged, b, order(stored))
+        assert stop.at.wait(WAIT_S)
+        b.replicas.drop_step("train", 1, 2)
+        stop.go.set()
+        with pytest.raises(IntegrityError, match="was dropped"):
+            first.result(WAIT_S)
+    assert not b.state.partial_reads.known
 
 
 def reader_of(a: Holder) -> Channel:

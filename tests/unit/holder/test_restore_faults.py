@@ -379,7 +379,9 @@ def test_a_restore_does_not_lean_on_rotten_content(pair: tuple[Holder, Holder]) 
     a, b = pair
     wanted, beside = seal(a.replicas, SHARD), seal(b.replicas, ShardId("train", 1, 1, 0))
     rot(b.replicas, beside, 1)
-    assert b.runner.run(stage.stage(b.state, order(wanted), SHARD)) == {}
+    ordered = order(wanted)
+    stage.begin(b.state, ordered)
+    assert b.runner.run(stage.stage(b.state, ordered, SHARD)) == {}
     read = b.state.partial_reads.known["train", 0]
     assert read.sources == {"a": [1]}
     assert [slot is None for slot in read.replica.slots] == [False, True, False, False]
