@@ -161,7 +161,7 @@ def test_a_round_that_was_overtaken_takes_nothing_from_the_newer_one(
 def test_a_step_that_is_dropped_while_it_is_staged_is_not_kept(
     pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its chunks here are given back with it: their slots may be another step's by the time that a reader comes (R7)."""
+    """Its chunks here are given back with it: their slots may be another step's when a reader comes (R7)."""
     a, b = pair
     stored = seal(a)
     seal(b, FILLS[:2], ShardId("train", 1, 1, 0))
