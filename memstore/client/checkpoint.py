@@ -105,7 +105,7 @@ def checkpoint(
     count, report = staged.repaired_count, answer.report
     if staged.not_filled:
         log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
-    repaired = f"; {count} of this rank's chunks were bad on its host and came from another copy" if count else ""
+    repaired = f"; {count} of this rank's chunks were damaged or did not come, and were brought again" if count else ""
     return Checkpoint(
         step=staged.manifest.shard.step,
         attempt=staged.manifest.shard.attempt,

@@ -69,7 +69,7 @@ class OpenShard:
 
     @property
     def repaired_count(self) -> int:
-        """The chunks that were bad here and came from another copy."""
+        """The chunks that were damaged or did not come, and were brought again."""
         return len(self._stream.repaired)
 
 

@@ -38,7 +38,7 @@ from memstore.shell.device.side_stream import (
 )
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
-REPAIR_TRIES = 3  # the first may only show that this host's copy is bad; the next avoids it
+REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
 
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
 DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
@@ -81,7 +81,7 @@ class CheckedStream:
         self._manifest, self._source = manifest, source
         self._copies = Copies({}, {})  # planned
         self._private: dict[int, bytes] = {}  # verified copies of the few chunks that plain objects lie in
-        self.repaired: set[int] = set()  # chunks that were bad here and came from another copy
+        self.repaired: set[int] = set()  # chunks that were damaged or did not come, and were brought again
         self.has_written = False
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
@@ -234,20 +234,22 @@ class CheckedStream:
                     left.discard(index)
 
         problem: MemstoreError | None = None
-        for _ in range(REPAIR_TRIES):
+        tries = 0
+        while left:
+            if tries == REPAIR_TRIES:
+                raise DigestMismatch(
+                    f"chunks {sorted(left)[:10]} of {self._manifest.shard} were damaged or did not come, and no good "
+                    f"copy was found{f': {problem}' if problem else ''}"
+                ) from problem
+            count = len(left)
             try:
                 self._source.repair(sorted(left), use)
             except (StepDropped, FencedError):
                 raise
             except MemstoreError as exc:
                 problem = exc
-            if not left:
-                self.repaired.update(bad)
-                return
-        raise DigestMismatch(
-            f"chunks {sorted(left)[:10]} of {self._manifest.shard} do not hold what was put, and no good copy was found"
-            f"{f': {problem}' if problem else ''}"
-        ) from problem
+            tries = tries + 1 if len(left) == count else 0
+        self.repaired.update(bad)
 
 
 def segments(moves: Sequence[Move], nbytes: int) -> list[tuple[int | None, int]] | None:

@@ -22,6 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memstore.core.cluster.text import dropped_text
+from memstore.core.format.layout import batches
 from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.orders import ChunkListener, ChunkRange
@@ -38,7 +39,8 @@ from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
 
-REPAIR_TIMEOUT_S = 120.0  # for chunks to come from another copy; a holder that cannot reach one says so far earlier
+REPAIR_BYTES = 32 << 20  # asked for again at once: all that a reader could not fetch itself, which may be the shard
+REPAIR_TIMEOUT_S = 120.0  # for these to come from another copy; a holder that cannot reach one says so far earlier
 
 
 class ShardRead:
@@ -172,8 +174,13 @@ class ShardRead:
         if self.link.interrupted:  # the fetch that these are left of was ended by it
             raise self.link.fenced_error()
         self.answer()
+        sizes = [chunk.nbytes for chunk in self.manifest().chunks]
+        for part in batches(sorted(wanted), sizes.__getitem__, REPAIR_BYTES):
+            self._bring_again(part, use)
+
+    def _bring_again(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         shard = self.manifest().shard
-        chunks = tuple(ChunkRange(first, count) for first, count in runs(sorted(wanted)))
+        chunks = tuple(ChunkRange(first, count) for first, count in runs(wanted))
         request = ReadRanges(
             job=shard.job, step=shard.step, of_attempt=shard.attempt, rank=shard.rank, chunks=chunks,
             is_repair=True,

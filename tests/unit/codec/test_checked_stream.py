@@ -142,6 +142,21 @@ def test_a_chunk_without_a_good_copy_is_an_error() -> None:
     assert slots.repaired == REPAIR_TRIES
 
 
+def test_chunks_that_come_again_one_by_one_are_enough() -> None:
+    """What is brought again comes in parts, some of which may fail: tries are counted since the last chunk."""
+
+    class OneByOne(Slots):
+        def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
+            super().repair(wanted[:1], use)
+            raise RecoveryError("the source is restarting")
+
+    data = bytes(range(250))
+    slots = OneByOne(data * 2, lost=range(8))
+    slots.can_repair = 0
+    assert read_all(slots, [(0, 500)]) == [data * 2]
+    assert slots.repaired == 8 > REPAIR_TRIES
+
+
 def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that others overwrite after the copy began is found by the digest after it, in every part of it."""
     data = bytes(range(200))

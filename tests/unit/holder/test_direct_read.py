@@ -15,6 +15,7 @@ from link_site import WAIT_S, Site, Stop, together
 import memstore.client.connect
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import direct_read, fetch, partial_read, stage
+from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
@@ -22,12 +23,13 @@ from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping, Verify
 from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerUnreachable, RecoveryError
+from memstore.shell.arena.folder import SECRET_NBYTES, write_secret
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.peer import server
 from memstore.shell.peer.client import Peer
-from memstore.shell.rank import peer_chunks
+from memstore.shell.rank import peer_chunks, shard_read
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
@@ -292,7 +294,7 @@ def test_what_does_not_come_whole_is_brought_by_the_readers_holder(
         got = reader.get(rank=1, into=target)
     assert not hits
     assert torch.equal(target["w"], states[1]["w"])
-    assert "came from another copy" in got.source_reason
+    assert "were brought again" in got.source_reason
     wait_for(lambda: not site.replicas.index.incoming, "the read to be given back")
 
 
@@ -312,6 +314,29 @@ def test_without_a_good_copy_the_get_fails_and_names_the_state(
     monkeypatch.setattr(fetch, "deadline_s", lambda state: state.now())
     with reader_on(site, "a") as reader, pytest.raises((DigestMismatch, RecoveryError), match="into= is unusable"):
         reader.get(rank=1, into={"w": torch.zeros_like(states[1]["w"])})
+
+
+def test_a_reader_that_may_not_dial_has_its_holder_bring_some_chunks_at_a_time(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shard may be larger than the room of the reader's host, and slower than the limit of one request (R10, R26)."""
+    site = make_site("a", "b")
+    states = put_apart(site)
+    write_secret(site.folder("a"), bytes(SECRET_NBYTES))  # not the one that the holders have
+    monkeypatch.setattr(shard_read, "REPAIR_BYTES", 4 * CHUNK_BYTES)
+    brought: list[int] = []
+    real = partial_read.keep
+
+    def keep(state: HolderState, key: ReadKey, read: PartialRead) -> None:
+        brought.append(len(read.replica.wanted))
+        real(state, key, read)
+
+    monkeypatch.setattr(partial_read, "keep", keep)
+    with reader_on(site, "a") as reader:
+        got = reader.get(rank=1)
+    assert torch.equal(got.state["w"], states[1]["w"])
+    assert max(brought) == 4
+    assert "chunks of host b are brought by this host's holder instead" in caplog.text
 
 
 def test_a_get_of_all_ranks_is_direct(make_site: Callable[..., Site]) -> None:

@@ -170,7 +170,7 @@ def test_bytes_that_change_under_a_get_come_from_the_peer(
     assert torch.equal(got.state["w"], state(0)["w"])
     assert target is None or torch.equal(target["w"], state(0)["w"])
     assert got.source == "mixed"
-    assert "chunks were bad on its host and came from another copy" in got.source_reason
+    assert "chunks were damaged or did not come, and were brought again" in got.source_reason
 
 
 def test_an_abandon_under_a_seal_fails_that_put_only(
