@@ -117,6 +117,13 @@ class Unpin(Message, frozen=True, tag="unpin"):
     pin: Unsigned
 
 
+class ArrivedDamaged(Message, frozen=True, tag="arrived_damaged"):
+    """What a process fetched from other hosts' holders was damaged on the way: its holder counts it with its own."""
+
+    chunks: Unsigned
+    frames: Unsigned
+
+
 class StepTrained(Message, frozen=True, tag="trained"):
     """The rank has trained this step."""
 
@@ -141,7 +148,7 @@ class Bye(Message, frozen=True, tag="bye"):
 
 Hello = RankHello | ToolHello
 Question = ForwardCall | OfferSlots | AdoptSlots | WithdrawSlots
-RankMessage = Question | PutReady | Unpin | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
+RankMessage = Question | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
 decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)

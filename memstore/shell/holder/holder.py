@@ -174,7 +174,7 @@ class Holder:
         )  # fmt: skip
         self.ranks = RankServer(
             context, self.runner, self.calls, self.sealer, self.send_gate, self.trained,
-            release_room=self.rooms.release,
+            damage=self.damage, release_room=self.rooms.release,
         )  # fmt: skip
         self.peer_server = PeerServer(
             self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,

@@ -18,6 +18,7 @@ from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
     AdoptSlots,
+    ArrivedDamaged,
     AskRefused,
     Bye,
     ForwardCall,
@@ -50,6 +51,7 @@ from memstore.shell.holder.send_gate import SendGate
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Process
+from memstore.shell.peer.corruption_counts import Damage
 
 log = logging.getLogger("memstore")
 
@@ -59,12 +61,12 @@ class RankServer:
 
     def __init__(
         self, context: HolderContext, runner: Runner, calls: Calls, sealer: Sealer, send_gate: SendGate,
-        trained: TrainedSteps, release_room: Callable[[], None],
+        trained: TrainedSteps, damage: Damage, release_room: Callable[[], None],
     ) -> None:  # fmt: skip
         """`release_room`: gives back what no job has reserved; called when a process with leases is gone."""
         self.context, self.state, self.replicas = context, context.state, context.replicas
         self.calls, self.sealer = calls, sealer
-        self.send_gate, self.trained, self.release_room = send_gate, trained, release_room
+        self.send_gate, self.trained, self.damage, self.release_room = send_gate, trained, damage, release_room
         self.runner = runner.extended({effects.SendWelcome: self._welcome, effects.ForgetProcess: self._forget_process})
 
     # -- one link -----------------------------------------------------------------------------
@@ -129,6 +131,8 @@ class RankServer:
             case Unpin(pin=pin):
                 with self.runner.state():
                     reads.give_back(link, pin)
+            case ArrivedDamaged(chunks=chunks, frames=frames):
+                self.damage.add(chunks=chunks, frames=frames)
             case StepTrained(step=step):
                 self.trained.report(link.job, link.attempt, step)
             case MarksMade(file=file):

@@ -1,4 +1,4 @@
-"""What arrived damaged at one holder, as receiver or as client, counted for status (R14)."""
+"""What arrived damaged at one holder, as receiver or as client, or at a rank of its host, counted for status (R14)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ class Damage:
 
     def chunk(self) -> None:
         """Count a chunk whose digest is wrong."""
-        with self._lock:
-            self._chunks_count += 1
+        self.add(chunks=1)
 
     def frame(self, error: ProtocolError) -> None:
         """Count bytes that are no valid frame."""
-        with self._lock:
-            self._frames_count += 1
+        self.add(frames=1)
         log.warning("a connection is ended: %s", error)
+
+    def add(self, *, chunks: int = 0, frames: int = 0) -> None:
+        """Raise the counts."""
+        with self._lock:
+            self._chunks_count += chunks
+            self._frames_count += frames
 
     def stats(self) -> dict[str, int]:
         """Return the counts by name."""

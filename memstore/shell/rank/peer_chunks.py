@@ -81,6 +81,7 @@ class PeerChunks:
         self._open: set[Channel] = set()
         self._lock = threading.Lock()
         self._is_closed = False
+        self.damaged_count = self.broken_frames = 0  # what arrived otherwise than it was sent
 
     def __contains__(self, index: object) -> bool:
         return index in self._host_of
@@ -123,6 +124,9 @@ class PeerChunks:
                 while (batch := _next(todo)) is not None:
                     self._batch(channel, batch, receive, done)
         except MemstoreError as exc:
+            if isinstance(exc, ProtocolError):
+                with self._lock:
+                    self.broken_frames += 1
             if not self._is_closed:
                 log.warning("memstore: chunks of host %s are brought by this host's holder instead: %s", host, exc)
         return done
@@ -178,7 +182,12 @@ class PeerChunks:
         if size != chunk.nbytes:
             raise ProtocolError(f"{channel.peer}: chunk {index} has {size} bytes, the manifest says {chunk.nbytes}")
         receive(index, size, lambda view: channel.recv_bulk_into(view, timeout_s=SILENT_S, seen=hasher.update))
-        return hasher.digest() == chunk.digest
+        is_good = hasher.digest() == chunk.digest
+        if not is_good:
+            with self._lock:
+                self.damaged_count += 1
+            log.warning("memstore: chunk %d of %s arrived damaged from %s", index, self._manifest.shard, channel.peer)
+        return is_good
 
 
 class Fetches:

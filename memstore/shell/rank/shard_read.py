@@ -26,7 +26,7 @@ from memstore.core.format.layout import batches
 from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.orders import ChunkListener, ChunkRange
-from memstore.core.wire.rank_messages import ChunksArrived, Unpin
+from memstore.core.wire.rank_messages import ArrivedDamaged, ChunksArrived, Unpin
 from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold, runs
@@ -108,6 +108,8 @@ class ShardRead:
         self.link.forget_call(self._future)
         if self._peers is not None:
             self.link.fetches.end(self._peers)
+            if self._peers.damaged_count or self._peers.broken_frames:
+                self.link.notify(ArrivedDamaged(self._peers.damaged_count, self._peers.broken_frames))
         if self._hold is not None:
             self._hold.close()
         if self._pin is not None:

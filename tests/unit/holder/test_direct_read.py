@@ -295,6 +295,8 @@ def test_what_does_not_come_whole_is_brought_by_the_readers_holder(
     assert not hits
     assert torch.equal(target["w"], states[1]["w"])
     assert "were brought again" in got.source_reason
+    counts = {"digest_errors": int(fault == "flip"), "broken_frames": 0}
+    wait_for(lambda: site.holders["a"].damage.stats() == counts, f"{counts} of the reader's host (R14)")
     wait_for(lambda: not site.replicas.index.incoming, "the read to be given back")
 
 
