@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memstore.core.arena.replica_index import IncomingReplica, StoredReplica
@@ -100,17 +100,11 @@ class PeerServer:
         lower_thread_priority()
         try:
             self._arrive(channel, identity)
-            while True:
-                frame = channel.recv(timeout_s=None)
-                if frame.kind is Kind.BYE:
-                    return
-                if frame.kind is not Kind.CALL:
-                    raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
-                request = decode_request(frame.data)
+            for request_id, request in _requests(channel):
                 if isinstance(request, IncomingRequest) and request.sender != identity.host:
-                    self._refuse_speaker(channel, frame.request_id, identity.host, request.sender[:80])
+                    self._refuse_speaker(channel, request_id, identity.host, request.sender[:80])
                     return
-                self._answer(channel, frame.request_id, request)
+                self._answer(channel, request_id, request)
         except PeerUnreachable:
             return
         except ProtocolError as exc:
@@ -121,14 +115,15 @@ class PeerServer:
     def serve_reader(self, channel: Channel) -> None:
         """Send a rank of another host the chunks that it asks for, until it goes away; it may ask nothing else (R4)."""
         lower_thread_priority()
-        while True:
-            frame = channel.recv(timeout_s=None)
-            if frame.kind is not Kind.CALL:
-                raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
-            request = decode_request(frame.data)
-            if not isinstance(request, FetchChunks):
-                raise ProtocolError(f"{channel.peer}: a reader asks for chunks only, not {tag_of(request)}")
-            self._answer(channel, frame.request_id, request, is_reader=True)
+        try:
+            for request_id, request in _requests(channel):
+                if not isinstance(request, FetchChunks):
+                    raise ProtocolError(f"{channel.peer}: a reader asks for chunks only, not {tag_of(request)}")
+                self._answer(channel, request_id, request, is_reader=True)
+        except PeerUnreachable:
+            return
+        except ProtocolError as exc:
+            self.damage.frame(exc)
 
     def _refuse_speaker(self, channel: Channel, request_id: int, proven: str, named: str) -> None:
         """Tell a peer that speaks for another host than it has proved to be that its connection ends."""
@@ -386,3 +381,14 @@ class PeerServer:
         finally:
             self.replicas.unpin(stored, pin)
         return ChunksSent(lacking=tuple(lacking))
+
+
+def _requests(channel: Channel) -> Iterator[tuple[int, PeerRequest]]:
+    """Yield a peer's calls, each with its number, until it says that it ends. TransportError."""
+    while (frame := channel.recv(timeout_s=None)).kind is not Kind.BYE:
+        if frame.kind is not Kind.CALL or frame.bulk_bytes:
+            raise ProtocolError(
+                f"{channel.peer}: {frame.kind.name} with {frame.bulk_bytes:,} bulk bytes, where a CALL without any was "
+                "expected"
+            )
+        yield frame.request_id, decode_request(frame.data)

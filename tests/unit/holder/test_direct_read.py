@@ -199,6 +199,21 @@ def test_a_reader_may_ask_for_chunks_alone(pair: tuple[Holder, Holder], request_
             channel.recv(timeout_s=5.0)
 
 
+def test_a_reader_that_sends_bytes_ends_its_connection(
+    pair: tuple[Holder, Holder], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call has none; it is counted as what arrives broken, and is no mistake of the holder's (R14)."""
+    a, _ = pair
+    stored = seal(a)
+    request = FetchChunks(shard=WireShard.of(SHARD), digest=stored.spec.digest, chunks=(0,))
+    with reader_of(a) as channel:
+        channel.send(Kind.CALL, 1, request, [memoryview(bytes(9))], deadline_s=5.0)
+        with pytest.raises(PeerUnreachable):
+            channel.recv(timeout_s=5.0)
+    wait_for(lambda: a.damage.stats()["broken_frames"] == 1, "the frame to be counted")
+    assert "error of ours" not in caplog.text
+
+
 def test_a_reader_learns_what_the_holder_lacks(pair: tuple[Holder, Holder]) -> None:
     """A shard that is not there is an error by name; its connection goes on."""
     a, _ = pair
