@@ -386,9 +386,11 @@ class PeerServer:
 def _requests(channel: Channel) -> Iterator[tuple[int, PeerRequest]]:
     """Yield a peer's calls, each with its number, until it says that it ends. TransportError."""
     while (frame := channel.recv(timeout_s=None)).kind is not Kind.BYE:
-        if frame.kind is not Kind.CALL or frame.bulk_bytes:
+        if frame.kind is not Kind.CALL:
+            raise ProtocolError(f"{channel.peer}: {frame.kind.name} where a CALL was expected")
+        request = decode_request(frame.data)
+        if frame.bulk_bytes and not isinstance(request, WholeShard):
             raise ProtocolError(
-                f"{channel.peer}: {frame.kind.name} with {frame.bulk_bytes:,} bulk bytes, where a CALL without any was "
-                "expected"
+                f"{channel.peer}: {tag_of(request)} has no bulk bytes, {frame.bulk_bytes:,} came with it"
             )
-        yield frame.request_id, decode_request(frame.data)
+        yield frame.request_id, request
