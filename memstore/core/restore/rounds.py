@@ -448,9 +448,9 @@ class Rounds:
                     self.staging.tick(now, active)
 
     def source_died(self, now: float, host_id: str) -> None:
-        """Plan rounds again that fetch from a dead host."""
+        """Plan rounds again that fetch from a dead host, also those whose ranks are to fetch from it once released."""
         for active in list(self.state.rounds.values()):
-            if active.phase != "staging" or active.plan is None:
+            if active.phase not in ("staging", "checking") or active.plan is None:
                 continue
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
             if is_source or (active.is_agreement and host_id in active.staging_hosts.values()):

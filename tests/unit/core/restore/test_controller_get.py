@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memstore.core.wire.orders import StageShard
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import ShardId, StepId
@@ -207,6 +208,33 @@ def test_a_source_that_dies_while_staging_is_replaced() -> None:
     answers = [r.answers["get"][-1] for r in ranks]
     world.check_restored(answers)
     assert answers[0]["step"] == 1
+
+
+def test_a_source_that_dies_while_into_is_compared_is_replaced() -> None:
+    """A rank fetches from it only after the release: it is not released to a host that is known dead (R23)."""
+    world, _ = trained(hosts=4, world_size=1, replicas=2)
+    copies = set(world.holders_of(StepId(1, 1), 0))
+    host = min(set(world.holders) - copies)
+    rank = world.join(0, 1, "k", host=host, launcher="launcher")
+    world.run(2.0)
+    reader = world.holders[host]
+    reader.checks_lost = 1000
+    world.call(rank, "get", step=None, timeout_s=60.0)
+    assert world.run_until(
+        lambda: JOB in world.served.state.rounds and world.served.state.rounds[JOB].phase == "checking"
+    )
+
+    def sources() -> list[set[str | None]]:
+        return [{run.source for run in order.runs} for order in reader.received(StageShard)]
+
+    assert sources() == [copies]
+    gone = max(copies)
+    world.kill_host(gone)
+    world.run(10.0)
+    reader.checks_lost = 0
+    assert world.run_until(lambda: bool(rank.answers.get("get")))
+    assert sources() == [copies, copies - {gone}]
+    world.check_restored([rank.answers["get"][-1]])
 
 
 @pytest.mark.parametrize("why", ["PeerUnreachable: connection reset", "CapacityError: the arena is full"])
