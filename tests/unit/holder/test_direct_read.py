@@ -23,7 +23,7 @@ from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping, Verify
 from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerUnreachable, RecoveryError
-from memstore.shell.arena.folder import SECRET_NBYTES, write_secret
+from memstore.shell.arena.folder import SECRET_NBYTES
 from memstore.shell.holder.holder import Holder
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
@@ -339,7 +339,7 @@ def test_a_reader_that_may_not_dial_has_its_holder_bring_some_chunks_at_a_time(
     """A shard may be larger than the room of the reader's host, and slower than the limit of one request (R10, R26)."""
     site = make_site("a", "b")
     states = put_apart(site)
-    write_secret(site.folder("a"), bytes(SECRET_NBYTES))  # not the one that the holders have
+    monkeypatch.setattr(peer_chunks, "read_secret", lambda folder: bytes(SECRET_NBYTES))  # not the holders'
     monkeypatch.setattr(shard_read, "REPAIR_BYTES", 4 * CHUNK_BYTES)
     brought: list[int] = []
     real = partial_read.keep
