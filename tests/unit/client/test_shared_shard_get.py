@@ -24,7 +24,7 @@ from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.replies import StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, PeerTimeout, RecoveryError, UnsupportedState
 from memstore.shell.codec.encode import copy_into
-from memstore.shell.codec.verified_stream import Views
+from memstore.shell.codec.verified_stream import Fill, Views
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
@@ -57,6 +57,17 @@ class Staged:
     def take(self, wanted: Sequence[int]) -> Views:
         """All at once."""
         return [(index, self.chunks[index]) for index in wanted]
+
+    def remote(self, wanted: Sequence[int]) -> list[int]:
+        """None is on another host."""
+        return []
+
+    @contextlib.contextmanager
+    def fetching(
+        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+    ) -> Iterator[Callable[[], list[int]]]:
+        """Fetch nothing."""
+        yield lambda: []
 
     def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """There is no other copy."""

@@ -125,7 +125,7 @@ def use_is_a_connect() -> Iterator[None]:
         yield
 
 
-@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, tries=3)
+@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, world_size=6, tries=3)
 def reader_reported_of_other_slots() -> Any:
     """A reader that gets chunks one by one gets the slot of another chunk."""
 

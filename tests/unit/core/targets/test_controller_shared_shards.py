@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from memstore.core.wire.ids import WireShard
+from memstore.core.wire.orders import ReadShard
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import JOB, ControllerWorld
 from memstore.testing.requests import request_of
@@ -76,7 +78,8 @@ def test_a_shared_part_is_read_from_a_writer_without_a_barrier() -> None:
     world.get(ranks)
     world.holders["h3"].call(ranks[3], request_of("read_step", {"job": JOB, "rank": 0, "step": 1, "of_attempt": 1}))
     assert world.run_until(lambda: bool(ranks[3].answers.get("read_step")), 10.0), ranks[3].errors
-    assert ranks[3].answers["read_step"][-1]["shard"] == [JOB, 1, 1, 0]
+    [order] = world.holders["h3"].received(ReadShard)
+    assert order.shard == WireShard(JOB, 1, 1, 0)
 
 
 def test_a_new_controller_and_a_replaced_rank_are_sent_the_same_writers() -> None:
