@@ -67,7 +67,7 @@ class Staged:
         self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
     ) -> Iterator[Callable[[], list[int]]]:
         """Fetch nothing."""
-        yield lambda: []
+        yield list
 
     def repair(self, wanted: Sequence[int], use: Callable[[Mapping[int, memoryview]], None]) -> None:
         """There is no other copy."""
