@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from memstore.core.wire.handshake import ReaderIdentity
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import FetchChunks, decode_run
 from memstore.core.wire.replies import ChunksElsewhere
-from memstore.errors import MemstoreError, ProtocolError
+from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_tcp
@@ -37,6 +38,7 @@ log = logging.getLogger("memstore")
 Fill = Callable[[memoryview], None]  # fills a view with the next bytes of a chunk
 Receive = Callable[[int, int, Fill], None]  # receives a chunk (index, nbytes), each of its bytes once, in order
 CONNECT_S = 5.0
+AVOID_S = 60.0  # for which a host that did not answer is not dialled: each read would wait CONNECT_S (D259)
 SILENT_S = 10.0  # for one chunk; what has not come by then the holder brings, which knows who is dead
 
 
@@ -82,9 +84,12 @@ class PeerChunks:
         self._lock = threading.Lock()
         self._is_closed = False
         self.damaged_count = self.broken_frames = 0  # what arrived otherwise than it was sent
+        self.silent_hosts: set[str] = set()  # did not answer when they were dialled
 
-    def __contains__(self, index: object) -> bool:
-        return index in self._host_of
+    def has_source_of(self, index: int) -> bool:
+        """Say whether a chunk is fetched from another host, which answers as far as is known."""
+        host = self._host_of.get(index)
+        return host is not None and host not in self.silent_hosts
 
     @contextmanager
     def fetching(self, indices: Sequence[int], receive: Receive) -> Iterator[Callable[[], list[int]]]:
@@ -136,7 +141,7 @@ class PeerChunks:
         with self._lock:
             channel = self._idle[host].pop() if self._idle[host] else None
         if channel is None:
-            channel = self._dialler.connect(self._rows[host])
+            channel = self._dial(host)
             with self._lock:
                 self._open.add(channel)
                 is_closed = self._is_closed
@@ -149,6 +154,14 @@ class PeerChunks:
             raise
         with self._lock:
             self._idle[host].append(channel)
+
+    def _dial(self, host: str) -> Channel:
+        try:
+            return self._dialler.connect(self._rows[host])
+        except PeerTimeout:
+            with self._lock:
+                self.silent_hosts.add(host)
+            raise
 
     def _batch(self, channel: Channel, batch: Sequence[int], receive: Receive, done: list[int]) -> None:
         request = FetchChunks(shard=WireShard.of(self._manifest.shard), digest=self._digest, chunks=tuple(batch))
@@ -191,12 +204,18 @@ class PeerChunks:
 
 
 class Fetches:
-    """The fetches of one link's process, which an interruption ends for good."""
+    """The fetches of one link's process, which an interruption ends for good, and the hosts that these avoid."""
 
     def __init__(self) -> None:
         self._open: set[PeerChunks] = set()
         self._lock = threading.Lock()
         self._is_over = False
+        self._avoided_until_s: dict[str, float] = {}  # by host
+
+    def reachable(self, rows: Iterable[ChunksElsewhere]) -> list[ChunksElsewhere]:
+        """Return the rows of hosts that are not avoided: what the others have this host's holder brings."""
+        with self._lock:
+            return [row for row in rows if self._avoided_until_s.get(row.host, 0.0) < time.monotonic()]
 
     def begin(self, fetch: PeerChunks) -> None:
         """Have a fetch ended with the others."""
@@ -210,6 +229,7 @@ class Fetches:
         """End a fetch."""
         with self._lock:
             self._open.discard(fetch)
+            self._avoided_until_s.update(dict.fromkeys(fetch.silent_hosts, time.monotonic() + AVOID_S))
         fetch.close()
 
     def close(self) -> None:

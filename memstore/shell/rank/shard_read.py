@@ -39,7 +39,7 @@ from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
 
-REPAIR_BYTES = 32 << 20  # asked for again at once: all that a reader could not fetch itself, which may be the shard
+REPAIR_BYTES = 32 << 20  # asked for again at once, of what a reader could not fetch itself (D259)
 REPAIR_TIMEOUT_S = 120.0  # for these to come from another copy; a holder that cannot reach one says so far earlier
 
 
@@ -147,7 +147,7 @@ class ShardRead:
     def remote(self, wanted: Sequence[int]) -> list[int]:
         """Return those of the chunks that this process fetches from other hosts."""
         self.manifest()  # comes with the answer, unless chunks are brought here one by one
-        return [index for index in wanted if self._peers is not None and index in self._peers]
+        return [index for index in wanted if self._peers is not None and self._peers.has_source_of(index)]
 
     @contextlib.contextmanager
     def fetching(self, indices: Sequence[int], receive: Receive) -> Iterator[Callable[[], list[int]]]:
@@ -257,10 +257,10 @@ class ShardRead:
             )
         self._slots = {}
         self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
-        if answer.elsewhere:
+        if rows := self.link.fetches.reachable(answer.elsewhere):
             digest = shard_digest(answer.manifest)
             dialler = Dialler(self.link.folder, self.link.welcome.store)
-            self._peers = PeerChunks(dialler, manifest, digest, answer.elsewhere)
+            self._peers = PeerChunks(dialler, manifest, digest, rows)
             self.link.fetches.begin(self._peers)
         self._answer = answer
 

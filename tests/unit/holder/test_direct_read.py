@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from link_site import WAIT_S, Site, Stop, together
+from msgspec import structs
 
 import memstore.client.connect
 from memstore.core.arena.replica_index import StoredReplica
@@ -354,6 +356,31 @@ def test_a_reader_that_may_not_dial_has_its_holder_bring_some_chunks_at_a_time(
     assert torch.equal(got.state["w"], states[1]["w"])
     assert max(brought) == 4
     assert "chunks of host b are brought by this host's holder instead" in caplog.text
+
+
+def test_a_host_that_does_not_answer_is_not_dialled_for_every_read(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only holders reach each other a load of many reads would wait for each; the bytes come all the same."""
+    site = make_site("a", "b")
+    states = put_apart(site)
+    monkeypatch.setattr(peer_chunks, "CONNECT_S", 0.2)
+    real = direct_read.elsewhere
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        deaf.setblocking(False)
+
+        def elsewhere(read: PartialRead) -> Any:
+            rows = yield from real(read)
+            return tuple(structs.replace(row, port=deaf.getsockname()[1]) for row in rows)
+
+        monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
+        with reader_on(site, "a") as reader:
+            assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
+            for _ in range(peer_chunks.Dialler(site.folder("a"), site.config.store_fields()).streams):
+                deaf.accept()[0].close()
+            assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
+            with pytest.raises(BlockingIOError):
+                deaf.accept()
 
 
 def test_a_get_of_all_ranks_is_direct(make_site: Callable[..., Site]) -> None:
