@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from memstore.client.connect import newest_step_here
 from memstore.core.attempts.generation_key import generation_key
@@ -234,8 +235,7 @@ class _Reentry:
                 if outcome is Outcome.RETURNED:
                     raise
                 log.exception("memstore: the process group of a generation that was left could not be ended")
-        # A group whose making broke off has counted, and groups are named by the count: a replacement's begins at 0.
-        dist.distributed_c10d._world.group_count = 0
+        _forget_groups()
 
     def _is_over(self, generation: int) -> bool:
         deadline_s = time.monotonic() + max(VERDICT_S, 2 * (self.place.hang_after_s or 0))
@@ -244,6 +244,23 @@ class _Reentry:
                 return False
             time.sleep(LOOK_S)
         return True
+
+
+def _forget_groups() -> None:
+    """Let torch begin anew with its groups and their names, which a replacement's process begins with too.
+
+    A group whose making broke off has counted, and one that the training thread made while the others were aborted is
+    still registered: the next group of its name would be refused.
+    """
+    world = c10d._world
+    for table in (
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+        world.tags_to_pg, world.pg_coalesce_state,
+    ):  # fmt: skip
+        table.clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 def _abort(meeting: Meeting, generation: int) -> None:

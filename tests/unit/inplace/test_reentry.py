@@ -201,6 +201,26 @@ def test_an_abort_does_not_need_the_meeting(
     assert is_aborted.is_set()
 
 
+def test_a_group_that_is_made_beside_the_abort_does_not_keep_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread is in new_group() while another thread aborts all groups: the next generation makes it."""
+    real = c10d._register_process_group
+    kept = []  # groups, as a mesh at module level keeps them
+
+    def aborted_first(name: str, group: object) -> None:
+        c10d._abort_process_group()
+        real(name, group)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(c10d, "_register_process_group", aborted_first)
+        kept.append(dist.new_group([0]))
+    reentry._forget_groups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    kept.append(dist.new_group([0]))
+    assert list(c10d._world.pg_names.values()) == ["0", "1"]
+    dist.destroy_process_group()
+
+
 def test_what_a_function_kept_is_there_when_it_is_entered_again(server: MeetingServer) -> None:
     """A collective fails, a loss is reported, and the same process goes on in the next generation."""
     join_meeting(place(server, 0, 1))
