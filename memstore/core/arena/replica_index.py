@@ -396,11 +396,13 @@ class ReplicaIndex:
     def peer_refusal(self, shard: ShardId, chunks_count: int) -> str | None:
         """Say why an incoming copy does not fit the peer share, or None."""
         share = self.shares.get(shard.job)
-        expected = [len(replica.wanted) for key, replica in self.incoming.items() if key[1] != LOCAL_SENDER]
-        if len(expected) >= PEER_INCOMING_MAX:
-            return f"{len(expected)} shards of other hosts are unfinished here, the limit is {PEER_INCOMING_MAX}"
-        if sum(expected) + chunks_count > self.table.claimed_count:
-            return f"{sum(expected)} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
+        incoming = [replica for (_, sender, *_), replica in self.incoming.items() if sender != LOCAL_SENDER]
+        unfinished_count = sum(replica.part is None for replica in incoming)
+        if unfinished_count >= PEER_INCOMING_MAX:
+            return f"{unfinished_count} shards of other hosts are unfinished here, the limit is {PEER_INCOMING_MAX}"
+        expected = sum(self._slots_for(replica) for replica in incoming)
+        if expected + chunks_count > self.table.claimed_count:
+            return f"{expected} chunks of unfinished shards are expected, {chunks_count} more are more than slots"
         if share is None:
             # Incoming replicas of jobs without a share hold no slots yet for chunks that have not arrived.
             awaited = sum(len(d.missing) for d in self.incoming.values() if d.shard.job not in self.shares)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memstore.core.arena.replica_index import ReplicaIndex, StagedKey, StoredReplica
+from memstore.core.arena.replica_index import PEER_INCOMING_MAX, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from recovery.inventory import ShardId, ShardSpec
@@ -190,6 +190,19 @@ def test_what_fills_no_part_of_a_share_makes_none_of_it_spare() -> None:
     assert (replica_index.leasable("job", 4, leased_count=0), replica_index.spare_count()) == (3, 2)
     replica_index.set_share("job", PeerShare(2, {4: 1}, peer_slots=2, world_size=2))
     assert replica_index.spare_count() == 4
+
+
+def test_a_read_that_shares_a_stored_replicas_chunks_takes_no_room_of_peers() -> None:
+    """Its reader fetches the rest itself, so only what it alone holds counts; reads are no unfinished shards (R10)."""
+    replica_index = ReplicaIndex(SlotTable(8))
+    replica_index.set_share("job", PeerShare(1, {0: 4}, peer_slots=4))
+    kept = stored(replica_index, SHARDS[0], 3)
+    for number in range(PEER_INCOMING_MAX):
+        read = replica_index.open_incoming(f"direct-{number}", SHARDS[1], kept.digests, attempt=1, part=(0, 1, 2))
+        assert all(replica_index.hold_known(read, index, 8) is not None for index in range(3))
+    assert replica_index.peer_refusal(SHARDS[1], 3) is None
+    replica_index.free(replica_index.drop(SHARDS[0])[0])
+    assert "chunks of unfinished shards are expected" in str(replica_index.peer_refusal(SHARDS[1], 3))
 
 
 def test_a_stranger_gets_only_what_no_process_has_a_claim_on() -> None:
