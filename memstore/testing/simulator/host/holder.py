@@ -104,6 +104,7 @@ class SimHolder:
         term = read_journal(memory.journal, self.fences)
         self.sessions = Sessions[Session](term, MemoryJournal(memory), self._fact_written)
         self.view: set[str] = set()
+        self.served_links: list[RankLink] = []  # that have not been seen to be closed: the newest of each process too
         self.link_orders = itertools.count()
         self.late_s = 0.0  # by which the thread that serves the next link is late
         self.calls = Calls(
@@ -215,6 +216,7 @@ class SimHolder:
     def join(self, rank: Rank) -> None:
         """Take a link, on which the process sends again what was not sealed or answered."""
         link, is_ours = open_link(rank, next(self.link_orders)), rank.mapping is self.memory.slots
+        self.served_links.append(link)
         hello = hello_of(rank, self.replicas.arena_identity if is_ours else "")
         late_s, self.late_s = self.late_s, 0.0
 
@@ -255,9 +257,10 @@ class SimHolder:
         """Reclaim what processes leased that are proved dead; let go of what was kept too long (R7, R8)."""
         if not self.is_serving:
             return
-        for link in self.links:
+        for link in self.served_links:
             if not link.is_open:
                 ranks.end(self.state, link)
+        self.served_links = [link for link in self.served_links if link.is_open]
         self.driver.start(ranks.reap(self.state))
         self.driver.start(reads.expire(self.state))
         self.peer_server.give_up_idle()

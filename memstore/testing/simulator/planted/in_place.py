@@ -79,7 +79,7 @@ ROWS = (
         ZOMBIE, is_in_place=True, tries=4),
     row("aborts-before-stores-are-closed", "R11", "I26", (Closing, "look"), lambda self, now: True,
         "A rank aborts its collectives while another one may still put what it computes from them.",
-        *LOST_IN_STEP, is_in_place=True, step_s=0.6, world_size=3, duration_s=45.0, tries=60),
+        *LOST_IN_STEP, is_in_place=True, step_s=1.2, world_size=3, duration_s=45.0, tries=120),
     row("losses-count-as-crashes", "R25", "R25 I1", (Rounds, "_is_no_verdict"),
         staticmethod(lambda attempt: attempt is not None and attempt.phase == "closed"),
         "Restores in place count for the crash loop, so losses one after another retire a good step.",
