@@ -247,7 +247,7 @@ class _Reentry:
 
 
 def _forget_groups() -> None:
-    """Let torch begin anew with its groups and their names, which a replacement's process begins with too.
+    """Let torch begin again with its groups and their names, which a replacement's process begins with too.
 
     A group whose making broke off has counted, and one that the training thread made while the others were aborted is
     still registered: the next group of its name would be refused.
