@@ -74,8 +74,14 @@ class PendingPut(Tenant):
             self.slots = self.slots + more.slots
             return True
 
-    def submit(self, layout: bytes, nbytes: int, shared_chunks: int | None = None) -> bool:
-        """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours."""
+    def submit(
+        self, layout: bytes, nbytes: int, shared_chunks: int | None = None, digests: Sequence[bytes] | None = None
+    ) -> bool:
+        """Queue the first `nbytes` for the holder, give back slots behind them; False if the slots are not ours.
+
+        Args:
+            digests: Of its chunks, if they were taken with the copy.
+        """
         with self.lock:
             if self.is_over:
                 return False
@@ -84,7 +90,7 @@ class PendingPut(Tenant):
                 return self.link.submit(
                     self, self.step, self.slots, self.mapping, attempt=self.attempt, world_size=self.world_size,
                     layout=layout, nbytes=nbytes, shared_chunks=shared_chunks, began_s=self.ticket.began_s,
-                    stall_s=self.stall_s(),
+                    stall_s=self.stall_s(), digests=None if digests is None else b"".join(digests),
                 )  # fmt: skip
             finally:
                 self.is_over = True

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -198,16 +198,16 @@ class Puts:
     def _copy(self, room: PendingPut, plan: StatePlan) -> None:
         try:
             with room.lock:
-                copy_into(plan, room.views(), self.chunk_bytes)
+                digests = copy_into(plan, room.views(), self.chunk_bytes)
         except BaseException as exc:
             room.abandon()
             self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
-        self.submit(room, plan)
+        self.submit(room, plan, digests)
 
-    def submit(self, room: PendingPut, plan: StatePlan) -> None:
+    def submit(self, room: PendingPut, plan: StatePlan, digests: Sequence[bytes] | None = None) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""
-        if not room.submit(plan.layout, plan.nbytes, plan.shared_chunks):
+        if not room.submit(plan.layout, plan.nbytes, plan.shared_chunks, digests):
             self.skip(room.ticket, "this host's holder restarted while the state was copied")
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:

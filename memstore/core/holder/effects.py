@@ -384,7 +384,10 @@ class Replicate(Effect):
 
 @dataclass(frozen=True)
 class DigestAndStore(Effect):
-    """Digest a submission chunk by chunk, for the pushes that run meanwhile, and store it; give the replica."""
+    """Digest a submission chunk by chunk, for the pushes that run meanwhile, and store it; give the replica.
+
+    One that came with its digests is not digested: its pushes get them all at once.
+    """
 
     shard: ShardId
     ready: PutReady

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.format.manifest import chunk_sizes
+from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes
 from memstore.core.holder import equal_ranks, ranks
 from memstore.core.holder.effects import (
     CompareSample,
@@ -110,6 +110,7 @@ def _stored(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[
     # The whole message is checked before a slot changes its owner; list lengths are checked, not taken from the rank.
     slots = ready.slots
     shared_count(ready)
+    given_digests(ready)
     if len(slots) != -(-ready.nbytes // store.chunk_bytes):
         raise IntegrityError(f"{shard} was submitted with {len(slots)} slots for {ready.nbytes} bytes")
     is_lost = ready.is_lost or ready.arena != store.arena_identity
@@ -150,7 +151,11 @@ def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[
 
 
 def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[tuple[StoredReplica, bool]]:
-    """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested."""
+    """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested.
+
+    The rank's own digests are not compared with the slots here: that would be the pass that they save. A target digests
+    what it is sent, so a step whose slots are not what was copied gets no second copy.
+    """
     fresh = yield OpenFresh(shard, ready.slots, chunk_sizes(ready.nbytes, state.store.chunk_bytes))
     try:
         has_targets = yield Replicate(shard, "", fresh)
@@ -171,6 +176,18 @@ def shared_count(ready: PutReady) -> int | None:
     if ready.shared_chunks is not None and ready.shared_chunks > len(ready.slots):
         raise MemstoreError(f"a put of {len(ready.slots)} chunks shares {ready.shared_chunks} of them")
     return ready.shared_chunks
+
+
+def given_digests(ready: PutReady) -> list[bytes] | None:
+    """Return the digests that a put came with, one for each chunk; None if it has none. MemstoreError."""
+    if ready.digests is None:
+        return None
+    if len(ready.digests) != len(ready.slots) * DIGEST_BYTES:
+        raise MemstoreError(
+            f"a put of {len(ready.slots)} chunks came with {len(ready.digests)} bytes of digests, not {DIGEST_BYTES} "
+            "for each: its process and its host's holder have different memstores; restart the rank"
+        )
+    return [ready.digests[at : at + DIGEST_BYTES] for at in range(0, len(ready.digests), DIGEST_BYTES)]
 
 
 def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:

@@ -109,6 +109,8 @@ class PutReady(Message, frozen=True, tag="put_ready"):
     stall_s: Seconds
     is_lost: bool = False
     """Its slots are the rank's no more: it is sent again for its level only."""
+    digests: bytes | None = None
+    """Of all its chunks, joined: the rank took them of the bytes as it copied them; None: the holder digests (R14)."""
 
 
 class Unpin(Message, frozen=True, tag="unpin"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,24 +156,25 @@ class ReplicaStore:
 
     def seal_local(
         self, shard: ShardId, *, world_size: int, layout: bytes, nbytes: int, slots: Sequence[int], attempt: int,
-        follower: SealFollower | None = None,
+        given: Sequence[bytes] | None = None, follower: SealFollower | None = None,
     ) -> StoredReplica:  # fmt: skip
-        """Digest submitted slots, in order, and store the shard; they are in state receiving."""
+        """Digest submitted slots, in order, unless their digests are given; store the shard. They are receiving."""
         left = set(slots)  # not in the incoming replica yet
         try:
             sizes = chunk_sizes(nbytes, self.chunk_bytes)
             digests = []
-            for number, size in zip(slots, sizes, strict=True):
-                digests.append(chunk_digest(self.arena.view(number, size)))
+            for digest in given or self._digested(slots, sizes):
+                digests.append(digest)
                 if follower is not None:
-                    follower.add(digests[-1])  # its pushes may send this chunk now
+                    follower.add(digest)  # its pushes may send this chunk now
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
-            now = self.clock.time()
+            # If the digest was given, nobody has verified the slot: that comes before it answers for a chunk (R13).
+            verified_s = 0.0 if given else self.clock.time()
             with self.lock:
                 replica = self.index.open_incoming(LOCAL_SENDER, shard, digests, attempt=attempt)
                 for index, (number, digest, size) in enumerate(zip(slots, digests, sizes, strict=True)):
                     left.discard(number)
-                    self.index.fill(replica, index, number, digest, size, now)
+                    self.index.fill(replica, index, number, digest, size, verified_s)
                 self.flush()
             chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
@@ -186,6 +187,9 @@ class ReplicaStore:
             self.abort_incoming(LOCAL_SENDER, shard)
             self.give_back(sorted(left))
             raise
+
+    def _digested(self, slots: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
+        return (chunk_digest(self.arena.view(number, size)) for number, size in zip(slots, sizes, strict=True))
 
     @property
     def arena_identity(self) -> str:

@@ -21,8 +21,10 @@ from memstore.core.format.tensor_paths import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.walk import StateWalk
 from memstore.shell.device.side_stream import DeviceWrite, order_all
+from memstore.shell.tensors import native
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
-from memstore.shell.tensors.slot_stream import Move, SlotStream, address_of, move_all
+from memstore.shell.tensors.native import Move
+from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
 
 LARGE_BYTES = 64 << 10
 LARGE_ALIGNMENT_BYTES = 64  # a cache line
@@ -138,15 +140,23 @@ def cuda_device_of(plan: StatePlan) -> int | None:
     return next((owner.device.index for owner in owners if owner.is_cuda), None)
 
 
-def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> None:
+def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> list[bytes] | None:
     """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
 
     Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
 
+    Returns:
+        The digest of every chunk, if all of it is host memory that the native helper copied: of the bytes as copied.
+
     Raises:
         ValueError: the views are too few, too small or read-only.
     """
-    copy_all_but(plan, slot_stream(plan, views, chunk_bytes), ())
+    stream = slot_stream(plan, views, chunk_bytes)
+    extents = [(offset, source.address, source.nbytes) for offset, source in plan.placed if source.address is not None]
+    if native.is_there() and len(extents) == len(plan.placed):
+        return stream.fill(extent for extent in extents if extent[2])
+    copy_all_but(plan, stream, ())
+    return None
 
 
 def slot_stream(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> SlotStream:

@@ -36,6 +36,7 @@ from memstore.shell.device.side_stream import (
     copy_in,
     has_streams,
 )
+from memstore.shell.tensors import native
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
@@ -193,7 +194,8 @@ class CheckedStream:
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
-        return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i))]
+        is_large = self._manifest.nbytes >= native.LARGE_BYTES
+        return [i for i, view in views if not copy_chunk(view, copies.host.get(i, ()), self._digest(i), is_large)]
 
     def _copy_to_devices(
         self, views: Views, copies: Copies, streams: dict[torch.device, SideStream], workers: ThreadPoolExecutor
@@ -288,13 +290,17 @@ def order_chunks(
     return [streams[device].order(pieces_of, copy_in) for device, pieces_of in copies.items()]
 
 
-def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes) -> bool:
-    """Copy parts of a chunk; return whether it had this digest after the copy."""
+def copy_chunk(view: memoryview, moves: Sequence[Move], digest: bytes, is_large: bool = False) -> bool:
+    """Copy parts of a chunk, of a large read or of another; return whether it had this digest after the copy."""
     if not view.nbytes:  # lost after it was staged
         return False
-    address, memmove = address_of(np.frombuffer(view, np.uint8)), ctypes.memmove
-    hasher, done, is_proved = chunk_hasher(), 0, True
-    for target, start, nbytes in sorted(moves, key=lambda move: move[1]):
+    address = address_of(np.frombuffer(view, np.uint8))
+    in_order = sorted(moves, key=lambda move: move[1])
+    if native.is_there():
+        table = [(target, address + start, nbytes) for target, start, nbytes in in_order]
+        return native.get_chunk(address, view.nbytes, table, is_large=is_large) == digest
+    memmove, hasher, done, is_proved = ctypes.memmove, chunk_hasher(), 0, True
+    for target, start, nbytes in in_order:
         is_proved &= start >= done  # else these bytes were digested before this copy of them
         for at in range(0, nbytes, MOVE_BYTES):
             end = start + min(at + MOVE_BYTES, nbytes)

@@ -26,8 +26,9 @@ import torch
 import xxhash
 
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.own_memory import copy_own
-from memstore.shell.tensors.slot_stream import Move, in_threads
+from memstore.shell.tensors.slot_stream import in_threads
 from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler
 
 # A move keeps a core, and its waiting callers, for up to 1.6 ms; after each the thread asks for the GIL again, which a

@@ -67,7 +67,7 @@ class Sealer:
         ready, shard = effect.ready, effect.shard
         stored = self.replicas.seal_local(
             shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes, slots=ready.slots,
-            attempt=shard.attempt,
+            attempt=shard.attempt, given=procedure.given_digests(ready),
             follower=effect.fresh if isinstance(effect.fresh, StreamingReplica) else None,
         )  # fmt: skip
         self.meter.count(shard.job, ready.stall_s, ready.nbytes)

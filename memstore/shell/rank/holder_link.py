@@ -429,6 +429,7 @@ class HolderLink(LeasedSlots):
     def submit(
         self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
         layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
+        digests: bytes | None = None,
     ) -> bool:  # fmt: skip
         """Queue slots that were filled through `mapping` for the holder, without a wait.
 
@@ -443,13 +444,13 @@ class HolderLink(LeasedSlots):
             PutReady(
                 attempt=attempt, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen, layout=layout,
                 nbytes=nbytes, world_size=world_size, shared_chunks=shared_chunks, began_s=began_s, stall_s=stall_s,
+                digests=digests,
             ), tuple(slots),
         )  # fmt: skip
         passed_on: dict[int, Tenant] = dict.fromkeys(slots, unsealed)
         with self.room:
-            if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots):
-                return False
-            if self.interrupted:
+            is_ours = mapping is self.mapping and all(self.tenants.get(n) is tenant for n in slots)
+            if not is_ours or self.interrupted:
                 return False
             # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole submission
             # and sends nothing.

@@ -10,13 +10,17 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FrameType
 
 import numpy as np
 import torch
 
 from memstore.core.format.layout import pieces
+from memstore.core.format.manifest import chunk_sizes
+from memstore.shell.tensors import native
+from memstore.shell.tensors.native import Move
 from memstore.shell.threads.reentrancy import is_running
 from memstore.shell.threads.safe_condition import SafeThread
 
@@ -26,8 +30,6 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
-
-Move = tuple[int, int, int]  # target address, source address, nbytes
 
 
 class SlotStream:
@@ -51,7 +53,35 @@ class SlotStream:
                 raise ValueError(f"slot {index} has {array.size} bytes of the {chunk_bytes} that its chunk may take")
         self._arrays = arrays  # keep the views alive as long as their addresses are used
         self._addresses = [address_of(array) for array in arrays]
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._nbytes = chunk_bytes, nbytes
+
+    def fill(self, extents: Iterable[tuple[int, int, int]]) -> list[bytes]:
+        """Copy host memory over the whole stream, gaps as zeros; return the digest of every chunk as it was copied.
+
+        Needs the native helper.
+
+        Args:
+            extents: Stream offset, address and nbytes of each, in stream order.
+        """
+        rows: list[list[int]] = [[] for _ in self._addresses]
+        for offset, address, nbytes in extents:
+            slot, start = divmod(offset, self._chunk_bytes)
+            if start + nbytes <= self._chunk_bytes:  # most tensors: spare them the loop
+                rows[slot] += (self._addresses[slot] + start, address, nbytes)
+                continue
+            for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
+                rows[slot] += (self._addresses[slot] + start, address + done, size)
+        sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
+        chunks = [(number, *chunk) for number, chunk in enumerate(zip(self._addresses, sizes, strict=True))]
+        digests: dict[int, bytes] = {}
+        is_large = self._nbytes >= native.LARGE_BYTES
+
+        def work(share: Sequence[Move]) -> None:
+            found = native.put_chunks(share, rows, is_large=is_large)
+            digests.update(zip((number for number, _, _ in share), found, strict=True))
+
+        in_threads(chunks, work)
+        return [digests[number] for number in range(len(chunks))]
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` host bytes at `address` into the stream at `offset`."""
@@ -108,7 +138,8 @@ class SlotStream:
 
 def move_all(moves: Sequence[Move]) -> None:
     """Make the moves, on several threads if there is enough to do; they must not overlap."""
-    in_threads(moves, _move)
+    is_large = sum(move[2] for move in moves) >= native.LARGE_BYTES
+    in_threads(moves, partial(native.make_moves, is_large=is_large) if native.is_there() else _move)
 
 
 def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:

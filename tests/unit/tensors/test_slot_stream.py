@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from memstore.shell.tensors import slot_stream
-from memstore.shell.tensors.slot_stream import Move, in_threads
+from memstore.shell.tensors.native import Move
+from memstore.shell.tensors.slot_stream import in_threads
 from memstore.shell.threads.safe_condition import SafeThread
 
 WAIT_S = 60.0

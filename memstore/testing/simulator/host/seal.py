@@ -82,12 +82,14 @@ class Sealer:
 
     def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[StoredReplica]:
         holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
-        for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True):
-            yield DIGEST_S
-            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
+        given = procedure.given_digests(ready)
+        for index, (slot, nbytes) in enumerate(zip(ready.slots, fresh.sizes, strict=True)):
+            if given is None or index == 0:
+                yield DIGEST_S
+            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)) if given is None else given[index])
         stored = holder.replicas.seal_local(
             effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
-            slots=ready.slots, attempt=effect.shard.attempt, follower=Digested(fresh),
+            slots=ready.slots, attempt=effect.shard.attempt, given=given, follower=Digested(fresh),
         )  # fmt: skip
         holder.checker.puts.sealed_here(holder, effect.shard, stored.digests)
         return stored

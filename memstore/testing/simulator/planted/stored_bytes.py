@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
+from memstore.core.holder import seal
 from memstore.core.wire.peer_messages import Verified
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena import adoption
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -41,6 +45,20 @@ def digest_skipped_on_arrival(real: Any, self: ReplicaStore, replica: IncomingRe
         self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
     self.flush()
     return []
+
+
+@planted("digests-of-the-put-before", "R14", "R8")
+@contextmanager
+def digests_of_the_put_before() -> Iterator[None]:
+    """A holder keeps the digests that came with a put, and takes them for the next bytes in the same slots."""
+    given, kept = seal.given_digests, dict[int, bytes]()
+
+    def first(ready: PutReady) -> list[bytes] | None:
+        digests = given(ready)
+        return digests and [kept.setdefault(slot, one) for slot, one in zip(ready.slots, digests, strict=True)]
+
+    with patch.object(seal, "given_digests", first):
+        yield
 
 
 @planted("have-without-a-reference", "R13", "R6 R7", at=(ReplicaIndex, "hold_known"))

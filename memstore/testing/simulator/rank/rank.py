@@ -335,7 +335,7 @@ class SimRank:
             attempt=self.attempt, step=step, slots=tuple(slots), arena="",
             sample=SlotSample(seed=0, digests=b"".join(bytes(self.mapping[slot]) for slot in slots)),
             layout=self.layout, nbytes=len(slots) * memory.chunk_bytes, world_size=self.world_size,
-            shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0,
+            shared_chunks=self.shared_chunks(), began_s=0.0, stall_s=0.0, digests=self.digests_of(step, content),
         )  # fmt: skip
         self.unsealed_puts[self.attempt, step] = ready
         self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)
@@ -348,6 +348,10 @@ class SimRank:
         """
         texts = ("frozen layer", f"replicated {self.key} {step}", f"own {self.key} {self.rank} {step}")
         return [chunk_of(text) for text in texts]
+
+    def digests_of(self, step: int, content: list[bytes]) -> bytes | None:
+        """Return the digests that it took with its copy, joined; every other step its holder digests (R14)."""
+        return b"".join(chunk_digest(data) for data in content) if step % 2 else None
 
     def may_submit(self) -> bool:
         """Return whether a put whose copy has ended is submitted."""

@@ -228,12 +228,25 @@ def test_a_put_that_cannot_be_stored_is_given_up_and_ends_its_pushes(error: Mems
     assert host.fresh.why == host.why_given_up[0]
 
 
-@pytest.mark.parametrize("changes", [{"nbytes": 17}, {"shared_chunks": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"nbytes": 17}, {"shared_chunks": 3}, {"digests": bytes(16)}, {"digests": bytes(33)}]
+)
 def test_a_submitted_put_that_makes_no_sense_takes_no_slot(changes: dict[str, Any]) -> None:
     """All of it is read before a slot changes hands."""
     host = Host()
     host.seal(**changes)
     assert (host.leased, host.why_given_up[1]) == ({4, 5}, True)
+
+
+def test_digests_that_a_put_brings_are_one_for_each_chunk() -> None:
+    """Their order is that of the slots; a put without any is digested by its holder (R14)."""
+    host = Host()
+    host.seal(digests=b"a" * 16 + b"b" * 16)
+    [effect] = host.of(effects.DigestAndStore)
+    assert seal.given_digests(effect.ready) == [b"a" * 16, b"b" * 16]
+    with pytest.raises(MemstoreError, match="2 chunks came with 31 bytes of digests"):
+        seal.given_digests(msgspec.structs.replace(effect.ready, digests=bytes(31)))
+    assert seal.given_digests(msgspec.structs.replace(effect.ready, digests=None)) is None
 
 
 def test_the_same_shard_is_sealed_once_at_a_time() -> None:

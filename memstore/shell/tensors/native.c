@@ -1,0 +1,310 @@
+/* Copies with digests in one call, without the interpreter's lock. native.py calls it; without it Python does the same.
+
+   put    moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
+   get    moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
+   move   moves alone
+
+   Tables come as bytes, in rows of three unsigned 64-bit numbers: the stable ABI of Python 3.10 has no buffers. A chunk
+   is (address, nbytes, how many of the moves are its own), a move is (target, source, nbytes). A table is checked before
+   anything is copied. Stores *around the cache* do not read first what they overwrite, and leave the cache to others. */
+
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+/* If the build's flags chose the instructions, a wheel would fail on older processors: so they are chosen here, and
+   where the processor lacks them the import is refused and Python's loops go on. Other compilers take what all have. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define NEEDS_AVX2 1
+static int is_supported(void) { return __builtin_cpu_supports("avx2"); }
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#else
+#define NEEDS_AVX2 0
+static int is_supported(void) { return 1; }
+#endif
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define HAS_AROUND 1
+#else
+#define HAS_AROUND 0
+#endif
+
+#define XXH_INLINE_ALL
+#include "xxhash.h"
+
+#define PIECE_BYTES (16u << 10) /* copied, then digested; two of them fit a core's first cache */
+#define BUFFER_BYTES (4u << 10) /* if it were larger, no bytes would be on their way while it is digested and stored */
+#define AHEAD_BYTES (6u << 10)  /* behind a piece that is stored: so far ahead the source is asked for */
+#define NEAR_BYTES (2u << 10)   /* the same where the source itself is read in front of every store */
+#define MOVE_BYTES (448u << 10) /* if plain copies were longer, the C library would choose stores around the cache */
+#define AROUND_BYTES_MIN 4096u  /* below it their head and tail cost more than the cache */
+#define DIGEST_BYTES 16u
+#define LINE_BYTES 64u
+
+typedef struct {
+    uint64_t address, nbytes, count;
+} Chunk;
+
+typedef struct {
+    uint64_t target, source, nbytes;
+} Move;
+
+static char *at(uint64_t address) { return (char *)(uintptr_t)address; }
+
+static size_t least(size_t one, size_t other) { return one < other ? one : other; }
+
+/* -- copies ------------------------------------------------------------------------------------------------------- */
+
+/* Copy around the cache, and ask meanwhile for as many bytes at `ahead`, which are read next. Asking is harmless where
+   there is no memory. What was read stays in the cache. */
+static void copy_around(char *target, const char *source, size_t nbytes, const char *ahead)
+{
+#if HAS_AROUND
+    size_t head = least((0 - (uintptr_t)target) & 15, nbytes); /* if the target is not aligned, the store faults */
+    memcpy(target, source, head);
+    target += head, source += head, nbytes -= head;
+    for (; nbytes >= LINE_BYTES; nbytes -= LINE_BYTES) {
+        __m128i a = _mm_loadu_si128((const __m128i *)source), b = _mm_loadu_si128((const __m128i *)(source + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(source + 32)), d = _mm_loadu_si128((const __m128i *)(source + 48));
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        _mm_stream_si128((__m128i *)target, a);
+        _mm_stream_si128((__m128i *)(target + 16), b);
+        _mm_stream_si128((__m128i *)(target + 32), c);
+        _mm_stream_si128((__m128i *)(target + 48), d);
+        target += LINE_BYTES, source += LINE_BYTES, ahead += LINE_BYTES;
+    }
+#endif
+    memcpy(target, source, nbytes);
+}
+
+/* Put stores around the cache in front of whatever is stored next: another process reads the slots then. */
+static void end_around(void)
+{
+#if HAS_AROUND
+    _mm_sfence();
+#endif
+}
+
+static int goes_around(size_t nbytes, int around) { return HAS_AROUND && around && nbytes >= AROUND_BYTES_MIN; }
+
+static void make_moves(const Move *moves, size_t count, int around)
+{
+    for (size_t i = 0; i < count; i++) {
+        char *target = at(moves[i].target), *source = at(moves[i].source);
+        size_t left = moves[i].nbytes;
+        if (goes_around(left, around)) {
+            copy_around(target, source, left, source + NEAR_BYTES);
+            continue;
+        }
+        while (left) {
+            size_t size = least(left, MOVE_BYTES);
+            memcpy(target, source, size);
+            target += size, source += size, left -= size;
+        }
+    }
+    end_around();
+}
+
+static void end_digest(const XXH3_state_t *state, unsigned char *digest)
+{
+    XXH128_canonicalFromHash((XXH128_canonical_t *)digest, XXH3_128bits_digest(state));
+}
+
+/* Fill a chunk by moves in the order of their targets; what none of them fills is zeroed and digested with the rest.
+   Around the cache each piece is digested in a buffer and stored from there: if the source changes meanwhile, the digest
+   is still that of what was stored. Otherwise it is taken of the slot, right after the copy. */
+static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest)
+{
+    char buffer[BUFFER_BYTES];
+    char *filled = at(chunk->address), *digested = filled, *end = filled + chunk->nbytes;
+    XXH3_state_t state;
+    XXH3_128bits_reset(&state);
+    for (size_t i = 0; i < chunk->count; i++) {
+        char *target = at(moves[i].target), *source = at(moves[i].source);
+        size_t left = moves[i].nbytes;
+        memset(filled, 0, (size_t)(target - filled));
+        if (goes_around(left, around)) {
+            XXH3_128bits_update(&state, digested, (size_t)(target - digested));
+            while (left) {
+                size_t size = least(left, BUFFER_BYTES);
+                memcpy(buffer, source, size);
+                XXH3_128bits_update(&state, buffer, size);
+                copy_around(target, buffer, size, source + AHEAD_BYTES);
+                target += size, source += size, left -= size;
+            }
+            digested = target;
+        }
+        while (left) {
+            size_t size = least(left, PIECE_BYTES);
+            memcpy(target, source, size);
+            target += size, source += size, left -= size;
+            if ((size_t)(target - digested) >= PIECE_BYTES) {
+                XXH3_128bits_update(&state, digested, (size_t)(target - digested));
+                digested = target;
+            }
+        }
+        filled = target;
+    }
+    memset(filled, 0, (size_t)(end - filled));
+    XXH3_128bits_update(&state, digested, (size_t)(end - digested));
+    end_digest(&state, digest);
+}
+
+/* Copy parts of a chunk and digest it behind the copy: if its slot is lost meanwhile, the digest is another one. A move
+   from in front of what is digested already is not proved by that: then the whole chunk is digested after all moves. */
+static void get_chunk(const Chunk *chunk, const Move *moves, int around, unsigned char *digest)
+{
+    const char *start = at(chunk->address), *digested = start, *end = start + chunk->nbytes;
+    int is_proved = 1;
+    XXH3_state_t state;
+    XXH3_128bits_reset(&state);
+    for (size_t i = 0; i < chunk->count; i++) {
+        char *target = at(moves[i].target);
+        const char *source = at(moves[i].source);
+        size_t left = moves[i].nbytes;
+        int is_around = goes_around(left, around);
+        is_proved &= source >= digested;
+        while (left) {
+            size_t size = least(left, PIECE_BYTES);
+            if (is_around)
+                copy_around(target, source, size, source + NEAR_BYTES);
+            else
+                memcpy(target, source, size);
+            target += size, source += size, left -= size;
+            if (source >= digested + PIECE_BYTES) {
+                XXH3_128bits_update(&state, digested, (size_t)(source - digested));
+                digested = source;
+            }
+        }
+    }
+    if (is_proved)
+        XXH3_128bits_update(&state, digested, (size_t)(end - digested));
+    else {
+        XXH3_128bits_reset(&state);
+        XXH3_128bits_update(&state, start, chunk->nbytes);
+    }
+    end_digest(&state, digest);
+}
+
+typedef void (*Work)(const Chunk *, const Move *, int, unsigned char *);
+
+static void each_chunk(Work work, const Chunk *chunks, size_t count, const Move *moves, int around, char *digests)
+{
+    for (size_t i = 0; i < count; i++) {
+        work(&chunks[i], moves, around, (unsigned char *)digests + i * DIGEST_BYTES);
+        moves += chunks[i].count;
+    }
+    end_around();
+}
+
+#if NEEDS_AVX2
+#pragma GCC pop_options /* if what follows used them, the refusal itself would fail */
+#endif
+
+/* -- what Python calls -------------------------------------------------------------------------------------------- */
+
+/* Return the rows of a table, or NULL with an exception; the bytes are kept alive by the caller's arguments. */
+static const void *rows_of(const char *table, Py_ssize_t nbytes, size_t *count)
+{
+    if (nbytes % sizeof(Move) || (uintptr_t)table % sizeof(uint64_t)) {
+        PyErr_SetString(PyExc_ValueError, "a table must have whole rows of three 64-bit numbers, aligned");
+        return NULL;
+    }
+    *count = (size_t)nbytes / sizeof(Move);
+    return table;
+}
+
+/* Return whether each chunk's moves lie in it, and are in order if `is_put`; ValueError set if not. */
+static int is_sound(const Chunk *chunks, size_t count, const Move *moves, size_t moves_count, int is_put)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint64_t floor = chunks[i].address, end = floor + chunks[i].nbytes;
+        int is_inside = end >= floor && chunks[i].count <= moves_count;
+        for (uint64_t j = 0; is_inside && j < chunks[i].count; j++) {
+            uint64_t first = is_put ? moves[j].target : moves[j].source;
+            is_inside = floor <= first && first <= end && moves[j].nbytes <= end - first;
+            floor = is_put ? first + moves[j].nbytes : floor;
+        }
+        if (!is_inside) {
+            PyErr_Format(PyExc_ValueError, "the moves of chunk %zu do not lie in it, in order", i);
+            return 0;
+        }
+        moves += chunks[i].count, moves_count -= chunks[i].count;
+    }
+    if (moves_count)
+        PyErr_Format(PyExc_ValueError, "%zu moves are of no chunk", moves_count);
+    return !moves_count;
+}
+
+static PyObject *run(PyObject *args, Work work)
+{
+    const char *chunks_table, *moves_table;
+    Py_ssize_t chunks_nbytes, moves_nbytes;
+    size_t count, moves_count;
+    int around;
+    if (!PyArg_ParseTuple(args, "y#y#p", &chunks_table, &chunks_nbytes, &moves_table, &moves_nbytes, &around))
+        return NULL;
+    const Chunk *chunks = rows_of(chunks_table, chunks_nbytes, &count);
+    const Move *moves = chunks ? rows_of(moves_table, moves_nbytes, &moves_count) : NULL;
+    if (!moves || !is_sound(chunks, count, moves, moves_count, work == put_chunk))
+        return NULL;
+    PyObject *digests = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES));
+    if (!digests)
+        return NULL;
+    char *into = PyBytes_AsString(digests);
+    Py_BEGIN_ALLOW_THREADS
+    each_chunk(work, chunks, count, moves, around, into);
+    Py_END_ALLOW_THREADS
+    return digests;
+}
+
+static PyObject *put(PyObject *self, PyObject *args) { return run(args, put_chunk); }
+
+static PyObject *get(PyObject *self, PyObject *args) { return run(args, get_chunk); }
+
+static PyObject *move(PyObject *self, PyObject *args)
+{
+    const char *table;
+    Py_ssize_t nbytes;
+    size_t count;
+    int around;
+    if (!PyArg_ParseTuple(args, "y#p", &table, &nbytes, &around))
+        return NULL;
+    const Move *moves = rows_of(table, nbytes, &count);
+    if (!moves)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    make_moves(moves, count, around);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"put", put, METH_VARARGS, "put(chunks, moves, around): make the moves and return the digests of the chunks."},
+    {"get", get, METH_VARARGS, "get(chunks, moves, around): make the moves and return the digests of the chunks."},
+    {"move", move, METH_VARARGS, "move(moves, around): make the moves."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_native", "Copies with digests, without the interpreter's lock.", -1, methods,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    if (!is_supported()) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no AVX2, for which this helper was built");
+        return NULL;
+    }
+    PyObject *created = PyModule_Create(&module);
+    if (created && (PyModule_AddIntConstant(created, "HAS_AROUND", HAS_AROUND) < 0)) {
+        Py_DECREF(created);
+        return NULL;
+    }
+    return created;
+}

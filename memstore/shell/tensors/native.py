@@ -1,0 +1,134 @@
+"""Copies with digests in C, where the helper was built: one call for many moves, and the GIL is free meanwhile.
+
+`native.c` has what it does; without it Python's loops copy, and digests are a pass of their own. MEMSTORE_NATIVE=0
+turns it off. Whether large copies store around the cache is measured by the copies themselves, once for each kind: a
+few calls take one way and the other by turns, and the faster one stays. A processor's name says nothing about that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from memstore.core.format.manifest import DIGEST_BYTES
+
+Move = tuple[int, int, int]  # target address, source address, nbytes
+T = TypeVar("T")
+CALL_BYTES = 16 << 20  # a call's most, 2 to 5 ms: so long it keeps a signal's handler waiting
+LARGE_BYTES = 32 << 20  # a copy of less may find its memory in the cache, which stores around it would not use
+MEASURED_CALL_BYTES = 1 << 20
+MEASURED_BYTES_MIN = 256 << 10  # of one call: the time of a smaller one says little
+MEASURED_CALLS = 6  # by turns; of chunks of 4 MiB two milliseconds for each way
+MARGIN = 1.05  # so much faster must stores around the cache be: what a copy leaves in the cache is of use to others
+
+
+def _built() -> Any:
+    if os.environ.get("MEMSTORE_NATIVE") == "0":
+        return None
+    try:
+        from memstore.shell.tensors import _native
+    except ImportError:  # not built, or built for a processor that can do more than this one
+        return None
+    return _native
+
+
+helper: Any = _built()  # None: Python does it all
+
+
+def is_there() -> bool:
+    """Return whether copies are made by the helper."""
+    return helper is not None
+
+
+class Way:
+    """Whether one kind of copy stores around the cache. For several threads: at worst they measure a few calls more."""
+
+    def __init__(self) -> None:
+        self._rates = {False: 0.0, True: 0.0}  # the best of each way, bytes a second
+        self._calls = 0  # measured
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether nothing is to be measured any more."""
+        return self._calls >= MEASURED_CALLS
+
+    @property
+    def is_around(self) -> bool:
+        """Return whether stores around the cache were faster by enough."""
+        return self._rates[True] > self._rates[False] * MARGIN
+
+    def call(self, work: Callable[..., T], *tables: bytes, nbytes: int, is_large: bool) -> T:
+        """Have the helper make moves of so many bytes, which belong to a large copy or to a small one."""
+        if not is_large or self.is_known or nbytes < MEASURED_BYTES_MIN:
+            return work(*tables, is_large and self.is_around)
+        is_around = self._calls % 2 == 1
+        self._calls += 1
+        began_s = time.perf_counter()
+        result = work(*tables, is_around)
+        rate = nbytes / max(time.perf_counter() - began_s, 1e-9)
+        self._rates[is_around] = max(self._rates[is_around], rate)
+        return result
+
+    def parts(self, items: Sequence[Move], *, is_large: bool) -> Iterator[Sequence[Move]]:
+        """Cut a copy into calls: a signal's handler runs between two of them. Small ones while they are measured."""
+        first, size = 0, 0
+        for number, (_, _, nbytes) in enumerate(items):
+            limit = CALL_BYTES if self.is_known or not is_large else MEASURED_CALL_BYTES
+            if size and size + nbytes > limit:
+                yield items[first:number]
+                first, size = number, 0
+            size += nbytes
+        if first < len(items):
+            yield items[first:]
+
+
+_moves, _puts, _gets = Way(), Way(), Way()
+
+
+def make_moves(moves: Sequence[Move], *, is_large: bool) -> None:
+    """Make moves that do not overlap, of a copy that is too large for the cache, or of another."""
+    for part in _moves.parts(_short(moves), is_large=is_large):
+        table = array("Q", chain.from_iterable(part)).tobytes()
+        _moves.call(helper.move, table, nbytes=sum(move[2] for move in part), is_large=is_large)
+
+
+def _short(moves: Sequence[Move]) -> Sequence[Move]:
+    """Return moves none of which is longer than a call."""
+    if all(move[2] <= CALL_BYTES for move in moves):
+        return moves
+    return [
+        (target + done, source + done, min(CALL_BYTES, nbytes - done))
+        for target, source, nbytes in moves
+        for done in range(0, nbytes, CALL_BYTES)
+    ]
+
+
+def put_chunks(chunks: Sequence[Move], rows: Sequence[Sequence[int]], *, is_large: bool) -> list[bytes]:
+    """Fill chunks, gaps with zeros, and return each one's digest, of the bytes as they were copied.
+
+    Args:
+        chunks: Number, address and nbytes of each.
+        rows: By the number of a chunk: target, source and nbytes of its moves, one move behind the other, by target.
+        is_large: Whether the whole copy is too large for the cache.
+    """
+    digests: list[bytes] = []
+    for part in _puts.parts(chunks, is_large=is_large):
+        heads, moves = array("Q"), array("Q")
+        for number, address, nbytes in part:
+            heads.extend((address, nbytes, len(rows[number]) // 3))
+            moves.extend(rows[number])
+        nbytes = sum(chunk[2] for chunk in part)
+        joined = _puts.call(helper.put, heads.tobytes(), moves.tobytes(), nbytes=nbytes, is_large=is_large)
+        digests += [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+    return digests
+
+
+def get_chunk(address: int, nbytes: int, moves: Sequence[Move], *, is_large: bool) -> bytes:
+    """Copy parts of a chunk out of its slot, and return the digest that the slot had after the copy."""
+    head, table = array("Q", (address, nbytes, len(moves))), array("Q", chain.from_iterable(moves))
+    digest: bytes = _gets.call(helper.get, head.tobytes(), table.tobytes(), nbytes=nbytes, is_large=is_large)
+    return digest

@@ -1,0 +1,255 @@
+"""The native helper against the package xxhash and copies by Python: the same bytes, the same digests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memstore.shell.codec import verified_stream
+from memstore.shell.codec.encode import copy_into, plan_state
+from memstore.shell.codec.verified_stream import copy_chunk
+from memstore.shell.tensors import native, slot_stream
+from memstore.shell.tensors.native import Way
+from memstore.shell.tensors.slot_stream import SlotStream, address_of
+
+needs_helper = pytest.mark.skipif(not native.is_there(), reason="the native helper is not built, or is turned off")
+SIZES = (0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 239, 240, 241, 4095, 4096, 4097, 4160, 8192, 16_384, 20_000, 70_000)
+sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 20_000))
+
+
+def noise(nbytes: int, seed: int = 1) -> np.ndarray:
+    """Bytes none of which tells where it lies."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def table(*numbers: int) -> bytes:
+    """Rows as the helper takes them."""
+    return array("Q", numbers).tobytes()
+
+
+@st.composite
+def fillings(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]], int]:
+    """Draw a chunk size, a stream's length, its extents (offset, place in the source, nbytes), an odd address."""
+    chunk_bytes, end, extents = draw(st.sampled_from([64, 1000, 4096, 9000, 40_000])), 0, []
+    for nbytes in draw(st.lists(sizes, max_size=6)):
+        offset = end + draw(st.sampled_from([0, 0, 1, 3, 48, 5000]))
+        extents.append((offset, draw(st.integers(0, 70)), nbytes))
+        end = offset + nbytes
+    return chunk_bytes, end + draw(st.sampled_from([0, 0, 7])), extents, draw(st.integers(0, 65))
+
+
+@needs_helper
+@pytest.mark.parametrize("around", [False, True], ids=["plain", "around"])
+@given(case=fillings())
+def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
+    around: bool, case: tuple[int, int, list[tuple[int, int, int]], int]
+) -> None:
+    """Any sizes, gaps, chunk borders and addresses."""
+    chunk_bytes, nbytes, extents, odd = case
+    source = noise(80_000)
+    memory = np.full(odd + (nbytes // chunk_bytes + 1) * (chunk_bytes + odd), 0xEE, np.uint8)
+    slots = [
+        memory[odd + at * (chunk_bytes + odd) :][:chunk_bytes].data for at in range(-(-nbytes // chunk_bytes))
+    ]  # behind each as many bytes that are not its own
+    wanted = np.zeros(nbytes, np.uint8)
+    for offset, place, size in extents:
+        wanted[offset : offset + size] = source[place : place + size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LARGE_BYTES", 0)
+        patch.setattr(native, "_puts", decided(around))
+        rows = [(offset, address_of(source) + place, size) for offset, place, size in extents if size]
+        digests = SlotStream(slots, chunk_bytes, nbytes).fill(rows)
+    chunks = [wanted[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)]
+    assert [bytes(slot[: len(chunk)]) for slot, chunk in zip(slots, chunks, strict=True)] == [*map(bytes, chunks)]
+    assert digests == [xxhash.xxh3_128_digest(chunk) for chunk in chunks]
+    own = np.zeros(memory.size, bool)
+    for at, chunk in enumerate(chunks):
+        own[odd + at * (chunk_bytes + odd) :][: chunk.size] = True
+    assert (memory[~own] == 0xEE).all()
+
+
+def decided(around: bool) -> Way:
+    """A kind of copy that was measured, with this result."""
+    way = Way()
+    way._calls, way._rates = native.MEASURED_CALLS, {around: 1.0, not around: 0.0}
+    return way
+
+
+@needs_helper
+@pytest.mark.parametrize("around", [False, True], ids=["plain", "around"])
+@given(nbytes=sizes.filter(bool), odd=st.integers(0, 65), data=st.data())
+def test_parts_of_a_chunk_are_copied_and_the_chunk_is_digested(
+    around: bool, nbytes: int, odd: int, data: st.DataObject
+) -> None:
+    """Parts in any order, twice over, with gaps, or none: the digest is of the whole chunk."""
+    slot = noise(odd + nbytes + 64)[odd : odd + nbytes]
+    moves, targets = [], []
+    for _ in range(data.draw(st.integers(0, 5))):
+        start = data.draw(st.integers(0, nbytes))
+        size = data.draw(st.integers(0, nbytes - start))
+        skew = data.draw(st.integers(0, 65))
+        targets.append((np.full(skew + size + 1, 0xEE, np.uint8), skew, start, size))
+        moves.append((address_of(targets[-1][0]) + skew, address_of(slot) + start, size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_gets", decided(around))
+        digest = native.get_chunk(address_of(slot), nbytes, moves, is_large=True)
+    assert digest == xxhash.xxh3_128_digest(slot)
+    for memory, skew, start, size in targets:
+        assert bytes(memory) == b"\xee" * skew + bytes(slot[start : start + size]) + b"\xee"
+
+
+@needs_helper
+@pytest.mark.parametrize("around", [False, True], ids=["plain", "around"])
+@given(nbytes=sizes, here=st.integers(0, 65), there=st.integers(0, 65))
+def test_a_move_copies_its_bytes_and_no_others(around: bool, nbytes: int, here: int, there: int) -> None:
+    """Head and tail of a store around the cache are what is odd."""
+    source, target = noise(here + nbytes), np.full(there + nbytes + 1, 0xEE, np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_moves", decided(around))
+        native.make_moves([(address_of(target) + there, address_of(source) + here, nbytes)], is_large=True)
+    assert bytes(target) == b"\xee" * there + bytes(source[here:]) + b"\xee"
+
+
+@needs_helper
+def test_a_slot_that_changes_after_its_copy_has_another_digest() -> None:
+    """The digest is taken of the slot behind the copy, else a lost slot would pass for good (R7)."""
+    slot = noise(100_000)
+    before, target = xxhash.xxh3_128_digest(slot), np.empty(100_000, np.uint8)
+    # The second move overwrites the slot's end while the chunk is copied, as another put would.
+    end = address_of(slot) + 90_000
+    moves = [(address_of(target), address_of(slot), 50_000), (end, address_of(slot) + 60_000, 10_000)]
+    assert native.get_chunk(address_of(slot), 100_000, moves, is_large=False) != before
+    assert not copy_chunk(slot.data, [(address_of(target), 0, 100_000)], before)
+
+
+@needs_helper
+@pytest.mark.parametrize(
+    ("chunks", "moves", "why"),
+    [
+        ((0, 8, 1), (0, 0, 9), "do not lie in it"),
+        ((8, 8, 1), (0, 0, 4), "do not lie in it"),
+        ((8, 8, 2), (12, 0, 4, 8, 0, 4), "in order"),
+        ((8, 8, 2), (8, 0, 4), "do not lie in it"),
+        ((8, 8, 0), (8, 0, 4), "of no chunk"),
+        ((8, 8, 1), (8, 0, 2**64 - 1), "do not lie in it"),
+        ((2**64 - 4, 8, 1), (2**64 - 4, 0, 4), "do not lie in it"),
+        ((8, 8), (8, 0, 4), "whole rows"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused_before_a_byte_is_copied(
+    chunks: tuple[int, ...], moves: tuple[int, ...], why: str
+) -> None:
+    """Its addresses would be somebody else's memory."""
+    with pytest.raises(ValueError, match=why):
+        native.helper.put(table(*chunks), table(*moves), False)
+
+
+def state() -> dict[str, object]:
+    """Tensors of odd sizes, one over several chunks, and what is no tensor."""
+    made = {f"w{size}": torch.from_numpy(noise(size, size).copy()) for size in SIZES}
+    return {**made, "wide": torch.from_numpy(noise(300_000, 7).copy()), "step": 7, "text": b"x" * 500}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_both_ways_to_copy_a_state_fill_equal_slots(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """With the helper or without it, and on any number of threads: the same step on two hosts is stored once."""
+    monkeypatch.setattr(slot_stream, "THREAD_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    plan = plan_state(state())
+    found: list[list[bytes]] = []
+    for helper in (native.helper, None):
+        monkeypatch.setattr(native, "helper", helper)
+        slots = [bytearray(b"\xee" * 65_536) for _ in range(-(-plan.nbytes // 65_536))]
+        digests = copy_into(plan, [memoryview(slot) for slot in slots], 65_536)
+        left = plan.nbytes % 65_536
+        found.append([*map(bytes, slots[:-1]), bytes(slots[-1][:left])])
+        assert digests is None or digests == [xxhash.xxh3_128_digest(chunk) for chunk in found[-1]]
+        assert (digests is None) == (helper is None)
+    assert found[0] == found[1]
+
+
+@needs_helper
+def test_a_source_that_has_to_be_gathered_is_left_to_the_holder() -> None:
+    """Its copy is not one pass: the holder digests such a put as a whole."""
+    slot = bytearray(1 << 16)
+    plan = plan_state({"w": torch.arange(64).view(8, 8)[:, ::2]})
+    assert copy_into(plan, [memoryview(slot)], 1 << 16) is None
+    assert copy_into(plan_state({}), [], 1 << 16) in ([], None)
+
+
+@needs_helper
+def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a copy is, a call is short: an exception stops it there."""
+    monkeypatch.setattr(native, "CALL_BYTES", 1000)
+    calls: list[int] = []
+
+    def put(*tables: bytes) -> bytes:
+        calls.append(len(tables[0]))
+        raise KeyboardInterrupt
+
+    class Stub:
+        """The helper, interrupted in its first call."""
+
+    Stub.put = staticmethod(put)  # type: ignore[attr-defined]
+    monkeypatch.setattr(native, "helper", Stub)
+    slots, source = [bytearray(600) for _ in range(5)], noise(3000)
+    with pytest.raises(KeyboardInterrupt):
+        SlotStream([memoryview(slot) for slot in slots], 600, 3000).fill([(0, address_of(source), 3000)])
+    assert calls == [24]
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[bool, float]) -> Callable[[bool], bool]:
+    """Let a call take so long, by the way that it goes."""
+    now = [0.0]
+    monkeypatch.setattr(native.time, "perf_counter", lambda: now[0])
+
+    def work(around: bool) -> bool:
+        now[0] += seconds[around]
+        return around
+
+    return work
+
+
+@pytest.mark.parametrize(("plain_s", "around_s", "wanted"), [(1.0, 0.5, True), (1.0, 0.99, False), (0.5, 1.0, False)])
+def test_the_way_of_large_copies_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, plain_s: float, around_s: float, wanted: bool
+) -> None:
+    """Both by turns, then the faster one; copies that fit the cache, and short ones, measure nothing."""
+    work, way = timed(monkeypatch, {False: plain_s, True: around_s}), Way()
+    assert not way.call(work, nbytes=1 << 20, is_large=False)
+    assert not way.call(work, nbytes=100, is_large=True)
+    found = [way.call(work, nbytes=1 << 20, is_large=True) for _ in range(native.MEASURED_CALLS)]
+    assert found == [False, True] * (native.MEASURED_CALLS // 2)
+    assert way.is_known
+    assert way.call(work, nbytes=100, is_large=True) is wanted
+    assert not way.call(work, nbytes=1 << 20, is_large=False)
+
+
+def test_the_environment_turns_it_off() -> None:
+    """A person who suspects it can do without, for one run."""
+    program = "from memstore.shell.tensors import native; print(native.is_there())"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "MEMSTORE_NATIVE": "0"}, capture_output=True, text=True,
+        check=True, timeout=60,
+    )  # fmt: skip
+    assert found.stdout.strip() == "False"
+
+
+def test_without_it_chunks_are_copied_and_proved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop in Python is what a machine without a compiler runs."""
+    monkeypatch.setattr(native, "helper", None)
+    monkeypatch.setattr(verified_stream, "MOVE_BYTES", 24)
+    slot, target = noise(100), np.zeros(100, np.uint8)
+    assert copy_chunk(slot.data, [(address_of(target), 0, 100)], xxhash.xxh3_128_digest(slot))
+    assert (target == slot).all()
+    assert not copy_chunk(slot.data, [(address_of(target), 0, 100)], bytes(16))
