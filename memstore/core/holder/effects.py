@@ -312,6 +312,7 @@ class Verify(Effect):
     """Digest a pinned replica again, quarantine what is bad, and give the chunks that this host lacks now."""
 
     stored: StoredReplica
+    chunks: frozenset[int] | None = None  # only these; None: all
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from memstore.core.holder.effects import (
     Sleep,
     StreamingSource,
     Unexpected,
+    Verify,
 )
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.state import HolderState, Replication
@@ -194,7 +195,7 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attem
 def _send_and_seal(
     state: HolderState, push: Push, peer: Peer, source: PushSource, wanted: Sequence[int]
 ) -> Procedure[None]:
-    """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged."""
+    """Send every chunk that the peer lacks, then the manifest; send again what arrived damaged and is good here."""
     for _ in range(SEAL_ROUNDS_MAX):
         yield SendChunks(peer, source, wanted, push.is_repair)
         manifest = yield from _manifest(state, source)
@@ -205,7 +206,23 @@ def _send_and_seal(
         if isinstance(reply, CopySealed):
             return
         wanted = _lacking(push, source, reply)
+        yield from _verify(state, source, wanted)
     raise PeerRefused(f"{len(wanted)} chunks arrived damaged or found no room {SEAL_ROUNDS_MAX} times", is_final=True)
+
+
+def _verify(state: HolderState, source: PushSource, wanted: Sequence[int]) -> Procedure[None]:
+    """Digest chunks here that a peer lacks after they were sent; DigestMismatch if this host's own copy is bad.
+
+    That is reported first: the refused copy must not make a step count as one that has this copy.
+    """
+    stored = source.stored
+    if stored is not None and (yield Verify(stored, frozenset(wanted))):
+        report_copy(state, stored)
+        raise DigestMismatch(
+            f"{len(stored.missing)} chunks of {source.shard} are not on {state.host_id} what their digests say: they "
+            "changed after they were copied, or were digested wrongly",
+            shard=str(source.shard),
+        )
 
 
 def _lacking(push: Push, source: PushSource, reply: Admitted | ChunksMissing) -> Sequence[int]:

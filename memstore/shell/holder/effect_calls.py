@@ -125,7 +125,7 @@ class EffectCalls:
 
     @_call.register
     def _(self, effect: effects.Verify) -> list[int]:
-        return self.replicas.verify(effect.stored, self.digesters.map)
+        return self.replicas.verify(effect.stored, self.digesters.map, effect.chunks)
 
     @_call.register
     def _(self, effect: effects.OpenIncoming) -> IncomingReplica:

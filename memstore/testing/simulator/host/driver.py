@@ -188,7 +188,7 @@ class Driver:
     def _(self, effect: effects.Verify) -> Waits[list[int]]:
         yield self.holder.world.network.rng.uniform(*VERIFY_S)
         self._opened_s.pop(effect.stored.shard, None)
-        return self.replicas.verify(effect.stored)
+        return self.replicas.verify(effect.stored, map, effect.chunks)
 
     @_perform.register
     def _(self, effect: effects.OpenIncoming) -> Waits[IncomingReplica]:

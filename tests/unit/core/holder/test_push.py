@@ -71,6 +71,7 @@ class Host:
     answer: Callable[[Request[Any]], Message | MemstoreError] = take
     is_here: bool = True
     is_damaged: bool = False  # the manifest of what it sends
+    bad: tuple[int, ...] = ()  # chunks that are bad here too
     now: float = 0.0
     asked: list[str] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
@@ -128,6 +129,10 @@ class Host:
             self.reported.append(str(getattr(effect.message, "level", "")))
         elif isinstance(effect, effects.AwaitDigest):
             return "d"
+        elif isinstance(effect, effects.Verify):
+            for index in effect.chunks.intersection(self.bad):
+                self.store.stored.slots[index] = None
+            return sorted(self.store.stored.missing)
         elif isinstance(effect, effects.ReadManifest) and self.is_damaged:
             raise DigestMismatch("the manifest is damaged")
         elif isinstance(effect, effects.Reach) and effect.host == "gone":
@@ -181,6 +186,20 @@ def test_chunks_that_arrive_damaged_are_sent_again_and_not_for_ever() -> None:
     assert host.sent == [[0, 1]] + [[1]] * (SEAL_ROUNDS_MAX - 1)
     assert host.asked == ["offer", *["seal"] * SEAL_ROUNDS_MAX, "abort"]
     assert host.failure == ("1 chunks arrived damaged or found no room 3 times", True)
+
+
+def test_chunks_that_are_bad_here_are_not_sent_again_and_the_copy_is_reported_without_them() -> None:
+    """Else the step would be committed with this copy alone, once the target has given up."""
+    host = Host(lambda request: ChunksMissing(chunks=(1,)) if isinstance(request, Seal) else take(request), bad=(1,))
+    host.push()
+    assert host.sent == [[0, 1]]
+    assert host.asked == ["offer", "seal", "abort"]
+    copy, failed = host.reports
+    assert isinstance(copy, Sealed)
+    assert isinstance(failed, PushFailed)
+    assert (copy.copy.missing, failed.is_final) == ((1,), True)
+    assert "1 chunks of" in failed.why
+    assert "on a what their digests say" in failed.why
 
 
 @pytest.mark.parametrize("is_final", [False, True])
