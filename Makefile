@@ -3,19 +3,36 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv test test-long demo lint types docs lines bench bench-peers drill sim fuzz nemesis
+.PHONY: venv native wheel test test-native test-long demo lint types docs lines bench bench-peers drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py memstore/shell/tensors/native.c
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
+	$(MAKE) native
 	touch $@
+# The optional C helper, beside its source. pyarrow, which ray[train] brings, carries xxhash.h: no package of the system
+# is needed. Without a C compiler it says so, and Python's loops copy.
+XXHASH := import pathlib, pyarrow; print(pathlib.Path(pyarrow.get_include(), "arrow/vendored/xxhash"))
+native:
+	MEMSTORE_XXHASH_INCLUDE="$$($(BIN)/python -c '$(XXHASH)')" $(BIN)/python setup.py -q build_ext --inplace
+# The same in a wheel, for machines without a compiler: in the directory DIST.
+DIST ?= dist
+wheel: $(STAMP)
+	MEMSTORE_XXHASH_INCLUDE="$$($(BIN)/python -c '$(XXHASH)')" $(BIN)/python -m build --wheel --outdir $(DIST) .
 # Tests wait more than they compute: three workers keep two cores busy. `pytest` alone runs one after the other.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not long"
+# What copies, sends and breaks, once more without the helper.
+NATIVE_TESTS := tests/unit/tensors tests/unit/codec tests/unit/device tests/unit/holder tests/unit/arena \
+  tests/integration/client/test_interrupted_puts.py tests/integration/client/test_overlap.py \
+  tests/integration/faults/test_faults_arena.py tests/integration/faults/test_faults_damage.py \
+  tests/integration/faults/test_faults_proxy.py
+test-native: $(STAMP)
+	MEMSTORE_NATIVE=0 $(PYTEST) -m "not long" $(NATIVE_TESTS)
 test-long: $(STAMP)
 	$(PYTEST) -m "long and not alone"
 	$(BIN)/python -m pytest -m alone
