@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,7 @@ def pair() -> Iterator[tuple[Holder, Holder]]:
     with two_holders(CHUNK_BYTES, streams=2) as found:
         for holder in found:
             holder.replicas.ensure_free(2 * CHUNKS)
+            holder.state.limits = replace(holder.state.limits, whole_bytes=0)  # none goes in one request
         found[0].state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
         yield found
 
