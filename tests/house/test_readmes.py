@@ -30,6 +30,7 @@ def lacking(folder: Path, text: str) -> list[str]:
     lines = len(text.splitlines())
     found = [f"{lines} lines, at most {README_LINES_MAX}"] if lines > README_LINES_MAX else []
     here = {path.name for path in folder.iterdir() if path.is_file() and path.name not in UNSAID}
+    here = {name for name in here if not name.endswith(".so")}  # built
     here |= {f"{path.name}/" for path in folder.iterdir() if path.is_dir() and any(path.glob("**/*.py"))}
     named = re.findall(r"`([^`\s]+)`", text)  # `scenes_*.py` names a family
     found += [f"`{name}` is not named" for name in sorted(here) if not any(fnmatch(name, each) for each in named)]

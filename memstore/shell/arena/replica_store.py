@@ -168,7 +168,7 @@ class ReplicaStore:
                 if follower is not None:
                     follower.add(digest)  # its pushes may send this chunk now
             self.verify_old(digests, sizes)  # fresh bytes are dropped only for content that is still good
-            # If the digest was given, nobody has verified the slot: that comes before it answers for a chunk (R13).
+            # If the digest was given, the slot is not verified yet: it is before it answers for another chunk (R13).
             verified_s = 0.0 if given else self.clock.time()
             with self.lock:
                 replica = self.index.open_incoming(LOCAL_SENDER, shard, digests, attempt=attempt)

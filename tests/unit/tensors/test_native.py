@@ -149,7 +149,7 @@ def test_a_slot_that_changes_after_its_copy_has_another_digest() -> None:
 def test_a_table_that_makes_no_sense_is_refused_before_a_byte_is_copied(
     chunks: tuple[int, ...], moves: tuple[int, ...], why: str
 ) -> None:
-    """Its addresses would be somebody else's memory."""
+    """Its addresses would be memory of another object."""
     with pytest.raises(ValueError, match=why):
         native.helper.put(table(*chunks), table(*moves), False)
 
@@ -211,7 +211,7 @@ def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatc
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[bool, float]) -> Callable[[bool], bool]:
     """Let a call take so long, by the way that it goes."""
     now = [0.0]
-    monkeypatch.setattr(native.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(native.time, "thread_time", lambda: now[0])
 
     def work(around: bool) -> bool:
         now[0] += seconds[around]
