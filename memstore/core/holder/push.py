@@ -219,7 +219,7 @@ def _verify(state: HolderState, source: PushSource, wanted: Sequence[int]) -> Pr
     if stored is not None and (yield Verify(stored, frozenset(wanted))):
         report_copy(state, stored)
         raise DigestMismatch(
-            f"{len(stored.missing)} chunks of {source.shard} are not on {state.host_id} what their digests say: they "
+            f"{len(stored.missing)} chunks of {source.shard} on {state.host_id} are not what their digests say: they "
             "changed after they were copied, or were digested wrongly",
             shard=str(source.shard),
         )

@@ -199,7 +199,7 @@ def test_chunks_that_are_bad_here_are_not_sent_again_and_the_copy_is_reported_wi
     assert isinstance(failed, PushFailed)
     assert (copy.copy.missing, failed.is_final) == ((1,), True)
     assert "1 chunks of" in failed.why
-    assert "on a what their digests say" in failed.why
+    assert "on a are not what their digests say" in failed.why
 
 
 @pytest.mark.parametrize("is_final", [False, True])
