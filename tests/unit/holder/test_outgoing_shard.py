@@ -18,7 +18,7 @@ from memstore.testing.clusters.processes import wait_for
 from memstore.testing.clusters.two_holders import two_holders
 from recovery.inventory import ShardId
 
-CHUNK_BYTES = 256 << 10  # six of them are more than one request takes (WholeShard)
+CHUNK_BYTES = 64 << 10
 CHUNKS = 6
 WAIT_S = 60.0
 SHARD = ShardId("train", 1, 2, 0)
