@@ -174,7 +174,11 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attem
     if sum(source.sizes) <= state.limits.whole_bytes:
         manifest = yield from _manifest(state, source)
         whole = WholeShard(shard=shard, sender=sender, attempt=attempt, manifest=manifest)
-        reply = yield SendWhole(peer, source, whole, push.is_repair)
+        try:
+            reply = yield SendWhole(peer, source, whole, push.is_repair)
+        except MemstoreError:
+            yield from _abort(state, push, peer)
+            raise
     else:
         offer = Offer(
             shard=shard, digest=source.digest or None, attempt=attempt, sender=sender, chunks_count=len(wanted)
@@ -187,9 +191,14 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attem
     try:
         yield from _send_and_seal(state, push, peer, source, _lacking(push, source, reply))
     except MemstoreError:
-        with contextlib.suppress(TransportError):  # else the peer gives the incoming replica up by itself, later
-            yield CallPeer(peer, Abort(shard=shard, sender=sender))
+        yield from _abort(state, push, peer)
         raise
+
+
+def _abort(state: HolderState, push: Push, peer: Peer) -> Procedure[None]:
+    """Have a peer free what it has of the shard; if that does not reach it, it gives the copy up itself, later."""
+    with contextlib.suppress(TransportError):
+        yield CallPeer(peer, Abort(shard=WireShard.of(push.shard), sender=state.host_id))
 
 
 def _send_and_seal(

@@ -75,7 +75,7 @@ def test_a_reset_anywhere_in_a_transfer_costs_a_retry(cluster: ProcessCluster, f
         step += 1
         proxy.down.reset(part)
         commit(ranks, step)
-        assert proxy.down.waiting == 0
+        wait_for(lambda: proxy.down.waiting == 0, "the reset of an answer, which the commit does not wait for")
     restored_from_h1_alone(cluster, fleet, ranks, step)
 
 

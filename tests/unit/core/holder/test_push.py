@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,10 +79,12 @@ class Host:
     reports: list[Report] = field(default_factory=list)
     pinned: list[Replica] = field(default_factory=list)
     store: Any = field(default_factory=Store)
+    whole_bytes: int = 0
+    errors: dict[type[Effect], MemstoreError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = HolderState(
-            HostInfo("a", 1, "", 0), self.store, self.outgoing, LIMITS, now=lambda: self.now,
+            HostInfo("a", 1, "", 0), self.store, self.outgoing, replace(LIMITS, whole_bytes=self.whole_bytes), now=lambda: self.now,
             report=self.reports.append,
             ask=lambda request: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
@@ -115,6 +117,8 @@ class Host:
                 error = exc
 
     def _perform(self, effect: Effect) -> Any:
+        if type(effect) in self.errors:
+            raise self.errors[type(effect)]
         if isinstance(effect, effects.Sleep):
             self.now += effect.seconds
         elif isinstance(effect, effects.CallPeer):
@@ -293,6 +297,14 @@ def test_a_refusal_while_sending_aborts_the_incoming_replica() -> None:
     host = Host(lambda request: PeerRefused("odd", is_final=True) if isinstance(request, Seal) else take(request))
     host.push()
     assert host.asked == ["offer", "seal", "abort"]
+
+
+def test_a_small_shard_that_a_target_could_not_seal_is_aborted_there() -> None:
+    """It came in one request, so the target may have taken room for it before that failed."""
+    host = Host(whole_bytes=16, errors={effects.SendWhole: PeerRefused("no room for the manifest", is_final=True)})
+    host.push()
+    assert host.asked == ["abort"]
+    assert host.failure == ("no room for the manifest", True)
 
 
 def test_a_copy_whose_manifest_is_damaged_is_reported_as_none() -> None:
