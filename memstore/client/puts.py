@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memstore.client.overlapped_copy import Overlap
@@ -198,7 +199,8 @@ class Puts:
     def _copy(self, room: PendingPut, plan: StatePlan) -> None:
         try:
             with room.lock:
-                digests = copy_into(plan, room.views(), self.chunk_bytes)
+                on_part = room.pass_part if plan.shared_chunks is None else None
+                digests = copy_into(plan, room.views(), self.chunk_bytes, on_part and partial(on_part, plan.nbytes))
         except BaseException as exc:
             room.abandon()
             self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")

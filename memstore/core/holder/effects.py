@@ -66,6 +66,12 @@ class StreamingSource(PushSource, Protocol):
     def begin(self) -> None:
         """Count one more push that reads it; each `begin` needs one `release`."""
 
+    def is_settled(self) -> bool:
+        """Return whether it is stored, or never will be."""
+
+    def extend(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Name the next chunks, whose digests are known."""
+
     def fail(self, why: str) -> None:
         """Note that it will not be stored: its pushes end."""
 

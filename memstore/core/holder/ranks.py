@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import offered_leases
+from memstore.core.holder import offered_leases, put_parts
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
@@ -226,6 +226,7 @@ def _end_preparation(state: HolderState, job: str) -> None:
 def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
     """Free what a process that is gone has leased, and end its offers."""
     state.store.reclaim(owner)
+    put_parts.end(state, lambda one, _: one == owner, "the rank's process is gone")
     offered_leases.forget(state, owner)
     yield ForgetProcess(owner)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes
-from memstore.core.holder import equal_ranks, ranks
+from memstore.core.holder import equal_ranks, put_parts, ranks
 from memstore.core.holder.effects import (
     CompareSample,
     DigestAndStore,
@@ -44,7 +44,8 @@ def add(state: HolderState, link: Link, ready: PutReady) -> SubmittedPut | None:
     """Count a submission that came completely, so that a fence waits for it (R21); None if its link is retired."""
     if link.is_retired:
         return None
-    put = SubmittedPut(link, ready, state.fences.first(link.job))
+    parts = put_parts.submitted(state, link, ready)
+    put = SubmittedPut(link, ready, state.fences.first(link.job), parts)
     state.puts.pending[put.key] = state.puts.pending.get(put.key, 0) + 1
     return put
 
@@ -76,6 +77,7 @@ def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
             )
             state.ask(skip)
     finally:
+        put_parts.done(state, put, why)
         done(state, put)
 
 
@@ -85,6 +87,7 @@ def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[st
     if not (yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)):
         raise IntegrityError(f"an earlier link's submission of {shard} has not been sealed for {SEAL_S:g} s")
     if link.is_retired:
+        put_parts.keep(state, put)
         return ""  # the new link brings it again
     sealing.add(shard)
     try:
@@ -130,7 +133,7 @@ def _stored(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[
     if why:
         store.give_back(slots)
         return None, False, why
-    return *(yield from _fresh(state, shard, ready)), ""
+    return *(yield from _fresh(state, shard, put)), ""
 
 
 def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[str]:
@@ -150,25 +153,40 @@ def _not_seen(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[
     return why
 
 
-def _fresh(state: HolderState, shard: ShardId, ready: PutReady) -> Procedure[tuple[StoredReplica, bool]]:
+def _fresh(state: HolderState, shard: ShardId, put: SubmittedPut) -> Procedure[tuple[StoredReplica, bool]]:
     """Digest, store, and push meanwhile: the first chunks are on the wire before the last are digested.
 
     The rank's own digests are not compared with the slots here: that would be the pass that they save. A target digests
     what it is sent, so a step whose slots are not what was copied gets no second copy.
     """
-    fresh = yield OpenFresh(shard, ready.slots, chunk_sizes(ready.nbytes, state.store.chunk_bytes))
     try:
-        has_targets = yield Replicate(shard, "", fresh)
-    except BaseException as exc:
-        fresh.fail(repr(exc))
-        state.store.give_back(ready.slots)
+        fresh = yield from _pushed(state, put, shard)
+    except BaseException:
+        state.store.give_back(put.ready.slots)
         raise
     try:
-        stored = yield DigestAndStore(shard, ready, fresh)
+        stored = yield DigestAndStore(shard, put.ready, fresh.source)
     except BaseException as exc:
-        fresh.fail(f"{type(exc).__name__}: {exc}")
+        fresh.source.fail(f"{type(exc).__name__}: {exc}")
         raise
-    return stored, has_targets
+    return stored, fresh.has_targets
+
+
+def _pushed(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[put_parts.Fresh]:
+    """Begin the pushes of a put, or go on with those that began while it was copied."""
+    ready = put.ready
+    if put.parts is not None:
+        return put_parts.join(put.parts, ready)
+    given = given_digests(ready)
+    sizes = chunk_sizes(ready.nbytes, state.store.chunk_bytes)
+    source = yield OpenFresh(shard, ready.slots if given is None else (), sizes)
+    if given is not None:
+        source.extend(ready.slots, given)
+    try:
+        return put_parts.Fresh(source, (yield Replicate(shard, "", source)))
+    except BaseException as exc:
+        source.fail(repr(exc))
+        raise
 
 
 def shared_count(ready: PutReady) -> int | None:
@@ -211,6 +229,7 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Procedure[None]:
     """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
+    put_parts.end(state, lambda _, shard: shard.job == job and shard.attempt < attempt, f"attempt {attempt} was opened")
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")

@@ -162,8 +162,8 @@ class ReplicaStore:
         left = set(slots)  # not in the incoming replica yet
         try:
             sizes = chunk_sizes(nbytes, self.chunk_bytes)
-            digests = []
-            for digest in given or self._digested(slots, sizes):
+            digests = list(given or ())
+            for digest in () if given else self._digested(slots, sizes):
                 digests.append(digest)
                 if follower is not None:
                     follower.add(digest)  # its pushes may send this chunk now

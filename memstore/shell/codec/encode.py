@@ -8,7 +8,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,10 +140,19 @@ def cuda_device_of(plan: StatePlan) -> int | None:
     return next((owner.device.index for owner in owners if owner.is_cuda), None)
 
 
-def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> list[bytes] | None:
+def copy_into(
+    plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int,
+    on_part: Callable[[int, list[bytes]], None] | None = None,
+) -> list[bytes] | None:  # fmt: skip
     """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
 
     Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
+
+    Args:
+        plan: Of the state, whose memory is as it was planned.
+        views: Of the slots.
+        chunk_bytes: Their size.
+        on_part: Called as `SlotStream.fill` does, if digests are returned.
 
     Returns:
         The digest of every chunk, if all of it is host memory that the native helper copied: of the bytes as copied.
@@ -154,7 +163,7 @@ def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) ->
     stream = slot_stream(plan, views, chunk_bytes)
     extents = [(offset, source.address, source.nbytes) for offset, source in plan.placed if source.address is not None]
     if native.is_there() and len(extents) == len(plan.placed):
-        return stream.fill(extent for extent in extents if extent[2])
+        return stream.fill((extent for extent in extents if extent[2]), on_part)
     copy_all_but(plan, stream, ())
     return None
 

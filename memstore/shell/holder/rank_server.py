@@ -13,7 +13,7 @@ from typing import cast
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, effects, offered_leases, ranks, reads
+from memstore.core.holder import answers, effects, offered_leases, put_parts, ranks, reads
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -24,6 +24,8 @@ from memstore.core.wire.rank_messages import (
     ForwardCall,
     MarksMade,
     OfferSlots,
+    PutGivenUp,
+    PutPart,
     PutReady,
     PutWaiting,
     RankHello,
@@ -126,6 +128,11 @@ class RankServer:
                 self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
             case OfferSlots() | AdoptSlots() | WithdrawSlots():
                 self._transfer(link, message)
+            case PutPart():
+                self.sealer.take_part(link, message)
+            case PutGivenUp(attempt=attempt, step=step):
+                with self.runner.state():
+                    put_parts.give_up(self.state, link, attempt, step)
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):

@@ -59,7 +59,11 @@ class SealedReplica:
 
 
 class StreamingReplica:
-    """A shard that this host is digesting now. The sealing thread calls add, seal and fail; pushes call the rest."""
+    """A shard that this host is digesting now, or whose digests come with its chunks.
+
+    The sealing thread calls add, seal and fail, and the thread that a rank's parts come on calls extend; pushes call
+    the rest.
+    """
 
     digest = ""  # not known before the last chunk is digested
 
@@ -77,6 +81,13 @@ class StreamingReplica:
         """Note that the next chunk is digested."""
         with self._changed:
             self._known.append(digest)
+            self._changed.notify_all()
+
+    def extend(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Name the next chunks, whose digests came with them."""
+        with self._changed:
+            self.slots += slots
+            self._known += digests
             self._changed.notify_all()
 
     def seal(self, replica: StoredReplica) -> None:

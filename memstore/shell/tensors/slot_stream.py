@@ -29,6 +29,7 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 # machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
+PART_BYTES = 64 << 20  # of a put, before they may be pushed: a part costs a message, and threads are started anew
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
 
@@ -55,13 +56,17 @@ class SlotStream:
         self._addresses = [address_of(array) for array in arrays]
         self._chunk_bytes, self._nbytes = chunk_bytes, nbytes
 
-    def fill(self, extents: Iterable[tuple[int, int, int]]) -> list[bytes]:
+    def fill(
+        self, extents: Iterable[tuple[int, int, int]], on_part: Callable[[int, list[bytes]], None] | None = None
+    ) -> list[bytes]:
         """Copy host memory over the whole stream, gaps as zeros; return the digest of every chunk as it was copied.
 
         Needs the native helper.
 
         Args:
             extents: Stream offset, address and nbytes of each, in stream order.
+            on_part: Called with the first chunk and the digests of every part of PART_BYTES but the last, as soon as
+                it is copied.
         """
         rows: list[list[int]] = [[] for _ in self._addresses]
         for offset, address, nbytes in extents:
@@ -80,7 +85,12 @@ class SlotStream:
             found = native.put_chunks(share, rows, is_large=is_large)
             digests.update(zip((number for number, _, _ in share), found, strict=True))
 
-        in_threads(chunks, work)
+        count = len(chunks) if on_part is None else max(1, PART_BYTES // self._chunk_bytes)
+        for first in range(0, len(chunks), max(1, count)):
+            part = chunks[first : first + count]
+            in_threads(part, work)
+            if on_part is not None and first + count < len(chunks):
+                on_part(first, [digests[number] for number, _, _ in part])
         return [digests[number] for number in range(len(chunks))]
 
     def write(self, offset: int, address: int, nbytes: int) -> None:

@@ -260,7 +260,7 @@ class Rank(CommandedRank):
         self.tickets[step] = ticket
         return self._ticket(ticket)
 
-    def _held_copy(self, plan: Any, views: Any, chunk_bytes: int) -> list[bytes] | None:
+    def _held_copy(self, plan: Any, views: Any, *rest: Any) -> list[bytes] | None:
         """Fill half of the slots as a torn copy does, wait for the test, then copy in full."""
         from memstore.shell.codec.encode import copy_into
 
@@ -269,7 +269,7 @@ class Rank(CommandedRank):
         self.say({"ok": True, "at": "mid-copy", "slots": len(views)})
         if not self.lines.readline():
             os._exit(1)
-        return copy_into(plan, views, chunk_bytes)
+        return copy_into(plan, views, *rest)
 
     def do_due(self, step: int) -> dict[str, Any]:
         """Say whether to put a step."""

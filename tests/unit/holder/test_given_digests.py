@@ -107,8 +107,8 @@ def test_bytes_that_change_between_copy_and_seal_are_found(site: Site, monkeypat
     commit(site, 1)
     real = memstore.client.puts.copy_into
 
-    def changed(plan: Any, views: list[memoryview], chunk_bytes: int) -> Any:
-        digests = real(plan, views, chunk_bytes)
+    def changed(plan: Any, views: list[memoryview], *rest: Any) -> Any:
+        digests = real(plan, views, *rest)
         views[0][100] ^= 1
         return digests
 

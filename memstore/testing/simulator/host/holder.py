@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from memstore.core.holder import answers, drop, equal_ranks, fork, ranks, reads, room, stage
+from memstore.core.holder import answers, drop, equal_ranks, fork, put_parts, ranks, reads, room, stage
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
@@ -59,7 +59,7 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
     VerifyCopies,
 )
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.rank_messages import PutPart, PutReady
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
@@ -247,6 +247,16 @@ class SimHolder:
         call = self.calls.take(number)
         if call is not None:
             self.stager.pass_on(call, data, error)
+
+    def take_part(self, rank: Rank, part: PutPart) -> None:
+        """Push what a rank has written so far."""
+        if isinstance(rank.link, RankLink):
+            self.sealer.take_part(rank.link, part)
+
+    def give_up_part(self, rank: Rank, attempt: int, step: int) -> None:
+        """Push no more of a put that will not be submitted."""
+        if isinstance(rank.link, RankLink):
+            put_parts.give_up(self.state, rank.link, attempt, step)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

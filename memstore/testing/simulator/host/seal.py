@@ -9,10 +9,10 @@ import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder import effects
+from memstore.core.holder import effects, put_parts
 from memstore.core.holder import seal as procedure
 from memstore.core.holder.state import HolderState, SubmittedPut
-from memstore.core.wire.rank_messages import PutReady
+from memstore.core.wire.rank_messages import PutPart, PutReady
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
@@ -45,6 +45,11 @@ class Sealer:
                 effects.DigestAndStore: self._digest_and_store,
             }
         )
+
+    def take_part(self, link: RankLink, part: PutPart) -> None:
+        """Push what a put has copied so far."""
+        part = msgspec.structs.replace(part, arena=self.holder.replicas.arena_identity)
+        self.driver.start(put_parts.take(self.state, link, part))
 
     def take_over(self, link: RankLink, ready: PutReady) -> None:
         """Seal a submission that came completely."""
@@ -83,10 +88,11 @@ class Sealer:
     def _digest_and_store(self, effect: effects.DigestAndStore) -> Waits[StoredReplica]:
         holder, fresh, ready = self.holder, cast(StreamingReplica, effect.fresh), effect.ready
         given = procedure.given_digests(ready)
-        for index, (slot, nbytes) in enumerate(zip(ready.slots, fresh.sizes, strict=True)):
-            if given is None or index == 0:
-                yield DIGEST_S
-            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)) if given is None else given[index])
+        for slot, nbytes in zip(ready.slots, fresh.sizes, strict=True) if given is None else ():
+            yield DIGEST_S
+            fresh.add(chunk_digest(holder.replicas.arena.view(slot, nbytes)))
+        if given is not None:
+            yield DIGEST_S
         stored = holder.replicas.seal_local(
             effect.shard, world_size=ready.world_size, layout=ready.layout, nbytes=ready.nbytes,
             slots=ready.slots, attempt=effect.shard.attempt, given=given, follower=Digested(fresh),

@@ -48,6 +48,10 @@ class Fresh:
     """The shard while it is digested."""
 
     why: str = ""
+    slots: list[int] = field(default_factory=list)
+
+    def extend(self, slots: Any, digests: Any) -> None:
+        self.slots += slots
 
     def fail(self, why: str) -> None:
         self.why = why
