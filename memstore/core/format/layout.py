@@ -176,7 +176,12 @@ def batches(items: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) 
         yield batch
 
 
-def encode_layout(nbytes: int, extents: list[Any], tensors: list[Any], blobs: list[Any], tree: Any) -> bytes:
+def packed(table: Any) -> msgspec.Raw:
+    """Return a table of a layout, for `encode_layout`, packed: for one that is the same again."""
+    return msgspec.Raw(_ENCODER.encode(table))
+
+
+def encode_layout(nbytes: int, extents: Any, tensors: Any, blobs: list[Any], tree: Any) -> bytes:
     """Return the layout's bytes. The caller compares their length with `LAYOUT_BYTES_MAX`."""
     return _ENCODER.encode([FORMAT, nbytes, extents, tensors, blobs, tree])
 

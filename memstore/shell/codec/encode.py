@@ -8,20 +8,23 @@ between them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from memstore.core.format.layout import decode_layout, encode_layout
+from memstore.core.format.layout import decode_layout, encode_layout, packed
 from memstore.core.format.manifest import LAYOUT_BYTES_MAX
 from memstore.core.format.tensor_paths import name_at
 from memstore.errors import UnsupportedState
-from memstore.shell.codec.walk import StateWalk
+from memstore.shell.codec.known_state import KnownSources, KnownState
+from memstore.shell.codec.walk import StateWalk, ask_stateful
 from memstore.shell.device.side_stream import DeviceWrite, order_all
 from memstore.shell.tensors import native
+from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
@@ -82,15 +85,38 @@ class _Places:
             component.source.owner = None
 
 
-class PlanMemory:
-    """Remembers where the tensors of the last state stood, for states whose tensors lie where they lay.
+class _Known:
+    """A state that may come again with other numbers, and its plan."""
 
-    The state is walked every time, and its plain values are encoded every time. If each tensor has the key that it had,
-    in the same order, the rows of the last layout count again. No tensor is kept alive.
+    def __init__(self, state: object, walk: StateWalk, places: _Places, layout: bytes) -> None:
+        self._state = KnownState(state, walk.tree, walk.indices)
+        offsets = [offset for offset, _ in places.extents]
+        self._sources = KnownSources(walk.leaves(), places.components, offsets, self._state.addresses)
+        self._extents, self._tensors = packed(places.extents), packed(places.tensors)
+        self._end, self._layout = places.end, layout
+
+    def plan(self, state: object, name: str) -> StatePlan:
+        """Lay out the state; Unknown if it is another one."""
+        owners, is_same = self._state.match(state)
+        placed = self._sources.placed(owners, addresses_of(owners))
+        if not is_same:
+            self._layout = encode_layout(self._end, self._extents, self._tensors, [], self._state.tree)
+            _check_length(self._layout, name)
+        return StatePlan(self._layout, self._end, tuple(placed))
+
+
+class PlanMemory:
+    """Remembers the last state's plan, for states that differ in numbers only, or whose tensors lie where they lay.
+
+    A state of which columns tell that only its numbers and plain values are others is not walked. Any other is walked,
+    and its plain values are encoded. If each tensor has the key that it had, in the same order, the rows of the last
+    layout count again. No tensor is kept alive.
     """
 
     def __init__(self) -> None:
         self._last: tuple[list[Key], _Places] | None = None
+        self._rows: list[list[Any]] = []  # of the last state that was walked
+        self._known: list[_Known] = []  # none or one; taken out while it is used: another thread may put
 
     def plan(self, state: object, name: str = "state") -> StatePlan:
         """Lay out a state without copying it; calls state_dict() on Stateful objects. Errors call it by its name.
@@ -100,36 +126,62 @@ class PlanMemory:
         Raises:
             UnsupportedState: an object cannot be stored (by path and type), or plain objects take too much room.
         """
+        state = ask_stateful(state)
+        with contextlib.suppress(IndexError, Unknown):
+            known = self._known.pop()
+            plan = known.plan(state, name)
+            self._known = [known]
+            return plan
         keys, places = self._last or ([], None)  # once: another thread may put
         walk = StateWalk(state, name, keys)
         if places is not None and walk.is_known:
             sources = [each.source_of(walk.owners[each.leaves[0]]) for each in places.components]
         else:
-            try:
-                places = _Places.of(walk.leaves())
-            except ValueError as error:
-                raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
-            sources = [replace(each.source) for each in places.components]
+            places = _places_of(walk, name)
+            sources = [TensorSource(s.nbytes, s.address, s.owner) for s in (each.source for each in places.components)]
             places.forget_memory()
             self._last = None if None in walk.keys else (walk.keys, places)
-        placed = [(offset, source) for (offset, _), source in zip(places.extents, sources, strict=True)]
-        blobs, end = [], places.end
-        for blob in walk.blobs:
-            blobs.append((end, len(blob)))
-            placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
-            end += len(blob)
-        layout = encode_layout(end, places.extents, places.tensors, blobs, walk.tree)
-        if len(layout) > LAYOUT_BYTES_MAX:
-            raise UnsupportedState(
-                f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
-                "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
-            )
-        return StatePlan(layout, end, tuple(placed))
+        plan = _plan_of(walk, places, sources, name)
+        # Not the first time: a state that has another structure at each put is not worth it.
+        if places.tensors == self._rows and not walk.blobs:
+            with contextlib.suppress(Unknown):
+                self._known = [_Known(state, walk, places, plan.layout)]
+        self._rows = places.tensors
+        return plan
 
 
 def plan_state(state: object, name: str = "state") -> StatePlan:
     """Lay out a state as a `PlanMemory` does, and remember nothing."""
-    return PlanMemory().plan(state, name)
+    walk = StateWalk(ask_stateful(state), name)
+    places = _places_of(walk, name)
+    return _plan_of(walk, places, [each.source for each in places.components], name)
+
+
+def _places_of(walk: StateWalk, name: str) -> _Places:
+    try:
+        return _Places.of(walk.leaves())
+    except ValueError as error:
+        raise UnsupportedState(f"the {name} cannot be stored: {error}. Nothing was copied.") from None
+
+
+def _plan_of(walk: StateWalk, places: _Places, sources: list[TensorSource], name: str) -> StatePlan:
+    placed = [(offset, source) for (offset, _), source in zip(places.extents, sources, strict=True)]
+    blobs, end = [], places.end
+    for blob in walk.blobs:
+        blobs.append((end, len(blob)))
+        placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
+        end += len(blob)
+    layout = encode_layout(end, places.extents, places.tensors, blobs, walk.tree)
+    _check_length(layout, name)
+    return StatePlan(layout, end, tuple(placed))
+
+
+def _check_length(layout: bytes, name: str) -> None:
+    if len(layout) > LAYOUT_BYTES_MAX:
+        raise UnsupportedState(
+            f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
+            "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+        )
 
 
 def cuda_device_of(plan: StatePlan) -> int | None:

@@ -27,6 +27,9 @@ FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, dict, set, frozenset, tuple, int, float, complex, bool, str, bytes)
 }
 _TENSOR, _PARAMETER, _TENSOR_TAG = torch.Tensor, torch.nn.Parameter, int(Tag.TENSOR)
+_NEVER_STATEFUL = frozenset(
+    (str, int, float, bool, type(None), dict, list, tuple, collections.OrderedDict, _TENSOR, _PARAMETER)
+)
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -55,7 +58,7 @@ class StateWalk:
         self.owners: list[Any] = []  # the tensors and arrays
         self.keys: list[Key] = []  # of the same
         self.blobs: list[bytes | bytearray] = []
-        self._indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
+        self.indices: dict[int, int] = {}  # id of a tensor or array -> its leaf
         self._open: set[int] = set()  # containers around the current value
         self._handlers: dict[type, Callable[[Any], Any]] = {
             str: self._text,
@@ -250,22 +253,22 @@ class StateWalk:
         return len(self.blobs) - 1
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        index = self._indices.get(id(value))
+        index = self.indices.get(id(value))
         if index is None:
             index = len(self.owners)
             key = key_of_tensor(value)
             is_known = key is not None and index < len(self._known) and key == self._known[index]
             self._leaves.append(None if is_known else self._described(value, leaf_of_tensor, value))
-            self._indices[id(value)] = index
+            self.indices[id(value)] = index
             self.owners.append(value)
             self.keys.append(key)
         return [_TENSOR_TAG, index]
 
     def _array(self, value: np.ndarray) -> Any:
-        index = self._indices.get(id(value))
+        index = self.indices.get(id(value))
         if index is None:
             self._leaves.append(self._described(value, leaf_of_array, value))
-            index = self._indices[id(value)] = len(self.owners)
+            index = self.indices[id(value)] = len(self.owners)
             self.owners.append(value)
             self.keys.append(None)
         return [Tag.ARRAY, index]
@@ -298,11 +301,25 @@ class StateWalk:
             raise _Refused(str(error), value) from None
 
 
+def fits_inline(scalar: bool | int | float | str | None) -> bool:
+    """Return whether a plain scalar stands in the tree as itself."""
+    if type(scalar) is str:
+        return len(scalar) <= TEXT_CHARS_MAX and scalar.isascii()
+    return type(scalar) is not int or _INT_MIN <= scalar <= _INT_MAX
+
+
 def is_stateful(value: object) -> bool:
     """Return whether `value` follows torch's Stateful protocol."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def ask_stateful(state: Any) -> Any:
+    """Return a dict with what its Stateful values' state_dict() returns, asked in order; other states as they are."""
+    if type(state) is not dict or _NEVER_STATEFUL.issuperset(map(type, state.values())):
+        return state
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
 
 
 def _shown(key: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,9 +40,11 @@ class Leaf:
     high: int
 
 
-@dataclass(slots=True)
-class TensorSource:
-    """Bytes to be stored: host memory at `address`, or, if None, the bytes of `owner`, gathered at the copy."""
+class TensorSource(msgspec.Struct):
+    """Bytes to be stored: host memory at `address`, or, if None, the bytes of `owner`, gathered at the copy.
+
+    Of thousands of tensors at every put: a struct is made in half of a data class's time.
+    """
 
     nbytes: int
     address: int | None

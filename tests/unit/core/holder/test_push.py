@@ -84,8 +84,8 @@ class Host:
 
     def __post_init__(self) -> None:
         self.state = HolderState(
-            HostInfo("a", 1, "", 0), self.store, self.outgoing, replace(LIMITS, whole_bytes=self.whole_bytes), now=lambda: self.now,
-            report=self.reports.append,
+            HostInfo("a", 1, "", 0), self.store, self.outgoing, replace(LIMITS, whole_bytes=self.whole_bytes),
+            now=lambda: self.now, report=self.reports.append,
             ask=lambda request: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip
