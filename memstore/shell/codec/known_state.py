@@ -137,15 +137,14 @@ class KnownState:
             nodes = [inside[at] for inside, at in compress(places, depth.containers)]
         tensors, dtensors, scalars = self._open(state)
         self._dtensors = _Meshes(dtensors)
+        require(set(types_of(tensors)) <= _TENSORS)  # a DTensor may be made of wrappers
         self._leaves = [indices[id(tensor)] for tensor in tensors]  # of each place of a tensor
         firsts = {leaf: number for number, leaf in reversed(list(enumerate(self._leaves)))}
-        require(len(firsts) == len(indices))
         self._firsts = [firsts[leaf] for leaf in range(len(firsts))]
         self._slots, self._scalars = slots, scalars
         self._float_bits = _float_bits(scalars)
         require(all(map(fits_inline, scalars)))
         owners = self._owners(tensors)
-        require(set(types_of(owners)) <= _TENSORS)
         self._geometry, self.addresses = Geometry(owners), addresses_of(owners)
 
     def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -254,8 +253,7 @@ class KnownSources:
             if number is None:
                 raise Unknown
             spans[self._rows[number]] += now - then
-            if starts[number] is not None:
-                starts[number] = now
+            starts[number] = now  # not read of what is gathered
         spans = spans[np.argsort(spans[:, 0], kind="stable")]
         require(bool((spans[:-1, 1] <= spans[1:, 0]).all()))
         self._spans, self._starts, self._addresses = spans, starts, addresses

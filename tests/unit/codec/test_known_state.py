@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from memstore.errors import UnsupportedState
 from memstore.shell.codec import encode, known_state
@@ -72,14 +73,19 @@ def walks(memory: PlanMemory, state: Any, monkeypatch: pytest.MonkeyPatch) -> in
 
 def fresh() -> dict[str, Any]:
     torch.manual_seed(0)
-    base = torch.randn(40)
+    base, one = torch.randn(40), torch.randn(6)
+    counts = OrderedDict(a=1, b=2)
+    counts.move_to_end("a")
     weights = OrderedDict(w=torch.randn(5, 7), b=torch.randn(7, 5).t(), p=torch.nn.Parameter(torch.randn(3)))
     weights._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     return {
         "model": weights, "tied": [base, base[8:20]], "twice": [base], "large": torch.randn(20_000),
-        "view": torch.randn(6, 9)[:, 2:5], "complex": torch.randn(4, dtype=torch.complex64), "empty": torch.empty(0, 3),
+        "view": torch.randn(6, 9)[:, 2:5], "complex": torch.randn(4, dtype=torch.complex64),
+        "empty": torch.zeros(4)[:0],
+        "none": [torch.empty(0), torch.empty(0)],
+        "named": {"a": torch.ones(3), "b": torch.zeros(3)}, "same": [one, one.detach()],
         "sizes": [[torch.ones(1), torch.ones(2)], [torch.ones(2)]], "pair": (1, "x"), "lr": 0.0, "step": 1, "on": True,
-        1: torch.ones(2),
+        1: torch.ones(2), "expanded": torch.ones(1, 4).expand(3, 4), "counts": counts,
     }  # fmt: skip
 
 
@@ -87,6 +93,7 @@ RECOGNISED: dict[str, Callable[[dict[str, Any]], object]] = {
     "nothing": lambda s: None,
     "numbers": lambda s: s["large"].add_(1),
     "plain": lambda s: s.update(step=2, pair=(7, "yy")),
+    "counts": lambda s: s["counts"].update(b=7),
     "minus zero": lambda s: s.update(lr=-0.0),
     "nan": lambda s: s.update(lr=math.nan),
     "another nan": lambda s: s.update(lr=struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]),
@@ -94,7 +101,7 @@ RECOGNISED: dict[str, Callable[[dict[str, Any]], object]] = {
     "other objects": lambda s: s["model"].update(w=s["model"]["w"].detach()),
     "at another address": lambda s: s.update(large=s["large"].clone()),
     "gathered from another address": lambda s: s.update(view=torch.randn(6, 9)[:, 2:5]),
-    "empty elsewhere": lambda s: s.update(empty=torch.empty(0, 3)),
+    "empty elsewhere": lambda s: s.update(empty=torch.zeros(4)[:0]),
     "all elsewhere": lambda s: s.update({k: t.clone() for k, t in s.items() if k in ("large", "complex", 1)}),
 }
 
@@ -133,6 +140,12 @@ CHANGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "conj": lambda s: s.update(complex=s["complex"].conj()),
     "neg": lambda s: s.update(complex=torch._neg_view(s["complex"])),
     "tied where it was not": lambda s: s.update({1: s["sizes"][1][0]}),
+    "another name": lambda s: s.update(named={"a": s["named"]["a"], "c": s["named"]["b"]}),
+    "another order": lambda s: s.update(named=dict(reversed(s["named"].items()))),
+    "tied though of another object": lambda s: s["named"].update(b=s["named"]["a"].detach()),
+    "an empty one twice": lambda s: s.update(none=[s["none"][0]] * 2),
+    "first of the same elsewhere": lambda s: s["same"].__setitem__(0, s["same"][0].clone()),
+    "second of the same elsewhere": lambda s: s["same"].__setitem__(1, s["same"][0].clone()),
     "twice where it was not": lambda s: s.update(view=s["model"]["w"]) or s["model"].update(w=s["view"]),
     "another object of the same memory": lambda s: s.update(twice=[s["twice"][0].detach()]),
     "no longer twice": lambda s: s.update(twice=[s["twice"][0].clone()]),
@@ -223,6 +236,12 @@ def test_dtensors_are_known_by_mesh_placements_and_whole_shape(mesh: Any, monkey
         for _ in range(3):
             memory.plan(state)
         assert walks(memory, state, monkeypatch) == 0
+
+
+def test_a_dtensor_made_of_wrappers_is_walked_every_time(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts are the leaves."""
+    memory, state = PlanMemory(), {"w": sharded(TwoTensor(torch.ones(4, 3), torch.zeros(4, 3)), mesh, Shard(0))}
+    assert [walks(memory, state, monkeypatch) for _ in range(3)] == [1, 1, 1]
 
 
 class Described(torch.Tensor):

@@ -78,6 +78,18 @@ def test_a_torch_without_it_or_with_another_one_is_read_by_attributes(monkeypatc
         known.check([torch.ones(4)])
 
 
+def test_one_that_failed_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it would say that all are the same."""
+
+    class Always:
+        def check(self, *tensors: torch.Tensor) -> bool:
+            return True
+
+    monkeypatch.setattr(geometry, "torch_guards", lambda tensors: Always())
+    with pytest.raises(Unknown):
+        Geometry([torch.zeros(3)]).check([torch.ones(4)])
+
+
 def test_attributes_decide_where_it_sees_a_difference() -> None:
     """Its view depends on the thread's modes, such as autocast."""
     known, shapes = Geometry([torch.zeros(3)]), Shapes([torch.zeros(3)])
