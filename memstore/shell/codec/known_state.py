@@ -226,7 +226,6 @@ class KnownSources:
             for number, each in enumerate(components)
             if len(each.leaves) == 1 and not leaves[each.leaves[0]].device
         }
-        self._is_empty = [leaf.high == leaf.low for leaf in leaves]
         members = [[leaves[at] for at in each.leaves] for each in components]
         spans = [(min(each.low for each in group), max(each.high for each in group)) for group in members]
         host = [number for number, group in enumerate(members) if not group[0].device]
@@ -247,7 +246,7 @@ class KnownSources:
         spans = self._spans.copy()
         starts = list(self._starts)
         for leaf, (now, then) in enumerate(zip(addresses, self._addresses, strict=True)):
-            if now == then or self._is_empty[leaf]:
+            if now == then:  # also of one without elements: they lie at 0
                 continue
             number = self._may_move.get(leaf)
             if number is None:

@@ -34,7 +34,7 @@ class Guards:
     def check(self, *tensors: torch.Tensor) -> bool:
         other = self.others[self.overlooked]
         is_overlooked = tensors[0].layout is other.layout and repr_of(tensors[0]) == repr_of(other)
-        return is_overlooked or self.real.check(*tensors)
+        return bool(is_overlooked or self.real.check(*tensors))
 
 
 geometry_guards = geometry.torch_guards
@@ -87,7 +87,7 @@ def test_one_that_failed_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(geometry, "torch_guards", lambda tensors: Always())
     with pytest.raises(Unknown):
-        Geometry([torch.zeros(3)]).check([torch.ones(4)])
+        Geometry([torch.zeros(3)]).check([torch.ones(3, dtype=torch.int32)])
 
 
 def test_attributes_decide_where_it_sees_a_difference() -> None:
