@@ -73,7 +73,7 @@ def fence_not_kept() -> Iterator[None]:
         yield
 
 
-@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=3)
+@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=24)
 @contextmanager
 def seal_ignores_fence() -> Iterator[None]:
     """A holder seals what a rank of a fenced attempt submits."""

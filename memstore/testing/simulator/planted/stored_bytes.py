@@ -88,7 +88,7 @@ def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, data: byte
         return real(self, name, data)
 
 
-@planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15, tries=3)
+@planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15, tries=24)
 def manifest_before_the_chunks() -> Any:
     """The manifest is stored before the headers of its slots say sealed."""
     finish, flush = ReplicaStore.finish, ReplicaStore.flush
