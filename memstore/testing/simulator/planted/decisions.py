@@ -96,7 +96,7 @@ def level_forgotten(real: Any, self: ClusterView, rank_hosts: Any, replicas: int
     return real(self, rank_hosts, replicas, ())
 
 
-@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3,
+@planted("commit-without-a-rank", "R12", "I4 R12", Fault(4.0, "memory-full", (1,), for_s=3.0),
          at=(StepCommits, "commit_rule"))  # fmt: skip
 def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: int, step: StepId) -> Any:
     """A step that one rank skipped is committed with that rank's older shard."""
@@ -109,7 +109,7 @@ def commit_without_a_rank(real: Any, self: StepCommits, job: Job, world_size: in
     return real(self, job, world_size, step)
 
 
-@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200), tries=3,
+@planted("reports-counted-twice", "R18", "I4", Fault(2.0, "double-reports", count=200),
          at=(StepCommits, "sealed"))  # fmt: skip
 def reports_counted_twice(real: Any, self: StepCommits, now: float, copy: Any) -> None:
     """A seal that is reported twice counts as two copies."""
@@ -159,7 +159,7 @@ def everything_freed(real: Any, self: Retention, job: Job) -> None:
         self._drop_step(job, step)
 
 
-@planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0), tries=3)
+@planted("skip-not-reported", "R12", "I16 R12", Fault(4.0, "memory-full", (1,), for_s=3.0))
 def skip_not_reported() -> Any:
     """The other ranks are not sent a skipped step, and their copies of it fill the memory."""
     return patch.multiple(
@@ -284,7 +284,7 @@ def journals_not_read(real: Any, self: FactLog, journals: Any) -> Any:
 
 @planted("open-steps-first", "R29", "R29", Fault(17.07, "slow-link", (0,), for_s=9.0, count=2),
          Fault(18.43, "wear-rack", (2,), for_s=2.5, count=8), Fault(23.96, "end-job"), duration_s=26.0, hosts=4,
-         racks=2, world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False, tries=20)  # fmt: skip
+         racks=2, world_size=4, keep_steps=2, step_s=0.8, has_durable=True, is_strict=False)  # fmt: skip
 def open_steps_first() -> Any:
     """Copies of steps that no rank will finish are rebuilt before those of a kept step, and take its memory."""
     return patch.multiple(Repair, _is_ended=lambda self, attempt: False, _make_room=lambda self, *refused: None)

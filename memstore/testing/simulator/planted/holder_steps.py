@@ -46,14 +46,14 @@ def lease_freed_by_a_broken_link(real: Any, self: ReplicaStore, owner: Any, held
     return []
 
 
-@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, tries=8, at=(ranks, "_greet"))
+@planted("older-link-taken", "R8", "R8 I16", *LINKS_AT_ONCE, step_s=0.1, at=(ranks, "_greet"))
 def older_link_taken(real: Any, *arrival: Any) -> Procedure[bool]:
     """Of two links of a process that come at once the one whose welcome is late is taken, although it has ended."""
     yield from real(*arrival)
     return True
 
 
-@planted("late-hello-taken", "R8", "R8 I16", *LATE_HELLOS, step_s=0.1, tries=4)
+@planted("late-hello-taken", "R8", "R8 I16", *LATE_HELLOS, step_s=0.1)
 def late_hello_taken() -> Any:
     """A link that its process gave up before it was served is taken, and frees the slots that the newer one got."""
 
@@ -65,7 +65,7 @@ def late_hello_taken() -> Any:
     return patch.object(ranks, "join", taken)
 
 
-@planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15, tries=3)
+@planted("fence-not-kept", "R21", "R21", ZOMBIE, step_s=0.15)
 @contextmanager
 def fence_not_kept() -> Iterator[None]:
     """A holder answers a fence and goes on as before."""
@@ -73,7 +73,7 @@ def fence_not_kept() -> Iterator[None]:
         yield
 
 
-@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8, tries=24)
+@planted("seal-ignores-fence", "R21", "R21", ZOMBIE, step_s=0.8)
 @contextmanager
 def seal_ignores_fence() -> Iterator[None]:
     """A holder seals what a rank of a fenced attempt submits."""
@@ -87,7 +87,7 @@ def seal_ignores_fence() -> Iterator[None]:
         yield
 
 
-@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0), tries=3,
+@planted("lower-term-obeyed", "R17", "R17 R16 I1 I2 I16", Fault(4.0, "second-controller", (0,), for_s=3.0),
          at=(Sessions, "begin"))  # fmt: skip
 def lower_term_obeyed(real: Any, self: Sessions[Any], session: Any, term: int) -> Any:
     """A holder obeys the controller that dialed it last, of any term."""
@@ -117,7 +117,7 @@ def incarnation_by_the_clock() -> Iterator[None]:
         yield
 
 
-@planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4, tries=3)
+@planted("use-is-a-connect", "R5", "I1 I2 I16 R19 R23", Fault(5.0, "days-pass"), step_s=0.4)
 @contextmanager
 def use_is_a_connect() -> Iterator[None]:
     """Only a connect counts as use of an arena, so after days of training without one the job goes as forgotten."""
@@ -125,7 +125,7 @@ def use_is_a_connect() -> Iterator[None]:
         yield
 
 
-@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, world_size=6, tries=3)
+@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, world_size=6)
 def reader_reported_of_other_slots() -> Any:
     """A reader that gets chunks one by one gets the slot of another chunk."""
 
@@ -141,5 +141,5 @@ def reader_reported_of_other_slots() -> Any:
 ROWS = (
     row("fence-answered-early", "R21", "R21", (seal, "FENCE_DRAIN_S"), 0.0,
         "A fence is answered before the shards that were submitted in time are sealed.",
-        *ZOMBIES, step_s=0.05, tries=24),
+        *ZOMBIES, step_s=0.05),
 )  # fmt: skip

@@ -47,7 +47,7 @@ def _other(state: HolderState, link: RankLink, staged: ShardStaged, *, is_newest
     return structs.replace(staged, shard=WireShard.of(chosen.shard), digest=chosen.spec.digest)
 
 
-@planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15, tries=4,
+@planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15,
          at=(reads, "place"))  # fmt: skip
 def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
     """A rank that was there before a loss is given the newest step that it has put, committed or not."""
@@ -57,7 +57,7 @@ def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, s
 
 
 @planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
-         step_s=0.4, tries=4, at=(reads, "place"))  # fmt: skip
+         step_s=0.4, at=(reads, "place"))  # fmt: skip
 def spare_with_an_old_shard(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
     """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
     if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link == 1:
@@ -66,7 +66,7 @@ def spare_with_an_old_shard(real: Any, state: HolderState, link: RankLink, stage
 
 
 @planted("former-store-taken", "R20", "R20", *LOST_WHILE_AWAY, is_in_place=True, step_s=0.15, world_size=6,
-         tries=8, at=(ranks, "join"))  # fmt: skip
+         at=(ranks, "join"))  # fmt: skip
 def former_store_taken(real: Any, state: HolderState, link: Any, hello: Any, *ended: Any) -> Procedure[None]:
     """A former store's link that comes back takes the place of the newest one's."""
     state.ranks.stores.clear()
@@ -76,15 +76,15 @@ def former_store_taken(real: Any, state: HolderState, link: Any, hello: Any, *en
 ROWS = (
     row("replaced-process-meets", "R20", "I25", (Coming, "_check_life"), lambda self: None,
         "A process that was taken for lost, and replaced, meets the others as the same rank.",
-        ZOMBIE, is_in_place=True, tries=4),
+        ZOMBIE, is_in_place=True),
     row("aborts-before-stores-are-closed", "R11", "I26", (Closing, "look"), lambda self, now: True,
         "A rank aborts its collectives while another one may still put what it computes from them.",
-        *LOST_IN_STEP, is_in_place=True, step_s=1.2, world_size=3, duration_s=45.0, tries=120),
+        *LOST_IN_STEP, is_in_place=True, step_s=1.2, world_size=3, duration_s=45.0),
     row("losses-count-as-crashes", "R25", "R25 I1", (Rounds, "_is_no_verdict"),
         staticmethod(lambda attempt: attempt is not None and attempt.phase == "closed"),
         "Restores in place count for the crash loop, so losses one after another retire a good step.",
-        *LOST_AGAIN, is_in_place=True, keep_steps=2, step_s=0.8, duration_s=42.0, tries=4),
+        *LOST_AGAIN, is_in_place=True, keep_steps=2, step_s=0.8, duration_s=42.0),
     row("closed-stores-keep-leases", "R8", "I13", (ranks, "_forget_ended"), lambda state, owners: iter(()),
         "What a closed store was leased is not freed if its bye met no holder, for as long as its process lives.",
-        *LOST_WITH_HOLDER, is_in_place=True, step_s=0.15, world_size=6, duration_s=40.0, tries=12),
+        *LOST_WITH_HOLDER, is_in_place=True, step_s=0.15, world_size=6, duration_s=40.0),
 )  # fmt: skip

@@ -57,7 +57,7 @@ def fork_frees_its_origin(real: Any, self: Any, shard: ShardId, digest: str, new
     return made
 
 
-@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, tries=3, at=(ReplicaStore, "fork"))
+@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, at=(ReplicaStore, "fork"))
 def fork_of_another_step(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
     """A fork is made of another step of its origin than the one that was named."""
     held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
@@ -66,7 +66,7 @@ def fork_of_another_step(real: Any, self: Any, shard: ShardId, digest: str, new:
 
 
 @planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, streams_reads=True, reads_every=1,
-         step_s=0.2, tries=8)  # fmt: skip
+         step_s=0.2)  # fmt: skip
 def pins_numbered_by_link() -> Any:
     """Readers' pins are numbered from 1 on each link, so a late unpin of an older link frees another reader's pin."""
     counts: Counter[Any] = Counter()

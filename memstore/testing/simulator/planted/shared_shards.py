@@ -34,7 +34,7 @@ def writers_in_one_domain(real: Any, shard_of: Any, hosts: Any, *_: Any, replica
     return tuple([rank for rank, host in enumerate(hosts) if host == hosts[0]][:replicas])
 
 
-@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), tries=8, **DDP,
+@planted("writers-chosen-again", "R34", "R34", Fault(2.0, "kill-rank"), Fault(5.0, "kill-rank"), **DDP,
          at=(Attempts, "_replace_member"))  # fmt: skip
 def writers_chosen_again(real: Any, self: Attempts, name: str, attempt: Any, call: Any) -> None:
     """After a process has taken a rank's place, other ranks are writers."""
@@ -55,7 +55,7 @@ def writers_not_written(real: Any, self: SharedShards, attempt: Any, rank: int) 
     return SharedShardPlace(mine, len(table), tuple(table[mine]), writers_by_shard)
 
 
-@planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, tries=3, **DDP, at=(SingleReads, "read"))
+@planted("shared-part-of-another-step", "R34", "R34", RESTART, keep_steps=2, **DDP, at=(SingleReads, "read"))
 def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, wanted: Wanted) -> None:
     """A read brings the oldest step instead of the one that was named."""
     job = self.state.jobs[call.request.job]
@@ -63,7 +63,7 @@ def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, wanted:
     real(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.listener))
 
 
-@planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"), tries=8,
+@planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"),
          at=(Staging, "checked"), **HYBRID)  # fmt: skip
 def another_shard_restored(real: Any, self: Staging, now: float, active: Any, report: Any) -> None:
     """A round goes on although a rank refuses the shard that was staged for it."""
@@ -104,11 +104,11 @@ ROWS = (
         "A writer's copies go to its host's ordinary targets, not to the hosts of its shard's other writers.",
         hosts=4, world_size=4, **DDP),
     row("writer-not-waited-for", "R34", "R34", (HolderSharedShards, "is_over"), lambda self, shard, own: True,
-        "An offer of equal chunks is answered while this host digests its own.", tries=4, **DDP),
+        "An offer of equal chunks is answered while this host digests its own.", **DDP),
     row("late-writer-awaited-again", "R34", "R34", (HolderSharedShards, "gave_up"), lambda self, shard, own: None,
         "An offer waits for a rank although an earlier offer has waited for it in vain.",
         Fault(4.0, "freeze-rank", rank=0, for_s=9.0),
-        Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, tries=8, **DDP),
+        Fault(3.9, "slow-link", (1,), for_s=4.0, count=8), replicas=3, step_s=0.8, **DDP),
     row("wait-without-end", "R34", "R34", (equal_ranks, "WRITER_WAIT_S"), 60.0,
         "An offer waits for the local writer's put without a limit.",
         Fault(4.0, "freeze-rank", rank=0, for_s=9.0), **DDP),

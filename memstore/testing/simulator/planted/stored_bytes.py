@@ -70,7 +70,7 @@ def have_without_a_reference(real: Any, self: Any, replica: IncomingReplica, ind
     return number
 
 
-@planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, tries=3, at=(ReplicaStore, "_discard"))
+@planted("free-before-unlink", "R7", "R7", *CRASHES, step_s=0.15, at=(ReplicaStore, "_discard"))
 def free_before_unlink(real: Any, self: ReplicaStore, gone: list[StoredReplica]) -> None:
     """A dropped replica's slots are freed before its manifest is unlinked."""
     for stored in gone:
@@ -88,7 +88,7 @@ def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, data: byte
         return real(self, name, data)
 
 
-@planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15, tries=24)
+@planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15)
 def manifest_before_the_chunks() -> Any:
     """The manifest is stored before the headers of its slots say sealed."""
     finish, flush = ReplicaStore.finish, ReplicaStore.flush
@@ -110,7 +110,7 @@ def manifest_before_the_chunks() -> Any:
     return patch.multiple(ReplicaStore, finish=early, flush=late)
 
 
-@planted("stale-submission", "R8", "R6 R7 R8", *CRASHES, step_s=0.15, tries=3)
+@planted("stale-submission", "R8", "R6 R7 R8", *CRASHES, step_s=0.15)
 def stale_submission() -> Any:
     """After a broken link a rank submits slots that are not leased to it any more, and the holder takes them."""
 
@@ -132,14 +132,14 @@ def incoming_kept(real: Any, self: PeerServer, request: Any) -> Any:
 
 
 @planted("offer-ignores-fence", "R21", "R21", Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER,
-         step_s=0.15, tries=5, at=(PeerServer, "_offer"))  # fmt: skip
+         step_s=0.15, at=(PeerServer, "_offer"))  # fmt: skip
 def offer_ignores_fence(real: Any, self: PeerServer, channel: Any, request: Any) -> Any:
     """A peer takes a shard of an attempt that it has fenced."""
     with patch.object(self, "is_fenced", lambda job, attempt: False):
         return real(self, channel, request)
 
 
-@planted("pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15, tries=3,
+@planted("pin-ignored", "R7", "R7", Fault(3.0, "slow-link", (0,), for_s=8.0, count=8), step_s=0.15,
          at=(ReplicaIndex, "drop"))  # fmt: skip
 def pin_ignored(real: Any, self: ReplicaIndex, shard: Any, *how: Any) -> Any:
     """A replica is freed although a reader has pinned it."""
@@ -161,14 +161,14 @@ ROWS = (
         Fault(5.0, "flip-at-rest", (0,), count=16), Fault(5.1, "kill-holder", (0,))),
     row("digest-skipped-on-staging", "R23", "R23", (ReplicaStore, "verify"), lambda _, at, *how: sorted(at.missing),
         "A restore hands local bytes to the rank without digesting them again.",
-        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),
+        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16)),
     row("source-not-digested", "R23", "R23", (PeerServer, "_verify"), lambda self, request: Verified(missing=()),
         "Ranks are released to fetch bytes that their source has not digested again.",
         Fault(4.5, "kill-host", (1,), for_s=2.0), Fault(5.2, "flip-at-rest", (3,), count=30), hosts=4, world_size=4,
-        is_strict=False, tries=4),
+        is_strict=False),
     row("bad-slot-not-condemned", "R30", "R23 R6 R29", (ReplicaIndex, "quarantine"), lambda self, number: [],
         "A slot with bad bytes stays in its replicas and is served.",
-        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16), tries=4),
+        Fault(4.5, "kill-rank"), Fault(4.6, "flip-at-rest", (0,), count=16)),
     row("scrub-finds-nothing", "R30", "R29", (ReplicaStore, "verify_slot"), lambda self, number: [],
         "The scrub skips slots.", Fault(8.0, "flip-at-rest", (0,), count=16), **BETWEEN_STEPS),
     row("scrub-passes-manifests", "R30", "R29", (Scrubber, "_check_manifest"), lambda self, stored: False,
@@ -177,7 +177,7 @@ ROWS = (
         "The content index goes on naming a slot that was freed."),
     row("fence-keeps-incoming-replicas", "R21", "R21", (ReplicaIndex, "abort_older"), lambda self, job, attempt: [],
         "A fence leaves half-received shards of older attempts alone.",
-        Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER, step_s=0.15, tries=5),
+        Fault(4.0, "slow-link", (0,), for_s=4.0, count=2), *FROZEN_SENDER, step_s=0.15),
     row("peer-copies-refused", "R10", "I16", (ReplicaIndex, "peer_refusal"), lambda *_: "peer share full",
         "A host refuses every copy of a peer for want of room."),
 )  # fmt: skip
