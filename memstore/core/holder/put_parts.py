@@ -37,30 +37,33 @@ def take(state: HolderState, link: Link, part: PutPart) -> Procedure[None]:
     if known is not None and known.shard != shard:
         end(state, lambda one, _: one == owner, "the rank began another put")
         known = None
-    if link.is_retired or not _is_sound(state, link, part) or part.first != (0 if known is None else len(known.slots)):
+    if link.is_retired or not _is_sound(state, link, part):
         return
-    if known is None:
+    if known is None and part.first == 0:
         sizes = chunk_sizes(part.nbytes, state.store.chunk_bytes)
         known = state.puts.parts[owner] = PutParts(shard, (yield OpenFresh(shard, (), sizes)))
         if not (yield Replicate(shard, "", known.fresh)):
-            known.fresh.fail("this host has no targets")
-            if state.puts.parts.get(owner) is known:
-                del state.puts.parts[owner]
+            end(state, lambda one, _: one == owner, "this host has no targets")
             return
+    # It may have ended, or be submitted on another link, by now.
+    if known is None or state.puts.parts.get(owner) is not known or part.first != len(known.slots):
+        return
     known.slots += part.slots
     known.digests += part.digests
     known.fresh.extend(part.slots, split(part.digests))
 
 
 def _is_sound(state: HolderState, link: Link, part: PutPart) -> bool:
-    """Say whether a part is of this arena and its slots are leased to the rank, and no newer attempt was opened."""
+    """Say whether a part is of this arena, the rank has leased room for its whole put, and no fence refuses it."""
     store, count = state.store, len(part.slots)
+    leased, chunks_count = store.index.table.leases.get(link.owner, set[int]()), -(-part.nbytes // store.chunk_bytes)
     return (
         part.arena == store.arena_identity
-        and 0 < count <= -(-part.nbytes // store.chunk_bytes) - part.first
+        and 0 < count <= chunks_count - part.first
+        and chunks_count <= len(leased)
+        and leased.issuperset(part.slots)
         and len(part.digests) == count * DIGEST_BYTES
         and not state.fences.is_fenced(link.job, part.attempt)
-        and store.index.table.leases.get(link.owner, set()).issuperset(part.slots)
     )
 
 

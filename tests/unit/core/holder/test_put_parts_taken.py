@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,7 @@ class Host:
 
     def __init__(self) -> None:
         self.link, self.has_targets, self.opened = Link(), True, list[Fresh]()
+        self.meanwhile: Callable[[], object] = lambda: None  # happens while the pushes begin
         table = SimpleNamespace(leases={self.link.owner: {4, 5, 6, 7}})
         store: Any = SimpleNamespace(chunk_bytes=8, arena_identity="here", index=SimpleNamespace(table=table))
         self.state = HolderState(
@@ -80,6 +82,7 @@ class Host:
             if isinstance(effect, OpenFresh):
                 self.opened.append(value := Fresh())
             elif isinstance(effect, Replicate):
+                self.meanwhile()
                 value = self.has_targets
 
     @property
@@ -119,17 +122,25 @@ def test_parts_are_pushed_in_order_and_the_submission_brings_the_rest(host: Host
     "fields",
     [
         {"arena": "there"}, {"slots": (4, 9)}, {"slots": (), "digests": b""}, {"digests": b"short"}, {"first": 1},
-        {"slots": (4, 5, 6, 7, 4), "digests": bytes(80)},
+        {"slots": (4, 5, 6, 7, 4), "digests": bytes(80)}, {"nbytes": 1 << 60},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_part_that_does_not_fit_is_left_out(host: Host, fields: dict[str, Any]) -> None:
-    """Of another arena, of slots that are not the rank's, of more chunks than the shard has, not in order."""
+    """Of another arena, of slots that are not the rank's, of more chunks than it has room for, not in order."""
     host.take(**fields)
     assert not host.opened
     host.take()
     host.take(**{"first": 2, **fields})
     assert host.opened[0].slots == [4, 5]
+
+
+def test_a_part_is_left_out_if_its_put_is_submitted_while_its_pushes_begin(host: Host) -> None:
+    """On another link: the submission named all chunks, and none may come twice."""
+    link: Any = host.link
+    host.meanwhile = lambda: put_parts.join(host.state.puts.parts.pop(link.owner), ready())
+    host.take()
+    assert (host.opened[0].slots, host.opened[0].digests) == ([4, 5, 6, 7], DIGESTS)
 
 
 def test_a_part_of_a_fenced_attempt_is_left_out(host: Host) -> None:
