@@ -37,7 +37,6 @@ from memstore.core.wire.rank_messages import (
     ForwardCall,
     HolderEvent,
     OfferSlots,
-    PutPart,
     PutReady,
     Question,
     RankHello,
@@ -450,25 +449,13 @@ class HolderLink(LeasedSlots):
         )  # fmt: skip
         passed_on: dict[int, Tenant] = dict.fromkeys(slots, unsealed)
         with self.room:
-            is_ours = mapping is self.mapping and all(self.tenants.get(n) is tenant for n in slots)
-            if not is_ours or self.interrupted:
+            if self.interrupted or not self.are_of(tenant, slots, mapping):
                 return False
             # Queue first: if a signal handler raises before the rest is done, the queued work finds no whole submission
             # and sends nothing.
             self.outbox.put(lambda: self._send_put(unsealed))
             self.unsealed_puts[attempt, step] = unsealed
             self.tenants.update(passed_on)
-        return True
-
-    def pass_part(self, tenant: Tenant, slots: Sequence[int], mapping: RankMapping, part: PutPart) -> bool:
-        """Queue what is copied of a put whose slots are filled through `mapping`; False if some are not the tenant's.
-
-        It may be lost with the link: then these chunks are pushed with the submission.
-        """
-        with self.room:
-            if mapping is not self.mapping or any(self.tenants.get(n) is not tenant for n in slots) or self.interrupted:
-                return False
-            self.notify(part)
         return True
 
     def notify(self, message: RankMessage) -> None:

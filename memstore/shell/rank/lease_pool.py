@@ -166,6 +166,10 @@ class LeasedSlots:
             self.room.wait(min(left_s, LOOK_S))
         return free[:count]
 
+    def are_of(self, tenant: Tenant, slots: Collection[int], mapping: RankMapping) -> bool:
+        """Return whether slots that were filled through `mapping` are a tenant's. Needs `room`."""
+        return mapping is self.mapping and all(self.tenants.get(n) is tenant for n in slots)
+
     def put_back(self, slots: Collection[int], tenant: Tenant) -> None:
         """Free some slots of a put, or all if it is over, and notify the waiting threads."""
         with self.room:

@@ -1,8 +1,8 @@
 """Compare thousands of tensors with what they were like at an earlier look: all but where they lie, and their numbers.
 
 Torch has such a comparison for its compiler, in C++: one call for all tensors, a tenth of the time of reading their
-attributes. It is no public interface, so it is used only after it has told apart, in this process, whatever must be
-told apart here. Where it is missing, fails, or sees a difference, the attributes are read and they decide.
+attributes. It is no public interface, so it is used only after it has seen, in this process, every
+difference that matters here. Where it is missing, fails, or sees a difference, the attributes are read and they decide.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 # machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
-PART_BYTES = 64 << 20  # of a put, before they may be pushed: a part costs a message, and threads are started anew
+PART_BYTES = 64 << 20  # of a put, before they may be pushed: a part costs a message, and its threads are started
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
 
