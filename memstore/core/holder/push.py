@@ -189,7 +189,10 @@ def _offer(state: HolderState, push: Push, peer: Peer, source: PushSource, attem
     if isinstance(reply, HasCopy | CopySealed):
         return
     try:
-        yield from _send_and_seal(state, push, peer, source, _lacking(push, source, reply))
+        lacking = _lacking(push, source, reply)
+        if isinstance(reply, ChunksMissing):  # they were sent with the request
+            yield from _verify(state, source, lacking)
+        yield from _send_and_seal(state, push, peer, source, lacking)
     except MemstoreError:
         yield from _abort(state, push, peer)
         raise

@@ -80,6 +80,7 @@ class Host:
     pinned: list[Replica] = field(default_factory=list)
     store: Any = field(default_factory=Store)
     whole_bytes: int = 0
+    whole_reply: Message = field(default_factory=CopySealed)
     errors: dict[type[Effect], MemstoreError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,6 +130,8 @@ class Host:
             return found
         elif isinstance(effect, effects.SendChunks):
             self.sent.append(list(effect.chunks))
+        elif isinstance(effect, effects.SendWhole):
+            return self.whole_reply
         elif isinstance(effect, effects.SendToRank):
             self.reported.append(str(getattr(effect.message, "level", "")))
         elif isinstance(effect, effects.AwaitDigest):
@@ -305,6 +308,15 @@ def test_a_small_shard_that_a_target_could_not_seal_is_aborted_there() -> None:
     host.push()
     assert host.asked == ["abort"]
     assert host.failure == ("no room for the manifest", True)
+
+
+def test_a_small_shard_that_arrives_damaged_is_digested_here_before_it_is_sent_again() -> None:
+    """What is bad here too is not sent a second time."""
+    host = Host(whole_bytes=16, bad=(1,), whole_reply=ChunksMissing(chunks=(1,)))
+    host.push()
+    assert (host.sent, host.asked) == ([], ["abort"])
+    assert isinstance(host.reports[0], Sealed)
+    assert host.store.stored.missing == {1}
 
 
 def test_a_copy_whose_manifest_is_damaged_is_reported_as_none() -> None:
