@@ -54,6 +54,11 @@ def chunk_digest(view: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(view)
 
 
+def split_digests(joined: bytes | bytearray) -> list[bytes]:
+    """Return the digests of chunks that stand joined, one by one."""
+    return [bytes(joined[at : at + DIGEST_BYTES]) for at in range(0, len(joined), DIGEST_BYTES)]
+
+
 def chunk_hasher() -> xxhash.xxh3_128:
     """Return what gives `chunk_digest` of a chunk that comes in pieces: update(view), then digest()."""
     return xxhash.xxh3_128()
@@ -123,7 +128,7 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
             f"manifest of {nbytes} bytes in chunks of {chunk_bytes} needs {count} digests and has "
             f"{len(digests) / DIGEST_BYTES:g}"
         )
-    pieces = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+    pieces = split_digests(digests)
     chunks = tuple(Chunk(digest, size) for digest, size in zip(pieces, chunk_sizes(nbytes, chunk_bytes), strict=True))
     manifest = Manifest(ShardId(job, attempt, step, rank), world_size, layout, nbytes, chunk_bytes, chunks, format=form)
     _check(manifest)

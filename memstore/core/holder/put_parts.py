@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes
+from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
 from memstore.core.holder.effects import OpenFresh, Procedure, Replicate, StreamingSource
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState, PutParts, SubmittedPut
@@ -50,7 +50,7 @@ def take(state: HolderState, link: Link, part: PutPart) -> Procedure[None]:
         return
     known.slots += part.slots
     known.digests += part.digests
-    known.fresh.extend(part.slots, split(part.digests))
+    known.fresh.extend(part.slots, split_digests(part.digests))
 
 
 def _is_sound(state: HolderState, link: Link, part: PutPart) -> bool:
@@ -87,7 +87,7 @@ def join(parts: PutParts, ready: PutReady) -> Fresh:
         raise IntegrityError(
             f"{parts.shard} was submitted with other slots or digests than its first {count} chunks were passed on with"
         )
-    parts.fresh.extend(ready.slots[count:], split(digests[len(parts.digests) :]))
+    parts.fresh.extend(ready.slots[count:], split_digests(digests[len(parts.digests) :]))
     return Fresh(parts.fresh, has_targets=True)
 
 
@@ -116,8 +116,3 @@ def end(state: HolderState, is_over: Callable[[Owner, ShardId], bool], why: str)
         if is_over(owner, parts.shard):
             del state.puts.parts[owner]
             parts.fresh.fail(why)
-
-
-def split(digests: bytes | bytearray) -> list[bytes]:
-    """Return joined digests one by one."""
-    return [bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes
+from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
 from memstore.core.holder import equal_ranks, put_parts, ranks
 from memstore.core.holder.effects import (
     CompareSample,
@@ -205,7 +205,7 @@ def given_digests(ready: PutReady) -> list[bytes] | None:
             f"a put of {len(ready.slots)} chunks came with {len(ready.digests)} bytes of digests, not {DIGEST_BYTES} "
             "for each: its process and its host's holder have different memstores; restart the rank"
         )
-    return [ready.digests[at : at + DIGEST_BYTES] for at in range(0, len(ready.digests), DIGEST_BYTES)]
+    return split_digests(ready.digests)
 
 
 def _measured(ready: PutReady, now: float, before: int | None) -> PutTimes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from memstore.core.format.manifest import DIGEST_BYTES
+from memstore.core.format.manifest import split_digests
 
 Move = tuple[int, int, int]  # target address, source address, nbytes
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def put_chunks(chunks: Sequence[Move], rows: Sequence[Sequence[int]], *, is_larg
             moves.extend(rows[number])
         nbytes = sum(chunk[2] for chunk in part)
         joined = _puts.call(helper.put, heads.tobytes(), moves.tobytes(), nbytes=nbytes, is_large=is_large)
-        digests += [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+        digests += split_digests(joined)
     return digests
 
 

@@ -61,6 +61,16 @@ def commit(site: Site, step: int) -> list[torch.Tensor]:
     return [wide for _, wide in puts]
 
 
+def give_up_and_go_on(site: Site, monkeypatch: pytest.MonkeyPatch, copy: Callable[..., Any]) -> None:
+    """Put a step with a copy that goes wrong, which is given up, and one without, which is committed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(memstore.client.puts, "copy_into", copy)
+        for ticket, _ in put(site, 2):
+            with pytest.raises(CommitError, match="no copy has all chunks of some rank's shard"):
+                ticket.wait("committed", WAIT_S)
+    commit(site, 3)
+
+
 def test_a_put_that_brings_its_digests_is_not_digested_by_its_holder(site: Site, digested: list[int]) -> None:
     """It is sealed, copied and read like any other."""
     site.connect()
@@ -93,12 +103,7 @@ def test_a_false_digest_gives_the_step_up_and_the_next_one_commits(site: Site, m
         assert digests is not None
         return [*digests[:-1], bytes(16)]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(memstore.client.puts, "copy_into", spoilt)
-        for ticket, _ in put(site, 2):
-            with pytest.raises(CommitError, match="no copy has all chunks of some rank's shard"):
-                ticket.wait("committed", WAIT_S)
-    commit(site, 3)
+    give_up_and_go_on(site, monkeypatch, spoilt)
 
 
 def test_bytes_that_change_between_copy_and_seal_are_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +117,7 @@ def test_bytes_that_change_between_copy_and_seal_are_found(site: Site, monkeypat
         views[0][100] ^= 1
         return digests
 
-    with monkeypatch.context() as patch:
-        patch.setattr(memstore.client.puts, "copy_into", changed)
-        for ticket, _ in put(site, 2):
-            with pytest.raises(CommitError, match="no copy has all chunks"):
-                ticket.wait("committed", WAIT_S)
-    commit(site, 3)
+    give_up_and_go_on(site, monkeypatch, changed)
 
 
 @pytest.fixture
