@@ -32,7 +32,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.report import __main__, results
-from benchmarks.report.harness import MIB, Options, Record
+from benchmarks.report.harness import MIB, Options, Ratio, Record
 from benchmarks.report.targets import (
     IN_PLACE,
     IN_PLACE_COST,
@@ -60,12 +60,16 @@ KILL, HOST, FREEZE, CUT = "kill a rank", "kill a host", "freeze a rank", "cut a 
 NOTHING = "lose nothing"  # what the readiness costs
 FAULTS = (KILL, HOST, FREEZE, CUT, NOTHING)
 NO_LIMIT = 1_000_000  # of steps: where replicas of torchft are held at a gate, one that comes late waits for them
-BLOCKS, BLOCK = 25, 20  # of steps, by turns
+BLOCKS, BLOCK = 125, 4  # of steps, by turns: in longer ones the machine's pace changes more than what is measured
 WAIT_S = 180.0
 GPU_PART = 0.2  # of the GPU, for each rank and each spare: a host has one at most
 ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }  # fmt: skip
+
+
+class TrainingEnded(RuntimeError):
+    """A training ended while it was waited for."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Job:
     pace: Pace = MEASURED
     limit: int = -1
     kept_count: int = 0  # survivors of all faults that kept their process
+    ended: str = ""  # if another's training ended for good before its last fault: how
     seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)  # seconds, of each recovery in place
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -175,8 +180,7 @@ class Job:
         deadline_s = time.monotonic() + within_s
         while not is_there():
             if self.run.done():
-                self.run.result()
-                raise RuntimeError(f"{self.name}: the training ended before {what}")
+                raise TrainingEnded(f"{self.name}: the training ended before {what}") from self.run.exception()
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self.name}: no {what} within {within_s:g} s")
             time.sleep(0.02)
@@ -326,11 +330,20 @@ def play(site: EmbeddedSite, folder: Path, setup: str, contender: str, fault: st
     job = plan.job(site, f"j{len(list(folder.iterdir()))}", contender, setup, folder)
     job.start(plan.kills)
     chance = random.Random(plan.seed)
-    for _ in range(plan.kills):
-        job.break_and_wait(fault, chance)
-        of_phases = phases_text(job.phases[-1:])
-        print(f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s{of_phases}", file=sys.stderr, flush=True)
-    job.end()
+    try:
+        for _ in range(plan.kills):
+            job.break_and_wait(fault, chance)
+            of_phases = phases_text(job.phases[-1:])
+            print(
+                f"{SETUPS[setup]}, {fault}, {contender}: {job.seconds[-1]:.2f} s{of_phases}",
+                file=sys.stderr,
+                flush=True,
+            )
+        job.end()
+    except TrainingEnded as ended:
+        if contender != TORCHFT or not job.seconds:
+            raise
+        job.ended = f"; the job ended with {type(ended.__cause__).__name__} at the next"
     return job
 
 
@@ -388,8 +401,8 @@ def race(
         record.seconds[contender] = job.seconds
         if contender == TORCHFT:
             record.notes.append(
-                f"{SETUPS[setup]}, {fault}, {contender}: {plan.kills} faults; no loss is compared; {job.kept_count} of "
-                "the other ranks' processes kept"
+                f"{SETUPS[setup]}, {fault}, {contender}: {len(job.seconds)} faults{job.ended}; no loss is compared; "
+                f"{job.kept_count} of the other ranks' processes kept"
             )
             continue
         steps = check_same(job, expected)
@@ -402,7 +415,8 @@ def race(
         if {contender, RESTART} <= record.seconds.keys():
             record.ratio(f"{contender} / {RESTART}", contender, RESTART, target)
     if {TORCHFT, RESTART} <= record.seconds.keys():
-        record.ratio(f"{TORCHFT} / {RESTART}", TORCHFT, RESTART, None)
+        pairs = zip(record.seconds[TORCHFT], record.seconds[RESTART], strict=False)  # it may have ended early
+        record.ratios.append(Ratio(f"{TORCHFT} / {RESTART}", [a / b for a, b in pairs]))
     if SPARE in record.seconds:
         limit = {KILL: IN_PLACE_SPARE_S, FREEZE: IN_PLACE_FREEZE, CUT: IN_PLACE_CUT}.get(fault)
         record.figure(f"{SPARE}, seconds", record.seconds[SPARE], "s", limit)

@@ -7,11 +7,12 @@ What the records are written to and how they are read back: results.py. How they
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +25,8 @@ MIB = 1 << 20
 AT_MOST, AT_LEAST = "at most", "at least"
 SHARED_CORES, EMULATED_HOSTS = "shared cores", "emulated hosts"
 ROUNDS_LEAST = 5  # of so many the lowest and the highest do not count as noise
+ROUNDS_MANY = 20  # of so many the interval of their median counts, which more rounds make narrower
+TAIL = 0.025  # how likely the median lies below that interval, and above it
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,16 @@ class Ratio:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the rounds, but for the lowest and the highest of five or more, say nothing about the target.
-
-        Some keep it and some do not; or all do, but they lie further apart than it is from 0.
-        """
+        """Whether the rounds say nothing about the target: some keep it and some do not; or all do, but they lie
+        further apart than it is from 0. Of few rounds all count but the lowest and the highest; of many those between
+        which the median lies (`median_interval`)."""
         if self.target is None or self.judged_by != "median":
             return False
-        rounds = sorted(self.values)[1:-1] if len(self.values) >= ROUNDS_LEAST else self.values
+        rounds = sorted(self.values)
+        if len(rounds) >= ROUNDS_MANY:
+            rounds = median_interval(rounds)
+        elif len(rounds) >= ROUNDS_LEAST:
+            rounds = rounds[1:-1]
         kept = {self._keeps(value) for value in rounds}
         return len(kept) > 1 or (kept == {True} and max(rounds) - min(rounds) > abs(self.target[0]) > 0)
 
@@ -114,6 +120,17 @@ class Ratio:
         assert self.target is not None
         limit, side = self.target[:2]
         return value <= limit if side == AT_MOST else value >= limit
+
+
+def median_interval(rounds: Sequence[float]) -> Sequence[float]:
+    """Return those of sorted rounds between which the median of all rounds there could be lies with 95 %.
+
+    Whatever the rounds' distribution, each is below its median as a coin falls: so the binomial says how many are.
+    """
+    share, below = 0.0, 0
+    while share + (part := math.comb(len(rounds), below) / 2 ** len(rounds)) <= TAIL:
+        share, below = share + part, below + 1
+    return rounds[max(0, below - 1) : len(rounds) - max(0, below - 1)]
 
 
 @dataclass

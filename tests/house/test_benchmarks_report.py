@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import pytest
 
 from benchmarks.report import __main__, results, targets
-from benchmarks.report.harness import AT_MOST, Options, Ratio, Record
+from benchmarks.report.harness import AT_MOST, Options, Ratio, Record, median_interval
 
 PAGE = "by hand\n<!-- generated: targets -->\nold\n<!-- end -->\n<!-- generated: results -->\n<!-- end -->\nlast\n"
 
@@ -92,6 +94,28 @@ def test_a_figure_is_shown_in_its_unit(value: float, unit: str, shown: str) -> N
 def test_a_promise_about_every_round_is_judged_by_the_worst() -> None:
     """One wait in five rounds is a wait."""
     assert not Ratio("waits", [0, 0, 1], (0, AT_MOST), "count", "highest").is_met
+
+
+def test_of_many_rounds_the_interval_of_their_median_is_judged() -> None:
+    """Few rounds on both sides of a target say nothing; of many the median is known all the same."""
+    chance = random.Random(7)
+    rounds = [chance.gauss(0.95, 0.08) for _ in range(125)]
+    assert min(rounds) < 1.01 < max(rounds)
+    assert Ratio("cost", rounds, (1.01, AT_MOST)).is_met
+    assert Ratio("cost", [value + 0.1 for value in rounds], (1.01, AT_MOST)).is_met is False
+    assert Ratio("cost", [value + 0.06 for value in rounds], (1.01, AT_MOST)).is_met is None
+    assert Ratio("cost", rounds[:10], (1.01, AT_MOST)).is_met is None
+
+
+@pytest.mark.parametrize("count", [20, 25, 126])
+def test_the_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
+    """Of a distribution that is not symmetric, and whose median is known."""
+    chance = random.Random(count)
+    found = 0
+    for _ in range(1000):
+        among = median_interval(sorted(chance.expovariate(1.0) for _ in range(count)))
+        found += among[0] <= math.log(2) <= among[-1]
+    assert 940 <= found < 1000
 
 
 def test_the_same_results_draw_the_same_file(tmp_path: Path) -> None:
