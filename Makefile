@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 .PHONY: venv native wheel test test-native test-long demo lint types docs lines bench bench-peers drill sim fuzz nemesis
 venv: $(STAMP)
 # torch goes first and alone, so that a configured CPU build of the pinned release is the one that is taken.
-$(STAMP): pyproject.toml constraints.txt setup.py memstore/shell/tensors/native.c
+$(STAMP): pyproject.toml constraints.txt setup.py memstore/shell/native/native.c
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,frameworks,safetensors,objects,compression,encryption,bench,docs,dev]'
@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-
 test: $(STAMP)
 	$(PYTEST) -m "not long"
 # What copies, sends and breaks, once more without the helper.
-NATIVE_TESTS := tests/unit/tensors tests/unit/codec tests/unit/device tests/unit/holder tests/unit/arena \
+NATIVE_TESTS := tests/unit/tensors tests/unit/codec tests/unit/device tests/unit/net tests/unit/holder tests/unit/arena \
   tests/integration/client/test_interrupted_puts.py tests/integration/client/test_overlap.py \
   tests/integration/faults/test_faults_arena.py tests/integration/faults/test_faults_damage.py \
   tests/integration/faults/test_faults_proxy.py

@@ -13,8 +13,8 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HELPER = Extension(
-    "memstore.shell.tensors._native",
-    ["memstore/shell/tensors/native.c"],
+    "memstore.shell.native._native",
+    ["memstore/shell/native/native.c"],
     include_dirs=[path for path in [os.environ.get("MEMSTORE_XXHASH_INCLUDE", "")] if path],
     extra_compile_args=["-O2"],
     py_limited_api=True,  # one wheel for Python 3.10 and all after it

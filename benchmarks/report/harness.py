@@ -108,7 +108,7 @@ class Ratio:
         which the median lies (`median_interval`)."""
         if self.target is None or self.judged_by != "median":
             return False
-        rounds = sorted(self.values)
+        rounds: Sequence[float] = sorted(self.values)
         if len(rounds) >= ROUNDS_MANY:
             rounds = median_interval(rounds)
         elif len(rounds) >= ROUNDS_LEAST:

@@ -34,8 +34,8 @@ from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource, cha
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
-from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.own_memory import is_permitted
 from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX
 from memstore.shell.threads.safe_condition import SafeThread, is_of_handler

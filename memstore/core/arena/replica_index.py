@@ -84,7 +84,9 @@ class ReplicaIndex:
         self.shares: dict[str, PeerShare] = {}
         self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
         self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
-        self.users: dict[int, set[Key]] = {}  # sealed slot -> shards that use it
+        self.users: dict[
+            int, list[Key]
+        ] = {}  # sealed slot -> shards that use it; sets are slow here
         self.pins_count = 0
 
     # -- incoming replicas ---------------------------------------------------------------------
@@ -152,7 +154,7 @@ class ReplicaIndex:
             for index, number in enumerate(replica.slots):
                 if known.slots[index] is None and number is not None:
                     known.slots[index] = number
-                    self.users.setdefault(number, set()).add((shard, spec.digest))
+                    self._use(number, (shard, spec.digest))
                 elif number is not None:
                     self.table.unhold(number)
             known.is_doomed = known.is_nameless = False
@@ -177,8 +179,13 @@ class ReplicaIndex:
         self.shards[key] = stored
         for number in stored.slots:
             if number is not None:
-                self.users.setdefault(number, set()).add(key)
+                self._use(number, key)
         return stored
+
+    def _use(self, number: int, key: Key) -> None:
+        users = self.users.setdefault(number, [])
+        if key not in users:
+            users.append(key)
 
     # -- shards -------------------------------------------------------------------------------
 
@@ -211,9 +218,9 @@ class ReplicaIndex:
         key = (stored.shard, stored.spec.digest)
         for number in stored.slots:
             if number is not None:
-                self.users.get(number, set()).discard(key)
-                if not self.users.get(number):
-                    self.users.pop(number, None)
+                left = [each for each in self.users.pop(number, ()) if each != key]
+                if left:
+                    self.users[number] = left
                 self.table.unhold(number)
 
     def quarantine(self, number: int) -> list[StoredReplica]:
@@ -227,7 +234,7 @@ class ReplicaIndex:
                 if slot == number:
                     replica.slots[index] = None
                     self.table.unhold(number)
-        damaged = [self.shards[key] for key in self.users.pop(number, set()) if key in self.shards]
+        damaged = [self.shards[key] for key in self.users.pop(number, ()) if key in self.shards]
         for stored in damaged:
             for index, slot in enumerate(stored.slots):
                 if slot == number:

@@ -39,6 +39,8 @@ from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from memstore.shell.arena.store_ports import Clock, SealFollower
 from recovery.inventory import ShardId
 
+_HEADER_STATES = tuple(HeaderState)
+_NO_DIGEST, _WITHOUT_OWNER = bytes(16), Owner(0, 0)
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
 DROPPED_READ_S = 2.0
@@ -98,19 +100,12 @@ class ReplicaStore:
         """Write the headers of changed slots; the caller holds the lock."""
         for number in sorted(self.table.take_dirty()):
             slot = self.table.slots[number]
-            self.arena.headers.write(
-                number,
-                SlotHeader(
-                    state=HeaderState(int(slot.state)),
-                    nbytes=slot.nbytes,
-                    digest=slot.digest or bytes(16),
-                    owner_pid=slot.owner.pid if slot.owner else 0,
-                    owner_start=slot.owner.start if slot.owner else 0,
-                    attempt=slot.attempt,
-                    generation=slot.owner.link if slot.owner else 0,
-                    last_verified=slot.verified_s,
-                ),
-            )
+            owner = slot.owner or _WITHOUT_OWNER
+            header = SlotHeader(
+                _HEADER_STATES[slot.state], slot.nbytes, slot.digest or _NO_DIGEST, owner.pid, slot.attempt,
+                owner.start, owner.link, slot.verified_s,
+            )  # fmt: skip
+            self.arena.headers.write(number, header)
 
     # -- room (R9, R10) -----------------------------------------------------------------------
 
@@ -179,7 +174,7 @@ class ReplicaStore:
             chunks = tuple(Chunk(d, n) for d, n in zip(digests, sizes, strict=True))
             manifest = Manifest(shard, world_size, layout, nbytes, self.chunk_bytes, chunks)
             with self.lock:
-                stored = self.finish(LOCAL_SENDER, encode_manifest(manifest))
+                stored = self.finish(LOCAL_SENDER, encode_manifest(manifest), manifest)
                 if follower is not None:
                     follower.seal(stored)
             return stored
@@ -283,15 +278,16 @@ class ReplicaStore:
             self.flush()
         return bad
 
-    def finish(self, name: str, manifest_data: bytes) -> StoredReplica:
+    def finish(self, name: str, manifest_data: bytes, decoded: Manifest | None = None) -> StoredReplica:
         """Save the manifest and turn the incoming replica into a stored replica.
 
         Under one lock: no abort comes between, and no drop of the same shard unlinks the manifest just saved.
+        `decoded`: the same manifest, if the caller has it.
 
         Raises:
             IntegrityError: It was aborted meanwhile, lacks chunks, or has others than the manifest says.
         """
-        manifest = decode_manifest(manifest_data)
+        manifest = decode_manifest(manifest_data) if decoded is None else decoded
         digest = shard_digest(manifest_data)
         with self.lock:
             replica = self.index.find_incoming(name, manifest.shard)

@@ -15,7 +15,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ _SLOTS_COUNT_AT = 16
 _U64 = struct.Struct("<Q")
 _BODY = struct.Struct("<I16sIIQQd")  # after the state byte and three bytes of padding
 _BODY_AT = 4
+_CONTENT_NBYTES = 20  # nbytes and digest
+_CONTENT_END = _BODY_AT + _CONTENT_NBYTES
 
 RECORD_DTYPE = np.dtype(
     {
@@ -63,16 +65,15 @@ class SlotState(enum.IntEnum):
     SEALED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
-    """One slot's record."""
+class SlotHeader(NamedTuple):
+    """One slot's record, after the state in the order of the file."""
 
     state: SlotState = SlotState.FREE
     nbytes: int = 0
     digest: bytes = bytes(16)  # xxh3-128 of the slot's bytes (R14)
     owner_pid: int = 0
-    owner_start: int = 0  # field 22 of /proc/<pid>/stat
     attempt: int = 0
+    owner_start: int = 0  # field 22 of /proc/<pid>/stat
     generation: int = 0  # of the lease (R8)
     last_verified: float = 0.0  # wall seconds, as given by the caller
 
@@ -175,9 +176,7 @@ class SlotHeaders:
     def read(self, slot: int) -> SlotHeader:
         """Return one record; a state byte that means nothing is a ValueError."""
         at = self._offset(slot)
-        body = _BODY.unpack_from(self._map, at + _BODY_AT)
-        nbytes, digest, pid, attempt, start, generation, verified = body
-        return SlotHeader(SlotState(self._map[at]), nbytes, digest, pid, start, attempt, generation, verified)
+        return SlotHeader(SlotState(self._map[at]), *_BODY.unpack_from(self._map, at + _BODY_AT))
 
     def write(self, slot: int, header: SlotHeader) -> None:
         """Store one record so that a death between any two stores leaves no slot sealed by mistake (R7).
@@ -189,18 +188,8 @@ class SlotHeaders:
             raise ValueError(f"slot {slot} cannot hold {header.nbytes} bytes: chunk_bytes is {self.chunk_bytes}")
         if len(header.digest) != 16:
             raise ValueError(f"a slot digest has 16 bytes, got {len(header.digest)}")
-        body = _BODY.pack(
-            header.nbytes,
-            header.digest,
-            header.owner_pid,
-            header.attempt,
-            header.owner_start,
-            header.generation,
-            header.last_verified,
-        )
-        content_nbytes = 20  # nbytes and digest
-        old = self._map[at + _BODY_AT : at + _BODY_AT + content_nbytes]
-        if self._map[at] == SlotState.SEALED and old != body[:content_nbytes]:
+        body = _BODY.pack(*header[1:])
+        if self._map[at] == SlotState.SEALED and self._map[at + _BODY_AT : at + _CONTENT_END] != body[:_CONTENT_NBYTES]:
             self._map[at] = SlotState.FREE
         self._map[at + _BODY_AT : at + _BODY_AT + len(body)] = body
         self._map[at] = header.state

@@ -23,10 +23,10 @@ from memstore.errors import UnsupportedState
 from memstore.shell.codec.known_state import KnownSources, KnownState
 from memstore.shell.codec.walk import StateWalk, ask_stateful
 from memstore.shell.device.side_stream import DeviceWrite, order_all
-from memstore.shell.tensors import native
+from memstore.shell.native import extension
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
-from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
 
 LARGE_BYTES = 64 << 10
@@ -214,7 +214,7 @@ def copy_into(
     """
     stream = slot_stream(plan, views, chunk_bytes)
     extents = [(offset, source.address, source.nbytes) for offset, source in plan.placed if source.address is not None]
-    if native.is_there() and len(extents) == len(plan.placed):
+    if extension.is_there() and len(extents) == len(plan.placed):
         return stream.fill((extent for extent in extents if extent[2]), on_part)
     copy_all_but(plan, stream, ())
     return None

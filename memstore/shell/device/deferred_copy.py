@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
-from memstore.shell.tensors.native import Move
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.own_memory import copy_own
 from memstore.shell.tensors.slot_stream import in_threads
 from memstore.shell.threads.safe_condition import SafeEvent, is_of_handler

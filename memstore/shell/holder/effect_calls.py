@@ -73,7 +73,7 @@ class EffectCalls:
     def _(self, effect: effects.SendChunks) -> None:
         shipment = cast(OutgoingReplica, effect.source)
         held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
-        throttle = self.repair_limit if effect.is_repair else _unthrottled
+        throttle = self.repair_limit if effect.is_repair else None
         with held as gate:
             effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
 
@@ -81,7 +81,7 @@ class EffectCalls:
     def _(self, effect: effects.SendWhole) -> Any:
         shipment = cast(OutgoingReplica, effect.source)
         held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
-        throttle = self.repair_limit if effect.is_repair else _unthrottled
+        throttle = self.repair_limit if effect.is_repair else None
         with held as gate:
             return effect.peer.send_whole(shipment, effect.request, throttle=throttle, gate=gate)
 
@@ -179,7 +179,3 @@ class EffectCalls:
             log.error("%s: %s", effect.what, effect.error)
         else:
             log.error("%s", effect.what, exc_info=effect.error)
-
-
-def _unthrottled(nbytes: int) -> None:
-    """Wait for nothing: a put is sent at wire speed."""

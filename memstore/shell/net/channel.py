@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
 from memstore import errors
+from memstore.core.format.manifest import chunk_hasher
 from memstore.core.wire import codec
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
+from memstore.shell.native import extension, socket_loops
 from memstore.shell.net import socket_options
 from memstore.shell.net.tls import Tls, TlsStream
 
@@ -36,6 +39,8 @@ REST_OF_FRAME_S = 30.0
 SKIP_BUFFER_BYTES = 256 << 10
 WAKE_BYTES = 1 << 20
 """A receiver of bulk bytes is woken once per this many: 4 times per chunk instead of some 30 times."""
+NATIVE_BYTES = 256 << 10
+"""So many bytes or more are sent in one call of C: Python's loop comes round once per buffer that fills."""
 PIECE_BYTES = 1 << 20
 """Most bytes received before `seen` gets them: well within a core's share of the cache."""
 _UCRED = struct.Struct("3i")
@@ -194,13 +199,48 @@ class Channel:
         view = view.cast("B")
         clock = _Clock(f"receive {view.nbytes:,} bulk bytes", timeout_s)
         with self._held(self._recv_lock, clock):
-            if view.nbytes > self._bulk_left:
-                raise errors.InternalError(f"{view.nbytes:,} bulk bytes wanted, the frame has {self._bulk_left:,} left")
+            self._check_bulk(view.nbytes)
             self._fill(view, clock, seen=seen)
             self._bulk_left -= view.nbytes
 
+    def recv_bulk_digests(self, views: Sequence[memoryview], digests: list[bytes], *, timeout_s: float) -> None:
+        """Fill `views` with the next bulk bytes of the last frame, each within `timeout_s`.
+
+        The digest of each is taken as it comes and appended to `digests`, also if a later one does not come.
+        """
+        sock = self._sock
+        if not extension.is_there() or not isinstance(sock, socket.socket):
+            for view in views:
+                hasher = chunk_hasher()
+                self.recv_bulk_into(view, timeout_s=timeout_s, seen=hasher.update)
+                digests.append(hasher.digest())
+            return
+        clock = _Clock(f"receive {len(views)} chunks", timeout_s)
+        with self._held(self._recv_lock, clock):
+            self._check_bulk(sum(view.nbytes for view in views))
+            self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES
+            status, found = socket_loops.receive(sock.fileno(), views, timeout_s=timeout_s, wake_bytes=wake_bytes)
+            digests += found
+            self._bulk_left -= sum(view.nbytes for view in views[: len(found)])
+            if status == socket_loops.ENDED:
+                self._lost("it closed the connection in the middle of a frame")
+            if status == socket_loops.LATE:
+                self._end()
+                late = _Clock(f"receive chunk {len(found) + 1} of the {len(views)} of a frame", timeout_s)
+                late.started -= timeout_s
+                late.expired(self.peer)
+            if status != socket_loops.DONE:
+                error = OSError(status, os.strerror(status))
+                self._lost(f"{clock.operation}: {error}", cause=error)
+
+    def _check_bulk(self, wanted: int) -> None:
+        if wanted > self._bulk_left:
+            raise errors.InternalError(f"{wanted:,} bulk bytes wanted, the frame has {self._bulk_left:,} left")
+
     def skip_bulk(self, *, timeout_s: float) -> None:
         """Read and drop the rest of the last frame's bulk."""
+        if not self._bulk_left:
+            return
         clock = _Clock("skip bulk bytes", timeout_s)
         with self._held(self._recv_lock, clock):
             scratch = memoryview(bytearray(min(self._bulk_left, SKIP_BUFFER_BYTES)))
@@ -293,13 +333,17 @@ class Channel:
     def _send_all(self, views: list[memoryview], clock: _Clock, *, started: bool = False) -> None:
         # TLS may have sent part of a record when it asks us to wait.
         started, index = started or isinstance(self._sock, TlsStream), 0
+        sock = self._sock
+        if extension.is_there() and isinstance(sock, socket.socket) and sum(v.nbytes for v in views) >= NATIVE_BYTES:
+            self._send_native(sock, views, clock, started=started)
+            return
         while True:
             while index < len(views) and not views[index].nbytes:
                 index += 1
             if index == len(views):
                 return
             try:
-                sent = self._sock.sendmsg(views[index : index + _IOV_MAX], (), socket.MSG_NOSIGNAL)
+                sent = sock.sendmsg(views[index : index + _IOV_MAX], (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._wait(self._writable, clock, mid_frame=started)
                 continue
@@ -313,6 +357,17 @@ class Channel:
                     index += 1
                 else:
                     views[index] = views[index][step:]
+
+    def _send_native(self, sock: socket.socket, views: Sequence[memoryview], clock: _Clock, *, started: bool) -> None:
+        left_s = clock.left_s()
+        status, sent = socket_loops.send(sock.fileno(), views, timeout_s=math.inf if left_s is None else left_s)
+        if status == socket_loops.LATE:
+            if started or sent:
+                self._end()
+            clock.expired(self.peer)
+        if status != socket_loops.DONE:
+            error = OSError(status, os.strerror(status))
+            self._lost_write(f"{clock.operation}: {error}", error)
 
     def _fill(
         self, view: memoryview, clock: _Clock, *, at_boundary: bool = False,

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from memstore.core.arena.replica_index import IncomingReplica
-from memstore.core.format.manifest import chunk_hasher
 from memstore.core.wire.error_message import decode_error
-from memstore.core.wire.frame import Kind
+from memstore.core.wire.frame import BULK_BYTES_MAX, Kind
 from memstore.core.wire.peer_messages import ChunkRun, decode_run
 from memstore.errors import ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
 
-RUN_BYTES = 16 << 20  # a receiver notices a stall and a rate limit acts once per run
+RUN_BYTES = BULK_BYTES_MAX  # the larger, the less of the interpreter's lock is held for a gigabyte
+SLOW_RUN_BYTES = 16 << 20  # a rate limit acts once per run
 
 
 class Run(NamedTuple):
@@ -29,11 +29,11 @@ class Run(NamedTuple):
     nbytes: int
 
 
-def runs(sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut chunks of these sizes into runs of at most RUN_BYTES, one chunk at least."""
+def runs(sizes: Sequence[int], limit_bytes: int = RUN_BYTES) -> Iterator[slice]:
+    """Cut chunks of these sizes into runs of at most so many bytes, one chunk at least."""
     first = nbytes = 0
     for index, size in enumerate(sizes):
-        if index > first and nbytes + size > RUN_BYTES:
+        if index > first and nbytes + size > limit_bytes:
             yield slice(first, index)
             first, nbytes = index, 0
         nbytes += size
@@ -83,16 +83,15 @@ def receive_bulk(
     """Receive the chunks that are the bulk of the last frame, as `receive_run` does; size 0 for one that is lacking."""
     wanted = [(index, size) for index, size in zip(indices, sizes, strict=False) if size]
     numbers = take(len(wanted)) if wanted else []
-    arrived: list[tuple[int, int, int, bytes]] = []
+    due = [(index, number, size) for (index, size), number in zip(wanted, numbers, strict=False)]
+    digests: list[bytes] = []
     try:
-        for (index, size), number in zip(wanted, numbers, strict=False):
-            view = replicas.arena.view(number, size)
-            hasher = chunk_hasher()
-            channel.recv_bulk_into(view, timeout_s=timeout_s, seen=hasher.update)
-            arrived.append((index, number, size, hasher.digest()))
+        views = [replicas.arena.view(number, size) for _, number, size in due]
+        channel.recv_bulk_digests(views, digests, timeout_s=timeout_s)
         channel.skip_bulk(timeout_s=timeout_s)
     finally:
-        replicas.give_back(numbers[len(arrived) :])
+        replicas.give_back(numbers[len(digests) :])
+        arrived = [(*chunk, digest) for chunk, digest in zip(due, digests, strict=False)]
         bad = replicas.keep_chunks(replica, arrived)
     for _ in bad:
         damage.chunk()

@@ -39,7 +39,7 @@ from memstore.shell.net.channel import Channel, SendGate
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
-from memstore.shell.peer.chunk_frames import receive_run, runs, send_run
+from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, receive_run, runs, send_run
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.threads.pool_work import await_ended
@@ -47,6 +47,7 @@ from memstore.shell.threads.priority import lower_thread_priority
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+Throttle = Callable[[int], None]
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -191,7 +192,7 @@ class Peer:
     # -- push ---------------------------------------------------------------------------------
 
     def send_chunks(
-        self, shipment: OutgoingReplica, chunks: Sequence[int], *, sender: str, throttle: Callable[[int], None],
+        self, shipment: OutgoingReplica, chunks: Sequence[int], *, sender: str, throttle: Throttle | None,
         gate: SendGate | None = None,
     ) -> None:  # fmt: skip
         """Send those of a shard's chunks that the peer lacks, over several streams. PeerRefused, TransportError.
@@ -200,7 +201,7 @@ class Peer:
             shipment: The shard; the peer has taken an offer of it.
             chunks: Indices of the chunks.
             sender: This host.
-            throttle: Called with the bytes of each batch, to wait before it.
+            throttle: Called with the bytes of each run, to wait before it; None: they may go at once.
             gate: Lets a run's bytes out in parts.
         """
         send = functools.partial(self._send_batch, shipment, sender, throttle, gate)
@@ -211,7 +212,7 @@ class Peer:
                 send(batch)
 
     def send_whole(
-        self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Callable[[int], None],
+        self, shipment: OutgoingReplica, request: WholeShard, *, throttle: Throttle | None,
         gate: SendGate | None = None,
     ) -> CopySealed | HasCopy | ChunksMissing | Refused:  # fmt: skip
         """Send a shard with its manifest in one request. PeerRefused, TransportError; arguments as `send_chunks`."""
@@ -220,7 +221,8 @@ class Peer:
             views = [view for i in range(len(shipment.sizes)) if (view := shipment.view(i)) is not None]
             if len(views) < len(shipment.sizes):
                 raise PeerRefused("one of its chunks went bad here", is_final=True)
-            throttle(sum(shipment.sizes))
+            if throttle is not None:
+                throttle(sum(shipment.sizes))
             paced = functools.partial(self._pacing.sending, channel)
             with paced() if gate is None else contextlib.nullcontext():
                 frame = channel.request(request, views, timeout_s=CALL_TIMEOUT_S, gate=gate and gate.paced(paced))
@@ -233,7 +235,7 @@ class Peer:
         self,
         shipment: OutgoingReplica,
         sender: str,
-        throttle: Callable[[int], None],
+        throttle: Throttle | None,
         gate: SendGate | None,
         batch: list[int],
     ) -> None:
@@ -254,12 +256,14 @@ class Peer:
             lack = decode_wanted(answer.data).chunks
             if not set(batch).issuperset(lack):
                 raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
-            for part in runs([shipment.sizes[i] for i in lack]):
+            limit_bytes = RUN_BYTES if throttle is None else SLOW_RUN_BYTES
+            for part in runs([shipment.sizes[i] for i in lack], limit_bytes):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
                 nbytes = sum(shipment.sizes[i] for i in lack[part])
-                throttle(nbytes)
+                if throttle is not None:
+                    throttle(nbytes)
                 paced = functools.partial(self._pacing.sending, channel)
                 with paced() if gate is None else contextlib.nullcontext():
                     held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'

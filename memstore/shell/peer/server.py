@@ -259,7 +259,7 @@ class PeerServer:
         if replica.missing:
             return ChunksMissing(chunks=tuple(replica.missing))
         try:
-            stored = self.replicas.finish(sender, seal.manifest)
+            stored = self.replicas.finish(sender, seal.manifest, manifest)
         except IntegrityError as exc:  # aborted, or one of its slots went bad, since we looked; or it contradicts them
             if replica.missing:
                 return ChunksMissing(chunks=tuple(replica.missing))

@@ -19,8 +19,8 @@ import torch
 
 from memstore.core.format.layout import pieces
 from memstore.core.format.manifest import chunk_sizes
-from memstore.shell.tensors import native
-from memstore.shell.tensors.native import Move
+from memstore.shell.native import copy_loops, extension
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.threads.reentrancy import is_running
 from memstore.shell.threads.safe_condition import SafeThread
 
@@ -79,10 +79,10 @@ class SlotStream:
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
         chunks = [(number, *chunk) for number, chunk in enumerate(zip(self._addresses, sizes, strict=True))]
         digests: dict[int, bytes] = {}
-        is_large = self._nbytes >= native.LARGE_BYTES
+        is_large = self._nbytes >= copy_loops.LARGE_BYTES
 
         def work(share: Sequence[Move]) -> None:
-            found = native.put_chunks(share, rows, is_large=is_large)
+            found = copy_loops.put_chunks(share, rows, is_large=is_large)
             digests.update(zip((number for number, _, _ in share), found, strict=True))
 
         count = len(chunks) if on_part is None else max(1, PART_BYTES // self._chunk_bytes)
@@ -148,8 +148,8 @@ class SlotStream:
 
 def move_all(moves: Sequence[Move]) -> None:
     """Make the moves, on several threads if there is enough to do; they must not overlap."""
-    is_large = sum(move[2] for move in moves) >= native.LARGE_BYTES
-    in_threads(moves, partial(native.make_moves, is_large=is_large) if native.is_there() else _move)
+    is_large = sum(move[2] for move in moves) >= copy_loops.LARGE_BYTES
+    in_threads(moves, partial(copy_loops.make_moves, is_large=is_large) if extension.is_there() else _move)
 
 
 def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:

@@ -17,7 +17,7 @@ from memstore.client.store import Store
 from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell.codec import encode
 from memstore.shell.device import deferred_copy
-from memstore.shell.tensors import native
+from memstore.shell.native import extension
 from memstore.shell.threads.safe_condition import SafeThread
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
@@ -282,7 +282,7 @@ def test_device_copies_are_waited_for_when_a_host_move_raises(monkeypatch: pytes
         def wait(self) -> None:
             waited.append("waited")
 
-    monkeypatch.setattr(native, "helper", None)  # else host memory alone is copied in other calls
+    monkeypatch.setattr(extension, "built", None)  # else host memory alone is copied in other calls
     monkeypatch.setattr(encode, "order_all", lambda writes: Ordered())
     monkeypatch.setattr(encode, "move_all", raising(KeyboardInterrupt()))
     plan = encode.plan_state({"w": torch.ones(4)})

@@ -21,8 +21,8 @@ from memstore.core.wire.calls import ReadStep
 from memstore.errors import PeerTimeout
 from memstore.shell.codec import interpreter
 from memstore.shell.codec.interpreter import TURN_S, copying, waiting
+from memstore.shell.native import extension
 from memstore.shell.rank.shard_read import ShardRead
-from memstore.shell.tensors import native
 from memstore.testing.clusters.processes import ProcessCluster
 
 BEFORE_S = 0.005
@@ -120,7 +120,7 @@ def test_every_move_of_a_put_and_a_get_is_made_in_short_turns(tmp_path: Path, mo
         real(target, source, nbytes)
 
     monkeypatch.setenv("MEMSTORE_HOST", "h1")
-    monkeypatch.setattr(native, "helper", None)  # it makes its moves without the interpreter's lock
+    monkeypatch.setattr(extension, "built", None)  # it makes its moves without the interpreter's lock
     with (
         ProcessCluster(tmp_path, {"h1": {}}, arena_bytes=64 << 20) as cluster,
         connect("turns", rank=0, world_size=1, config=cluster.config) as store,

@@ -20,7 +20,7 @@ from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_s
 from memstore.errors import DigestMismatch, RecoveryError
 from memstore.shell.codec import verified_stream
 from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Fill, Views
-from memstore.shell.tensors import native
+from memstore.shell.native import extension
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
 
@@ -169,7 +169,7 @@ def test_a_chunk_that_changes_under_its_copy_is_copied_again(monkeypatch: pytest
         slots.slots[2][5] = 0xEE  # before the copy: it is copied, too
         real(target, source, nbytes)
 
-    monkeypatch.setattr(native, "helper", None)
+    monkeypatch.setattr(extension, "built", None)
     monkeypatch.setattr("memstore.shell.codec.verified_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 200)]) == [data]
     assert slots.repaired == 1
@@ -188,7 +188,7 @@ def test_bytes_that_are_read_twice_are_digested_after_both(monkeypatch: pytest.M
             slots.slots[0][5] = 0xEE
         real(target, source, nbytes)
 
-    monkeypatch.setattr(native, "helper", None)
+    monkeypatch.setattr(extension, "built", None)
     monkeypatch.setattr("memstore.shell.codec.verified_stream.ctypes.memmove", overwritten)
     assert read_all(slots, [(0, 64), (0, 10)]) == [data, data[:10]]
     assert slots.repaired == 1

@@ -20,8 +20,8 @@ from memstore.shell.codec.encode import plan_state
 from memstore.shell.device import deferred_copy
 from memstore.shell.device.deferred_copy import SAMPLE_EVERY_BYTES, DeferredCopy, WatchedSource, digest_of, in_pieces
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.memory import TensorSource
-from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.own_memory import copy_own, is_permitted
 
 WAIT_S = 60.0

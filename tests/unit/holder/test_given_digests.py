@@ -15,11 +15,11 @@ import memstore.shell.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.format.manifest import chunk_digest
 from memstore.errors import CommitError
-from memstore.shell.tensors import native
+from memstore.shell.native import extension
 from recovery.inventory import ShardId
 
 CHUNK_BYTES = 64 << 10
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="the native helper is not built, or is turned off")
+pytestmark = pytest.mark.skipif(not extension.is_there(), reason="the native helper is not built, or is turned off")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_without_the_helper_the_holder_digests(
     site: Site, digested: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there is no compiler."""
-    monkeypatch.setattr(native, "helper", None)
+    monkeypatch.setattr(extension, "built", None)
     site.connect()
     puts = commit(site, 1)
     assert len(digested) >= 2 * -(-puts[0].nbytes // CHUNK_BYTES)

@@ -14,13 +14,14 @@ from link_site import WAIT_S, Site, break_link, together
 
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
-from memstore.shell.tensors import native, slot_stream
+from memstore.shell.native import copy_loops, extension
+from memstore.shell.tensors import slot_stream
 from memstore.testing.clusters.processes import wait_for
 
 CHUNK_BYTES = 64 << 10
 PART_CHUNKS = 4
 CHUNKS = 19
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="the native helper is not built, or is turned off")
+pytestmark = pytest.mark.skipif(not extension.is_there(), reason="the native helper is not built, or is turned off")
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ class Gate:
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._parts = 0
-        self._real = native.put_chunks
-        monkeypatch.setattr(native, "put_chunks", self._put_chunks)
+        self._real = copy_loops.put_chunks
+        monkeypatch.setattr(copy_loops, "put_chunks", self._put_chunks)
 
     def put(self, store: Store, step: int, *, is_held: bool) -> tuple[Ticket, torch.Tensor]:
         """Put a step of 19 chunks."""

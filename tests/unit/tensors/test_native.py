@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from memstore.shell.codec import verified_stream
 from memstore.shell.codec.encode import copy_into, plan_state
 from memstore.shell.codec.verified_stream import copy_chunk
-from memstore.shell.tensors import native, slot_stream
-from memstore.shell.tensors.native import Way
+from memstore.shell.native import copy_loops, extension
+from memstore.shell.native.copy_loops import Way
+from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import SlotStream, address_of
 
-needs_helper = pytest.mark.skipif(not native.is_there(), reason="the native helper is not built, or is turned off")
+needs_helper = pytest.mark.skipif(not extension.is_there(), reason="the native helper is not built, or is turned off")
 SIZES = (0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 239, 240, 241, 4095, 4096, 4097, 4160, 8192, 16_384, 20_000, 70_000)
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 20_000))
 
@@ -65,8 +66,8 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
     for offset, place, size in extents:
         wanted[offset : offset + size] = source[place : place + size]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "LARGE_BYTES", 0)
-        patch.setattr(native, "_puts", decided(around))
+        patch.setattr(copy_loops, "LARGE_BYTES", 0)
+        patch.setattr(copy_loops, "_puts", decided(around))
         rows = [(offset, address_of(source) + place, size) for offset, place, size in extents if size]
         digests = SlotStream(slots, chunk_bytes, nbytes).fill(rows)
     chunks = [wanted[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)]
@@ -81,7 +82,7 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
 def decided(around: bool) -> Way:
     """A kind of copy that was measured, with this result."""
     way = Way()
-    way._calls, way._rates = native.MEASURED_CALLS, {around: 1.0, not around: 0.0}
+    way._calls, way._rates = copy_loops.MEASURED_CALLS, {around: 1.0, not around: 0.0}
     return way
 
 
@@ -101,8 +102,8 @@ def test_parts_of_a_chunk_are_copied_and_the_chunk_is_digested(
         targets.append((np.full(skew + size + 1, 0xEE, np.uint8), skew, start, size))
         moves.append((address_of(targets[-1][0]) + skew, address_of(slot) + start, size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_gets", decided(around))
-        digest = native.get_chunk(address_of(slot), nbytes, moves, is_large=True)
+        patch.setattr(copy_loops, "_gets", decided(around))
+        digest = copy_loops.get_chunk(address_of(slot), nbytes, moves, is_large=True)
     assert digest == xxhash.xxh3_128_digest(slot)
     for memory, skew, start, size in targets:
         assert bytes(memory) == b"\xee" * skew + bytes(slot[start : start + size]) + b"\xee"
@@ -115,8 +116,8 @@ def test_a_move_copies_its_bytes_and_no_others(around: bool, nbytes: int, here: 
     """Head and tail of a store around the cache are what is odd."""
     source, target = noise(here + nbytes), np.full(there + nbytes + 1, 0xEE, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_moves", decided(around))
-        native.make_moves([(address_of(target) + there, address_of(source) + here, nbytes)], is_large=True)
+        patch.setattr(copy_loops, "_moves", decided(around))
+        copy_loops.make_moves([(address_of(target) + there, address_of(source) + here, nbytes)], is_large=True)
     assert bytes(target) == b"\xee" * there + bytes(source[here:]) + b"\xee"
 
 
@@ -128,7 +129,7 @@ def test_a_slot_that_changes_after_its_copy_has_another_digest() -> None:
     # The second move overwrites the slot's end while the chunk is copied, as another put would.
     end = address_of(slot) + 90_000
     moves = [(address_of(target), address_of(slot), 50_000), (end, address_of(slot) + 60_000, 10_000)]
-    assert native.get_chunk(address_of(slot), 100_000, moves, is_large=False) != before
+    assert copy_loops.get_chunk(address_of(slot), 100_000, moves, is_large=False) != before
     assert not copy_chunk(slot.data, [(address_of(target), 0, 100_000)], before)
 
 
@@ -151,7 +152,7 @@ def test_a_table_that_makes_no_sense_is_refused_before_a_byte_is_copied(
 ) -> None:
     """Its addresses would be memory of another object."""
     with pytest.raises(ValueError, match=why):
-        native.helper.put(table(*chunks), table(*moves), False)
+        extension.built.put(table(*chunks), table(*moves), False)
 
 
 def state() -> dict[str, object]:
@@ -167,14 +168,14 @@ def test_both_ways_to_copy_a_state_fill_equal_slots(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     plan = plan_state(state())
     found: list[list[bytes]] = []
-    for helper in (native.helper, None):
-        monkeypatch.setattr(native, "helper", helper)
+    for built in (extension.built, None):
+        monkeypatch.setattr(extension, "built", built)
         slots = [bytearray(b"\xee" * 65_536) for _ in range(-(-plan.nbytes // 65_536))]
         digests = copy_into(plan, [memoryview(slot) for slot in slots], 65_536)
         left = plan.nbytes % 65_536
         found.append([*map(bytes, slots[:-1]), bytes(slots[-1][:left])])
         assert digests is None or digests == [xxhash.xxh3_128_digest(chunk) for chunk in found[-1]]
-        assert (digests is None) == (helper is None)
+        assert (digests is None) == (built is None)
     assert found[0] == found[1]
 
 
@@ -190,7 +191,7 @@ def test_a_source_that_has_to_be_gathered_is_left_to_the_holder() -> None:
 @needs_helper
 def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """However large a copy is, a call is short: an exception stops it there."""
-    monkeypatch.setattr(native, "CALL_BYTES", 1000)
+    monkeypatch.setattr(copy_loops, "CALL_BYTES", 1000)
     calls: list[int] = []
 
     def put(*tables: bytes) -> bytes:
@@ -201,7 +202,7 @@ def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatc
         """The helper, interrupted in its first call."""
 
     Stub.put = staticmethod(put)  # type: ignore[attr-defined]
-    monkeypatch.setattr(native, "helper", Stub)
+    monkeypatch.setattr(extension, "built", Stub)
     slots, source = [bytearray(600) for _ in range(5)], noise(3000)
     with pytest.raises(KeyboardInterrupt):
         SlotStream([memoryview(slot) for slot in slots], 600, 3000).fill([(0, address_of(source), 3000)])
@@ -211,7 +212,7 @@ def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatc
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[bool, float]) -> Callable[[bool], bool]:
     """Let a call take so long, by the way that it goes."""
     now = [0.0]
-    monkeypatch.setattr(native.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(copy_loops.time, "thread_time", lambda: now[0])
 
     def work(around: bool) -> bool:
         now[0] += seconds[around]
@@ -228,8 +229,8 @@ def test_the_way_of_large_copies_is_measured_once(
     work, way = timed(monkeypatch, {False: plain_s, True: around_s}), Way()
     assert not way.call(work, nbytes=1 << 20, is_large=False)
     assert not way.call(work, nbytes=100, is_large=True)
-    found = [way.call(work, nbytes=1 << 20, is_large=True) for _ in range(native.MEASURED_CALLS)]
-    assert found == [False, True] * (native.MEASURED_CALLS // 2)
+    found = [way.call(work, nbytes=1 << 20, is_large=True) for _ in range(copy_loops.MEASURED_CALLS)]
+    assert found == [False, True] * (copy_loops.MEASURED_CALLS // 2)
     assert way.is_known
     assert way.call(work, nbytes=100, is_large=True) is wanted
     assert not way.call(work, nbytes=1 << 20, is_large=False)
@@ -237,7 +238,7 @@ def test_the_way_of_large_copies_is_measured_once(
 
 def test_the_environment_turns_it_off() -> None:
     """A person who suspects it can do without, for one run."""
-    program = "from memstore.shell.tensors import native; print(native.is_there())"
+    program = "from memstore.shell.native import helper; print(extension.is_there())"
     found = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "MEMSTORE_NATIVE": "0"}, capture_output=True, text=True,
         check=True, timeout=60,
@@ -247,7 +248,7 @@ def test_the_environment_turns_it_off() -> None:
 
 def test_without_it_chunks_are_copied_and_proved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop in Python is what a machine without a compiler runs."""
-    monkeypatch.setattr(native, "helper", None)
+    monkeypatch.setattr(extension, "built", None)
     monkeypatch.setattr(verified_stream, "MOVE_BYTES", 24)
     slot, target = noise(100), np.zeros(100, np.uint8)
     assert copy_chunk(slot.data, [(address_of(target), 0, 100)], xxhash.xxh3_128_digest(slot))

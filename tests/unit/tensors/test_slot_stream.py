@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors import slot_stream
-from memstore.shell.tensors.native import Move
 from memstore.shell.tensors.slot_stream import in_threads
 from memstore.shell.threads.safe_condition import SafeThread
 

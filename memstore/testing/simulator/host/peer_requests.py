@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder.effects import CALL_TIMEOUT_S
 from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
@@ -121,16 +122,14 @@ class Request:
     def _flipped(self, data: bytes) -> bytes:
         return bytes([data[0] ^ 0x40]) + data[1:] if self.sender.world.network.take("flips") else data
 
-    def recv_bulk_into(
-        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
-        """Copy it to where the server wants it; cut off before the last chunk of a request if so drawn."""
-        if self.is_cut and len(self._whole) == 1:
-            raise PeerUnreachable("the simulated connection was reset in mid-request", peer=self.peer)
-        view[:] = self._whole.pop(0) if self._whole else self._bulk
-        if seen is not None:
-            seen(view)
-        self.target.memory.version += 1
+    def recv_bulk_digests(self, views: Sequence[memoryview], digests: list[bytes], *, timeout_s: float) -> None:
+        """Copy them to where the server wants them; cut off before the last chunk of a request if so drawn."""
+        for view in views:
+            if self.is_cut and len(self._whole) == 1:
+                raise PeerUnreachable("the simulated connection was reset in mid-request", peer=self.peer)
+            view[:] = self._whole.pop(0) if self._whole else self._bulk
+            digests.append(chunk_digest(view))
+            self.target.memory.version += 1
 
     def skip_bulk(self, *, timeout_s: float) -> None:
         """The server has no room for the rest."""

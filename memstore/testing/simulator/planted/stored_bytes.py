@@ -80,12 +80,12 @@ def free_before_unlink(real: Any, self: ReplicaStore, gone: list[StoredReplica])
 
 
 @planted("ack-before-the-manifest", "R7", "I4", at=(ReplicaStore, "finish"))
-def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, data: bytes) -> Any:
+def ack_before_the_manifest(real: Any, self: ReplicaStore, name: str, *manifest: Any) -> Any:
     """A replica is acknowledged although its manifest was never stored."""
     if name == LOCAL_SENDER:
-        return real(self, name, data)
+        return real(self, name, *manifest)
     with patch.object(self.manifests, "save", lambda name, data: None):
-        return real(self, name, data)
+        return real(self, name, *manifest)
 
 
 @planted("manifest-before-the-chunks", "R7", "R7", *CRASHES, step_s=0.15)
@@ -100,10 +100,10 @@ def manifest_before_the_chunks() -> Any:
         flush(self)
         self.table.dirty |= kept
 
-    def early(self: ReplicaStore, name: str, data: bytes) -> StoredReplica:
+    def early(self: ReplicaStore, name: str, *manifest: Any) -> StoredReplica:
         finishing.append(self)
         try:
-            return finish(self, name, data)
+            return finish(self, name, *manifest)
         finally:
             finishing.clear()
 

@@ -1,20 +1,20 @@
 """Copies with digests in C, where the helper was built: one call for many moves, and the GIL is free meanwhile.
 
-`native.c` has what it does; without it Python's loops copy, and digests are a pass of their own. MEMSTORE_NATIVE=0
-turns it off. Whether large copies store around the cache is measured by the copies themselves, once for each kind: a
-few calls take one way and the other by turns, and the faster one stays. A processor's name says nothing about that.
+Without the helper Python's loops copy, and digests are a pass of their own. Whether large copies store around the cache
+is measured by the copies themselves, once for each kind: a few calls take one way and the other by turns, and the
+faster one stays. A processor's name says nothing about that.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memstore.core.format.manifest import split_digests
+from memstore.shell.native import extension
 
 Move = tuple[int, int, int]  # target address, source address, nbytes
 T = TypeVar("T")
@@ -24,24 +24,6 @@ MEASURED_CALL_BYTES = 1 << 20
 MEASURED_BYTES_MIN = 256 << 10  # of one call: the time of a smaller one says little
 MEASURED_CALLS = 8  # by turns; of chunks of 4 MiB two or three milliseconds for each way
 MARGIN = 1.05  # so much faster must stores around the cache be: what a copy leaves in the cache is of use to others
-
-
-def _built() -> Any:
-    if os.environ.get("MEMSTORE_NATIVE") == "0":
-        return None
-    try:
-        from memstore.shell.tensors import _native
-    except ImportError:  # not built, or built for a processor that can do more than this one
-        return None
-    return _native
-
-
-helper: Any = _built()  # None: Python does it all
-
-
-def is_there() -> bool:
-    """Return whether copies are made by the helper."""
-    return helper is not None
 
 
 class Way:
@@ -93,7 +75,7 @@ def make_moves(moves: Sequence[Move], *, is_large: bool) -> None:
     """Make moves that do not overlap, of a copy that is too large for the cache, or of another."""
     for part in _moves.parts(_short(moves), is_large=is_large):
         table = array("Q", chain.from_iterable(part)).tobytes()
-        _moves.call(helper.move, table, nbytes=sum(move[2] for move in part), is_large=is_large)
+        _moves.call(extension.built.move, table, nbytes=sum(move[2] for move in part), is_large=is_large)
 
 
 def _short(moves: Sequence[Move]) -> Sequence[Move]:
@@ -122,7 +104,7 @@ def put_chunks(chunks: Sequence[Move], rows: Sequence[Sequence[int]], *, is_larg
             heads.extend((address, nbytes, len(rows[number]) // 3))
             moves.extend(rows[number])
         nbytes = sum(chunk[2] for chunk in part)
-        joined = _puts.call(helper.put, heads.tobytes(), moves.tobytes(), nbytes=nbytes, is_large=is_large)
+        joined = _puts.call(extension.built.put, heads.tobytes(), moves.tobytes(), nbytes=nbytes, is_large=is_large)
         digests += split_digests(joined)
     return digests
 
@@ -130,5 +112,5 @@ def put_chunks(chunks: Sequence[Move], rows: Sequence[Sequence[int]], *, is_larg
 def get_chunk(address: int, nbytes: int, moves: Sequence[Move], *, is_large: bool) -> bytes:
     """Copy parts of a chunk out of its slot, and return the digest that the slot had after the copy."""
     head, table = array("Q", (address, nbytes, len(moves))), array("Q", chain.from_iterable(moves))
-    digest: bytes = _gets.call(helper.get, head.tobytes(), table.tobytes(), nbytes=nbytes, is_large=is_large)
+    digest: bytes = _gets.call(extension.built.get, head.tobytes(), table.tobytes(), nbytes=nbytes, is_large=is_large)
     return digest

@@ -1,8 +1,10 @@
-/* Copies with digests in one call, without the interpreter's lock. native.py calls it; without it Python does the same.
+/* Copies and transfers in one call, without the interpreter's lock. native.py calls it; without it Python does the same.
 
-   put    moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
-   get    moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
-   move   moves alone
+   put      moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
+   get      moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
+   move     moves alone
+   receive  bytes from a socket, and their digest, taken as they come (R14)
+   send     bytes to a socket, from where they lie
 
    Tables come as bytes, in rows of three unsigned 64-bit numbers: the stable ABI of Python 3.10 has no buffers. A chunk
    is (address, nbytes, how many of the moves are its own), a move is (target, source, nbytes). A table is checked before
@@ -11,8 +13,13 @@
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <poll.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
 
 /* If the build's flags chose the instructions, a wheel would fail on older processors: so they are chosen here, and
    where the processor lacks them the import is refused and Python's loops go on. Other compilers take what all have. */
@@ -42,6 +49,9 @@ static int is_supported(void) { return 1; }
 #define NEAR_BYTES (2u << 10)   /* the same where the source itself is read in front of every store */
 #define MOVE_BYTES (448u << 10) /* if plain copies were longer, the C library would choose stores around the cache */
 #define AROUND_BYTES_MIN 4096u  /* below it their head and tail cost more than the cache */
+#define ARRIVED_BYTES (1u << 20) /* most that is received before it is digested: well within a core's share of the cache */
+#define VIEWS_MAX 64u
+#define WAIT_S_MAX 3600.0 /* of one poll(2), whose milliseconds are an int */
 #define DIGEST_BYTES 16u
 #define LINE_BYTES 64u
 
@@ -190,6 +200,88 @@ static void get_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
     end_digest(&state, digest);
 }
 
+/* -- transfers ---------------------------------------------------------------------------------------------------- */
+
+/* How a transfer ended: DONE, the peer has ended the connection, its time was up, or an error's number. */
+enum { DONE = 0, ENDED = -1, LATE = -2 };
+
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* Wait until a socket that does not block can go on; DONE, LATE or an error. Its shutdown ends the wait. */
+static int wait_for(int fd, short event, double until_s)
+{
+    struct pollfd waited = {fd, event, 0};
+    double left_s = until_s - now_s();
+    if (left_s <= 0)
+        return LATE;
+    int ready = poll(&waited, 1, (int)((left_s < WAIT_S_MAX ? left_s : WAIT_S_MAX) * 1000) + 1);
+    return ready < 0 && errno != EINTR ? errno : DONE;
+}
+
+/* Receive bytes and digest what has come before each wait for more, and once a piece is there: it is in the cache then.
+   The kernel wakes for `wake` bytes or the last ones: waking for every segment costs more. */
+static int receive_all(int fd, char *target, size_t nbytes, double until_s, int wake, unsigned char *digest)
+{
+    size_t done = 0, digested = 0;
+    XXH3_state_t state;
+    XXH3_128bits_reset(&state);
+    while (done < nbytes) {
+        size_t size = least(nbytes - done, ARRIVED_BYTES);
+        ssize_t got = recv(fd, target + done, size, 0);
+        if (got == 0)
+            return ENDED;
+        if (got > 0) {
+            done += (size_t)got;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            int low = (int)least(nbytes - done, (size_t)wake);
+            XXH3_128bits_update(&state, target + digested, done - digested);
+            digested = done;
+            int is_tcp = wake == 0 || setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low) == 0;
+            int status = is_tcp ? wait_for(fd, POLLIN, until_s) : errno;
+            if (status != DONE)
+                return status;
+        } else if (errno != EINTR) {
+            return errno;
+        }
+        if (done - digested >= ARRIVED_BYTES / 2) {
+            XXH3_128bits_update(&state, target + digested, done - digested);
+            digested = done;
+        }
+    }
+    XXH3_128bits_update(&state, target + digested, nbytes - digested);
+    end_digest(&state, digest);
+    return DONE;
+}
+
+/* Send all of some views, and count what was sent. */
+static int send_all(int fd, struct iovec *views, size_t count, double until_s, size_t *sent)
+{
+    while (count) {
+        struct msghdr message = {0};
+        message.msg_iov = views, message.msg_iovlen = least(count, VIEWS_MAX);
+        ssize_t went = sendmsg(fd, &message, MSG_NOSIGNAL);
+        if (went < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            int status = wait_for(fd, POLLOUT, until_s);
+            if (status != DONE)
+                return status;
+        } else if (went < 0 && errno != EINTR) {
+            return errno;
+        }
+        size_t left = went < 0 ? 0 : (size_t)went;
+        *sent += left;
+        for (; count && left >= views->iov_len; views++, count--)
+            left -= views->iov_len;
+        if (count)
+            views->iov_base = (char *)views->iov_base + left, views->iov_len -= left;
+    }
+    return DONE;
+}
+
 typedef void (*Work)(const Chunk *, const Move *, int, unsigned char *);
 
 static void each_chunk(Work work, const Chunk *chunks, size_t count, const Move *moves, int around, char *digests)
@@ -283,7 +375,55 @@ static PyObject *move(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *receive(PyObject *self, PyObject *args)
+{
+    const char *table;
+    Py_ssize_t nbytes;
+    size_t count, came = 0;
+    int fd, wake, status = DONE;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "iy#di", &fd, &table, &nbytes, &timeout_s, &wake))
+        return NULL;
+    const Move *rows = rows_of(table, nbytes, &count);
+    PyObject *digests = rows ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES)) : NULL;
+    if (!digests)
+        return NULL;
+    unsigned char *into = (unsigned char *)PyBytes_AsString(digests);
+    Py_BEGIN_ALLOW_THREADS
+    for (; came < count && status == DONE; came += status == DONE) {
+        double until_s = now_s() + timeout_s;
+        status = receive_all(fd, at(rows[came].target), (size_t)rows[came].nbytes, until_s, wake, into + came * DIGEST_BYTES);
+    }
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("inN", status, (Py_ssize_t)came, digests);
+}
+
+static PyObject *send_views(PyObject *self, PyObject *args)
+{
+    const char *table;
+    Py_ssize_t nbytes;
+    size_t count, sent = 0;
+    int fd, status;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "iy#d", &fd, &table, &nbytes, &timeout_s))
+        return NULL;
+    const Move *rows = rows_of(table, nbytes, &count);
+    struct iovec *views = rows ? PyMem_Malloc((count + 1) * sizeof *views) : NULL;
+    if (!views)
+        return rows ? PyErr_NoMemory() : NULL;
+    for (size_t i = 0; i < count; i++)
+        views[i].iov_base = at(rows[i].source), views[i].iov_len = (size_t)rows[i].nbytes;
+    Py_BEGIN_ALLOW_THREADS
+    status = send_all(fd, views, count, now_s() + timeout_s, &sent);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(views);
+    return Py_BuildValue("iK", status, (unsigned long long)sent);
+}
+
 static PyMethodDef methods[] = {
+    {"receive", receive, METH_VARARGS,
+     "receive(fd, places, timeout_s, wake): return how it ended, how many places were filled, and the digest of each."},
+    {"send", send_views, METH_VARARGS, "send(fd, views, timeout_s): return how it ended, and the bytes sent."},
     {"put", put, METH_VARARGS, "put(chunks, moves, around): make the moves and return the digests of the chunks."},
     {"get", get, METH_VARARGS, "get(chunks, moves, around): make the moves and return the digests of the chunks."},
     {"move", move, METH_VARARGS, "move(moves, around): make the moves."},

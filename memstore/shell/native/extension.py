@@ -1,0 +1,27 @@
+"""The native helper, which is optional: `native.c` as this Python can import it, or nothing.
+
+It is not there where it was not built, where the processor lacks what it was built for, and with MEMSTORE_NATIVE=0.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def _find() -> Any:
+    if os.environ.get("MEMSTORE_NATIVE") == "0":
+        return None
+    try:
+        from memstore.shell.native import _native
+    except ImportError:  # not built, or built for a processor that can do more than this one
+        return None
+    return _native
+
+
+built: Any = _find()  # None: Python does it all
+
+
+def is_there() -> bool:
+    """Return whether the helper is used."""
+    return built is not None

@@ -1,0 +1,44 @@
+"""Transfers over a socket in C, where the helper was built: one call for many chunks, and the GIL is free meanwhile.
+
+The socket must not block. How a call ended comes back as a number; what follows from it is the channel's to say.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from memstore.core.format.manifest import split_digests
+from memstore.shell.native import extension
+
+DONE, ENDED, LATE = 0, -1, -2  # how a transfer ended; else an error's number
+
+
+def receive(fd: int, views: Sequence[memoryview], *, timeout_s: float, wake_bytes: int) -> tuple[int, list[bytes]]:
+    """Fill views from a socket that does not block; return how it ended, and the digests of those that were filled.
+
+    Args:
+        fd: The socket's descriptor.
+        views: In the order of the bytes.
+        timeout_s: For each view.
+        wake_bytes: So many at least, or the last ones, end a wait of a TCP socket from now on; 0 for another socket.
+    """
+    places = array("Q", chain.from_iterable((_address(view), 0, view.nbytes) for view in views))
+    ended: tuple[int, int, bytes] = extension.built.receive(fd, places.tobytes(), timeout_s, wake_bytes)
+    status, count, joined = ended
+    return status, split_digests(joined)[:count]
+
+
+def send(fd: int, views: Sequence[memoryview], *, timeout_s: float) -> tuple[int, int]:
+    """Send views of bytes over a socket that does not block; return how it ended, and the bytes that were sent."""
+    rows = array("Q", chain.from_iterable((0, _address(view), view.nbytes) for view in views if view.nbytes))
+    ended: tuple[int, int] = extension.built.send(fd, rows.tobytes(), timeout_s)
+    return ended
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,187 @@
+"""Chunks of one frame arrive with their digests, in C or by Python, and failures are reported alike (R13, R14)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import xxhash
+
+from memstore import errors
+from memstore.core.wire import frame as wire
+from memstore.core.wire.frame import Kind
+from memstore.shell.native import extension
+from memstore.shell.net.channel import Channel
+
+WITHOUT = pytest.param(None, id="python")
+WITH = pytest.param(
+    extension.built, id="native",
+    marks=pytest.mark.skipif(not extension.is_there(), reason="the native helper is not built, or is turned off"),
+)  # fmt: skip
+SIZES = [1, 4096, 300_000, 3 << 20, 17, 5 << 20]
+
+
+@pytest.fixture(params=[WITHOUT, WITH])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receive and send by Python's loops, and by those in C."""
+    monkeypatch.setattr(extension, "built", request.param)
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def sockets(request: pytest.FixtureRequest, way: None) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected stream sockets, closed afterwards."""
+    if request.param == "unix":
+        left, right = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            left = socket.create_connection(listening.getsockname())
+            right, _ = listening.accept()
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture
+def pair(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Channel, Channel]]:
+    """Two ends of one connection as channels."""
+    left, right = Channel(sockets[0]), Channel(sockets[1])
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture
+def aside() -> Iterator[Callable[..., Future[Any]]]:
+    """Run a function in another thread; all are waited for at the end."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+def chunks(*sizes: int) -> list[memoryview]:
+    return [memoryview(os.urandom(size)) for size in sizes]
+
+
+def places(sizes: list[int]) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+def digests_of(sent: list[memoryview]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(chunk) for chunk in sent]
+
+
+def raw_frame(bulk_bytes: int) -> bytes:
+    """Return the head of a frame whose bulk the test sends itself."""
+    return wire.pack_header(Kind.CHUNK, 1, b"", bulk_bytes)
+
+
+def test_chunks_of_all_sizes_arrive_with_their_digests_and_frames_follow(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    """What wakes the receiver of chunks does not keep the next, small frame from it."""
+    left, right = pair
+    for _ in range(3):
+        sent, got, digests = chunks(*SIZES), places(SIZES), list[bytes]()
+        sending = aside(left.send, Kind.CHUNK, 1, b"", sent, deadline_s=30.0)
+        right.recv(timeout_s=30.0)
+        right.recv_bulk_digests(got[:2], digests, timeout_s=30.0)
+        right.recv_bulk_digests(got[2:], digests, timeout_s=30.0)
+        sending.result(30.0)
+        assert [bytes(view) for view in got] == [bytes(view) for view in sent]
+        assert digests == digests_of(sent)
+        left.send(Kind.REPLY, 1, b"", deadline_s=30.0)
+        assert right.recv(timeout_s=30.0).kind is Kind.REPLY
+
+
+def test_more_views_than_one_call_of_the_system_takes(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    left, right = pair
+    sizes = [1 + number % 7 * 1000 for number in range(2500)]
+    sent, got, digests = chunks(*sizes), places(sizes), list[bytes]()
+    sending = aside(left.send, Kind.CHUNK, 1, b"", sent, deadline_s=30.0)
+    right.recv(timeout_s=30.0)
+    right.recv_bulk_digests(got, digests, timeout_s=30.0)
+    sending.result(30.0)
+    assert digests == digests_of(sent)
+    assert got == sent
+
+
+def test_more_chunks_than_the_frame_has_left_are_refused_before_one_is_taken(pair: tuple[Channel, Channel]) -> None:
+    left, right = pair
+    left.send(Kind.CHUNK, 1, b"", chunks(10, 10), deadline_s=30.0)
+    right.recv(timeout_s=30.0)
+    digests: list[bytes] = []
+    with pytest.raises(errors.InternalError, match="left"):
+        right.recv_bulk_digests(places([21]), digests, timeout_s=30.0)
+    assert not digests
+
+
+def test_a_connection_that_ends_within_a_chunk_leaves_those_before_it(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    sent, digests = chunks(1000, 2000, 3000), list[bytes]()
+    channel = Channel(sockets[1])
+    sockets[0].sendall(raw_frame(6000) + b"".join(sent)[:4500])
+    sockets[0].close()
+    channel.recv(timeout_s=30.0)
+    got = places([1000, 2000, 3000])
+    with pytest.raises(errors.PeerUnreachable, match="closed the connection in the middle of a frame"):
+        channel.recv_bulk_digests(got, digests, timeout_s=30.0)
+    assert digests == digests_of(sent[:2])
+    assert channel.is_closed
+
+
+def test_a_sender_that_stalls_within_a_chunk_is_given_up_at_its_deadline(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    """The limit is for each chunk, and the error names it."""
+    sent, digests = chunks(1000, 2000), list[bytes]()
+    channel = Channel(sockets[1])
+    sockets[0].sendall(raw_frame(3000) + b"".join(sent)[:1500])
+    channel.recv(timeout_s=30.0)
+    with pytest.raises(errors.PeerTimeout, match=r"the limit is 0\.2 s"):
+        channel.recv_bulk_digests(places([1000, 2000]), digests, timeout_s=0.2)
+    assert digests == digests_of(sent[:1])
+    assert channel.is_closed
+
+
+def test_close_wakes_who_waits_for_the_rest_of_a_chunk(
+    sockets: tuple[socket.socket, socket.socket], aside: Callable[..., Future[Any]]
+) -> None:
+    channel = Channel(sockets[1])
+    sockets[0].sendall(raw_frame(3000) + bytes(1500))
+    channel.recv(timeout_s=30.0)
+    waits = threading.Event()
+
+    def receive() -> None:
+        waits.set()
+        channel.recv_bulk_digests(places([1000, 2000]), [], timeout_s=600.0)
+
+    waiting = aside(receive)
+    assert waits.wait(30.0)
+    channel.close()
+    with pytest.raises(errors.PeerUnreachable, match="clos"):
+        waiting.result(30.0)
+
+
+def test_a_receiver_that_takes_nothing_lets_the_sender_go_at_its_deadline(pair: tuple[Channel, Channel]) -> None:
+    left, _ = pair
+    with pytest.raises(errors.PeerTimeout, match="send CHUNK"):
+        left.send(Kind.CHUNK, 1, b"", chunks(32 << 20), deadline_s=0.3)
+    assert left.is_closed
+
+
+def test_a_receiver_that_goes_away_fails_the_send(
+    pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]
+) -> None:
+    left, right = pair
+    sending = aside(left.send, Kind.CHUNK, 1, b"", chunks(32 << 20), deadline_s=30.0)
+    right.recv(timeout_s=30.0)
+    right.close()
+    with pytest.raises(errors.PeerUnreachable, match="send CHUNK"):
+        sending.result(30.0)
