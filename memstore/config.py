@@ -12,6 +12,7 @@ import numbers
 import operator
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
 
@@ -67,7 +68,7 @@ class Config:
     arena_bytes: int | str = "auto"  # most memory per host, grown as jobs reserve it; "auto": measured (R9)
     chunk_bytes: int = 4 * MIB  # unit of storage and transfer; a multiple of 4096
     failure_domains: tuple[str, ...] = ("zone", "rack")  # node labels, coarsest first, as far as nodes have them (R18)
-    interface: str | None = None  # network that carries replicas, an interface or a CIDR; None: the default route's
+    interface: str | Sequence[str] | None = None  # network(s) of copies, each an interface or a CIDR; None: default's
     port: int = 0  # port of every holder; 0: any free one
     streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
     heartbeat_s: float = 0.5  # time between two heartbeats of a holder
@@ -116,6 +117,7 @@ class Config:
     def __post_init__(self, _given: frozenset[str]) -> None:
         if isinstance(self.failure_domains, list):
             object.__setattr__(self, "failure_domains", tuple(self.failure_domains))
+        object.__setattr__(self, "interface", _interfaces(self.interface))
         check_name("store", self.store)
         _check_path("arena_dir", self.arena_dir)
         if self.arena_bytes != "auto":
@@ -161,12 +163,12 @@ class Config:
     def store_fields(self) -> dict[str, Any]:
         """Return the fields that belong to the store, as plain values."""
         values = asdict(self)
-        return {name: _plain(values[name]) for name in STORE_FIELDS}
+        return {name: plain(values[name]) for name in STORE_FIELDS}
 
     def job_fields(self) -> dict[str, Any]:
         """Return the fields that belong to one job, as plain values."""
         values = asdict(self)
-        return {f.name: _plain(values[f.name]) for f in fields(self) if f.name not in STORE_FIELDS}
+        return {f.name: plain(values[f.name]) for f in fields(self) if f.name not in STORE_FIELDS}
 
     def start_fields(self) -> dict[str, Any]:
         """Return the fields to start a store with: its own, and the job fields given as defaults for its jobs."""
@@ -187,6 +189,22 @@ class Config:
             if name not in known:
                 raise ConfigError(f"unknown config field {name!r}: it is one of {', '.join(sorted(known))}", field=name)
         return Config(**{**{name: getattr(self, name) for name in self.given}, **values})
+
+
+def _interfaces(value: Any) -> str | tuple[str, ...] | None:
+    """Return the interface, or several as a tuple; ConfigError for anything else, none, or one that is named twice."""
+    names = [value] if isinstance(value, str) else value
+    if value is None:
+        return None
+    shown = repr(value)[:SHOWN_CHARS_MAX]
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) and each for each in names):
+        raise ConfigError(
+            f"interface={shown} must be a name, a network such as 10.20.0.0/16, an address, or several of "
+            "these in a list", field="interface",
+        )  # fmt: skip
+    if len({*names}) < len(names):
+        raise ConfigError(f"interface={shown} names one of them twice", field="interface")
+    return names[0] if len(names) == 1 else tuple(names)
 
 
 def commands_naming(store: str, arena_dir: str, text: str) -> str:
@@ -282,7 +300,8 @@ def _check_path(name: str, value: object) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a field's value as it travels: several values are a list."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -28,7 +28,7 @@ from memstore.config import Config
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire.codec import encode, encode_frame
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
+from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import Action, Answer, LeaseRenewed, LogLine, SendOrder
 from memstore.core.wire.orders import (
     DropJob,
@@ -129,8 +129,8 @@ class Fleet:
     def up(self, host: SimHost) -> Inventory:
         """What a holder's session begins with."""
         return Inventory(
-            incarnation=host.incarnation, port=7000,
-            address=f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}",
+            incarnation=host.incarnation,
+            endpoints=(Endpoint(f"10.{host.number >> 16}.{host.number >> 8 & 255}.{host.number & 255}", 7000),),
             machine=f"machine-{host.name}", is_explicit=False, labels={"rack": f"rack-{host.number // 32}"},
             limit_bytes=1 << 40, copies=tuple(host.copies.values()), journal=tuple(self.journal), ranks=(), up_s=0.0,
             idle_s=0.0, dropped={},

@@ -27,7 +27,7 @@ RELEASE_S = 10.0  # a holder that is stopping gives its lock up within this
 @click.option("--address", metavar="ADDRESS", help="Ray cluster; default: the one this machine belongs to.")
 @click.option("--arena-bytes", metavar="SIZE", help='Memory per host, such as "64GiB"; default: measured.')
 @click.option("--chunk-bytes", metavar="SIZE", help='Unit of storage and transfer, such as "4MiB".')
-@click.option("--interface", metavar="NAME", help="Network that carries replicas: a name or a CIDR.")
+@click.option("--interface", metavar="NAME", help="Network of copies: a name or a CIDR; or several, with commas.")
 @click.option("--port", type=int, metavar="PORT", help="Port of every holder; default: any free one.")
 @click.option("--failure-domains", metavar="LABELS", help='Node labels, coarsest first, such as "zone,rack".')
 @click.option("--tls-cert", envvar="MEMSTORE_TLS_CERT", metavar="FILE", help="Certificate: TLS between the hosts.")
@@ -98,8 +98,8 @@ def bill(hosts: list[HostRow], job_defaults: dict[str, Any]) -> list[str]:
 def store_config(config: Config, fields: dict[str, Any]) -> Config:
     """Return the config with the fields that were given; a bad one is wrong usage."""
     given = {name: value for name, value in fields.items() if value is not None}
-    if "failure_domains" in given:
-        given["failure_domains"] = tuple(part.strip() for part in given["failure_domains"].split(",") if part.strip())
+    for name in {"failure_domains", "interface"} & given.keys():
+        given[name] = tuple(part.strip() for part in given[name].split(",") if part.strip())
     if "chunk_bytes" in given:
         from memstore.config import bytes_from_text
 

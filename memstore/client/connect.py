@@ -18,7 +18,7 @@ from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_in
 from memstore.client.pin_verbs import persist_request, persisted, pin_request
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
-from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole
+from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole, plain
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
 from memstore.core.wire.calls import AskSteps, InPlace, Join, ReadStep, UnpinStep
@@ -235,6 +235,7 @@ def fitted_to_store(config: Config, welcome: Welcome) -> Config:
 def check_store_fields(config: Config, running: dict[str, Any]) -> None:
     """Raise ConfigError if the caller set a store field to something else than the running store has (R5)."""
     default, mine = Config().store_fields(), config.store_fields()
+    running = {name: plain(value) for name, value in running.items()}
     differing = [
         f"{name}={mine[name]!r} (running: {running[name]!r})"
         for name in mine

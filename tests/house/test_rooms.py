@@ -22,7 +22,7 @@ CORE: dict[str, str] = {
     "format": "",
     "wire": "",
     "arena": "format wire",
-    "network": "",
+    "network": "wire",
     "schedule": "",
     "cluster": "schedule wire",
     "journal": "cluster wire",

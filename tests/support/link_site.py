@@ -60,8 +60,9 @@ class Site:
             identity = HostIdentity(host, read_boot_id(), True, {"memstore": "replica"})
             holder = Holder(identity, self.config, secret=self.secret, arena_limit_bytes=ARENA_BYTES)
             self.holders[host] = holder
-            info = holder.state.info
-            members.announce(host, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
+            info, first = holder.state.info, holder.state.info.endpoints[0]
+            record = {"address": first.address, "port": first.port, "incarnation": info.incarnation}
+            members.announce(host, record)
         wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
         self.stores: list[Store] = []
         self.place = threading.local()

@@ -84,9 +84,7 @@ class ReplicaIndex:
         self.shares: dict[str, PeerShare] = {}
         self.prepared: dict[str, PeerShare] = {}  # what jobs that restored will claim if they put
         self.staged: dict[StagedKey, tuple[StoredReplica, int]] = {}  # what restores brought, each with its pin
-        self.users: dict[
-            int, list[Key]
-        ] = {}  # sealed slot -> shards that use it; sets are slow here
+        self.users: dict[int, list[Key]] = {}  # sealed slot -> shards that use it; sets are slow here
         self.pins_count = 0
 
     # -- incoming replicas ---------------------------------------------------------------------

@@ -209,8 +209,8 @@ class Takeover:
         if later is None:
             return False
         self.out.log(
-            f"host {info.host_id}: its holder at {info.address}:{info.port} has incarnation {info.incarnation}, an "
-            f"earlier one at {later.address}:{later.port} had {later.incarnation}: it is ordered to take a higher one",
+            f"host {info.host_id}: its holder at {info.endpoints[0]} has incarnation {info.incarnation}, an "
+            f"earlier one at {later.endpoints[0]} had {later.incarnation}: it is ordered to take a higher one",
             "warning",
         )
         self.out.send(info.host_id, TakeIncarnation(above=later.incarnation))

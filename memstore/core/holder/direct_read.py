@@ -155,7 +155,7 @@ def elsewhere(read: PartialRead) -> Procedure[tuple[ChunksElsewhere, ...]]:
             peer = yield Reach(host)
         except PeerUnreachable:
             continue  # its reader has these brought from another copy
-        rows.append(ChunksElsewhere(host, peer.address, peer.port, tuple(ranges(indices))))
+        rows.append(ChunksElsewhere(host, peer.endpoints, tuple(ranges(indices))))
     return tuple(rows)
 
 

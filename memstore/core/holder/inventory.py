@@ -19,8 +19,8 @@ def inventory(state: HolderState, journal: Sequence[bytes], stories: Mapping[str
     """Return what a controller must know of this host first; `stories`: by job, what is remembered of its end."""
     info = state.info
     return Inventory(
-        incarnation=info.incarnation, address=info.address, port=info.port, machine=info.machine,
-        is_explicit=info.is_explicit, labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=_copies(state),
+        incarnation=info.incarnation, endpoints=info.endpoints, machine=info.machine, is_explicit=info.is_explicit,
+        labels=dict(info.labels), limit_bytes=info.limit_bytes, copies=_copies(state),
         journal=tuple(journal), ranks=tuple(sorted(state.ranks.owners)), up_s=state.now() - state.began_s,
         idle_s=state.idle_s, dropped=dict(stories),
     )  # fmt: skip

@@ -72,7 +72,7 @@ class StatusReport:
         now, state, remains = self.state.now, self.state.hosts.states[host], self.departures.remains(host)
         info = state.info
         return HostRow(
-            host=host, labels=dict(info.labels), address=f"{info.address}:{info.port}", status=state.status,
+            host=host, labels=dict(info.labels), address=", ".join(map(str, info.endpoints)), status=state.status,
             why=state.why, status_s=now - state.since_s, silent_s=now - state.last_beat_s, stats=state.stats,
             machine=info.machine, is_explicit=info.is_explicit, holds=holds, drains_s=self.drains.due_s(host),
             drain_left=remains.shards_count, drain_may_come=remains.may_come, drain_short=remains.short,

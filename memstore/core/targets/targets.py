@@ -239,7 +239,7 @@ class ClusterView:
 
     def _row(self, host: str) -> HostAddress:
         info = self.state.hosts.states[host].info
-        return HostAddress(info.host_id, info.address, info.port, info.incarnation)
+        return HostAddress(info.host_id, info.endpoints, info.incarnation)
 
     def _jobs(self) -> tuple[str, ...]:
         return (*self.state.jobs, *self.state.pending_forks)

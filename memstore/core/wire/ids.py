@@ -41,6 +41,21 @@ class WireStep(Row, frozen=True):
         return StepId(self.attempt, self.step)
 
 
+class Endpoint(Row, frozen=True):
+    """An address and a port on which a holder listens."""
+
+    address: str
+    port: Annotated[int, Meta(ge=0, le=65_535)]
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+Endpoints = Annotated[
+    tuple[Endpoint, ...], Meta(min_length=1, description="where a holder listens; the first carries its sessions, too")
+]
+
+
 class WireShard(Row, frozen=True):
     """A rank's shard of a step."""
 

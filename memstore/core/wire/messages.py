@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memstore.core.wire import calls, reports
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import Order
 from memstore.core.wire.replies import Reply
 from memstore.core.wire.status_rows import HostStats
@@ -26,8 +27,7 @@ class HostInfo:
 
     host_id: str
     incarnation: int
-    address: str
-    port: int
+    endpoints: tuple[Endpoint, ...]  # where its holder listens, the first for sessions too; none before it listens
     machine: str = ""
     is_explicit: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -53,8 +53,7 @@ class HostUp:
     def of(cls, host: str, sent: reports.Inventory, asked_s: float) -> HostUp:
         """Return the event of a holder's inventory, in a session that was asked for at that moment."""
         info = HostInfo(
-            host, sent.incarnation, sent.address, sent.port, sent.machine, sent.is_explicit, sent.labels,
-            sent.limit_bytes,
+            host, sent.incarnation, sent.endpoints, sent.machine, sent.is_explicit, sent.labels, sent.limit_bytes,
         )  # fmt: skip
         copies = tuple(copy.on(host) for copy in sent.copies)
         return cls(info, copies, sent.journal, sent.ranks, asked_s, sent.up_s, sent.idle_s, sent.dropped)

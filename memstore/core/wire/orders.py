@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Name, Positive, Unsigned, WireShard, WireSpec, WireStep
+from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireShard, WireSpec, WireStep
 
 # -- the journal (R16) --------------------------------------------------------------------------------
 
@@ -67,8 +67,7 @@ class HostAddress(Row, frozen=True):
     """Where a holder listens."""
 
     host: str
-    address: str
-    port: Unsigned
+    endpoints: Endpoints
     incarnation: Unsigned
 
 

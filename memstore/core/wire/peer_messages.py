@@ -4,7 +4,7 @@ A connection carries one request at a time: a CALL frame, answered by a REPLY fr
 an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK frames:
 
     Offer --Admitted--> ChunkBatch --ChunksWanted--> CHUNK frames --BatchReceived--> ... --> Seal --CopySealed-->
-      '--HasCopy, Refused-->         '--NoDraft-->                                            '--ChunksMissing--> again
+      '--HasCopy, Refused-->         '--NoIncoming-->                                         '--ChunksMissing--> again
     WholeShard, with all chunks of a small shard --CopySealed, HasCopy, Refused--> or --ChunksMissing--> ChunkBatch ...
     FetchChunks --> CHUNK frames --ChunksSent-->
 """

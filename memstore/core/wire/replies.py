@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memstore.core.wire.codec import Decoder, Message, Part, Request, Row, decode_reply, tag_of
-from memstore.core.wire.ids import Digest, Name, Unsigned, WireShard
+from memstore.core.wire.ids import Digest, Endpoints, Name, Unsigned, WireShard
 from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.status_rows import (
     AttemptRow,
@@ -150,8 +150,7 @@ class ChunksElsewhere(Row, frozen=True):
     """Chunks that the rank fetches itself from another host's holder."""
 
     host: str
-    address: str
-    port: Unsigned
+    endpoints: Endpoints
     chunks: tuple[ChunkRange, ...]
 
 

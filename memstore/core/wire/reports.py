@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import Decoder, Message, Part, Row
-from memstore.core.wire.ids import Digest, Name, Positive, Unsigned, WireCopy, WireShard, WireStep
+from memstore.core.wire.ids import Digest, Endpoints, Name, Positive, Unsigned, WireCopy, WireShard, WireStep
 from memstore.core.wire.orders import DropNumber, Lineage, RankSpec
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.status_rows import HostStats
@@ -25,8 +25,7 @@ class Inventory(Message, frozen=True, tag="inventory"):
     """A host's first report to a controller: its identity, its inventory, its journal."""
 
     incarnation: Unsigned
-    address: str
-    port: Unsigned
+    endpoints: Endpoints
     machine: str
     is_explicit: bool
     labels: dict[str, str]

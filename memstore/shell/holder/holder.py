@@ -31,6 +31,7 @@ from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ControllerIdentity, HolderIdentity, Identity, ReaderIdentity
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import ToolHello
 from memstore.core.wire.reports import Called, Heartbeat, Inventory
@@ -64,7 +65,7 @@ from memstore.shell.holder.stage import Stager
 from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
 from memstore.shell.host.identity import HostIdentity
-from memstore.shell.host.interface import resolve_interface
+from memstore.shell.host.interface import resolve_interfaces
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_unix
 from memstore.shell.net.pacing import Pacing
@@ -114,7 +115,7 @@ class Holder:
         term = read_journal(self.journal.records(), self.fences)
         self.sessions = ControllerSessions(identity.host_id, self.journal, term)
         info = HostInfo(
-            identity.host_id, next_incarnation(self.folder), "", 0, identity.machine, identity.is_explicit,
+            identity.host_id, next_incarnation(self.folder), (), identity.machine, identity.is_explicit,
             dict(identity.labels), arena_limit_bytes,
         )  # fmt: skip
         self._identity = HolderIdentity(host=identity.host_id, incarnation=info.incarnation)  # for peers
@@ -136,8 +137,8 @@ class Holder:
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
         self._compose()
-        address, port = self._listen()
-        lock_file.describe(cluster=cluster, address=f"{address}:{port}")
+        self.listeners: list[Listener[Identity]] = []
+        lock_file.describe(cluster=cluster, address=str(self._listen()))
         self.rank_listener = Listener.unix(self.folder / "holder.sock", on_channel=self.ranks.serve)
         self.guard = FolderGuard(
             self.context, lock_file, self.journal, secret, records=self.sessions.journal_records,
@@ -145,15 +146,23 @@ class Holder:
         )  # fmt: skip
         self._threads = self._start_loops()
 
-    def _listen(self) -> tuple[str, int]:
-        """Accept controllers and peers from now on; return where."""
-        self.listener = Listener.tcp(
-            resolve_interface(self.config.interface), self.config.port, secret=self.secret, store=self.config.store,
-            identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
-        )  # fmt: skip
-        address, port = str(self.listener.address[0]), int(self.listener.address[1])
-        self.state.info = replace(self.state.info, address=address, port=port)
-        return address, port
+    def _listen(self) -> Endpoint:
+        """Accept controllers and peers from now on, on every network; return where, on the first."""
+        try:
+            for address in resolve_interfaces(self.config.interface):
+                self.listeners.append(
+                    Listener.tcp(
+                        address, self.config.port, secret=self.secret, store=self.config.store,
+                        identity=lambda: self._identity, on_channel=self._accept, tls=self.tls,
+                    )
+                )  # fmt: skip
+        except BaseException:
+            for listener in self.listeners:
+                listener.close()
+            raise
+        endpoints = tuple(Endpoint(str(each.address[0]), int(each.address[1])) for each in self.listeners)
+        self.state.info = replace(self.state.info, endpoints=endpoints)
+        return endpoints[0]
 
     def _compose(self) -> None:
         """Make the parts, each from the context and from parts made before it."""
@@ -201,9 +210,9 @@ class Holder:
         """Send the controller a rank's call, or one of the holder's own."""
         self.sessions.report(Called(id=number, call=request))
 
-    def _connection_pool(self, host: str, address: str, port: int) -> Peer:
+    def _connection_pool(self, host: str, endpoints: tuple[Endpoint, ...]) -> Peer:
         return Peer(
-            host, address, port, secret=self.secret, store=self.config.store, identity=self._identity,
+            host, endpoints, secret=self.secret, store=self.config.store, identity=self._identity,
             streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
         )  # fmt: skip
 
@@ -218,7 +227,8 @@ class Holder:
         """End every connection: from now on this holder sends and receives nothing."""
         self.stopping.set()
         self.runner.wake()
-        self.listener.close()
+        for listener in self.listeners:
+            listener.close()
         self.rank_listener.close()
         self.sessions.close()
         for part in (self.stager, self.effect_calls, self.runner, self.pusher, self.persister, self.rooms):
@@ -262,7 +272,7 @@ class Holder:
 
     def _inventory(self) -> Inventory:
         """Return what a controller must know of this host first (R16)."""
-        if not self.state.info.port:  # a controller that knows the port of the life before has come first
+        if not self.state.info.endpoints:  # a controller that knows the port of the life before has come first
             raise PeerUnreachable(f"the holder of host {self.state.host_id} is just beginning: connect again")
         return inventory(self.state, self.sessions.journal_records(), self.tombstones.stories)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import AllHosts, HostNews
 from memstore.errors import PeerUnreachable
 from memstore.shell.peer.client import Peer
@@ -13,8 +14,8 @@ from memstore.shell.peer.client import Peer
 class PeerTable:
     """The peers of one holder; any thread may use it."""
 
-    def __init__(self, host_id: str, connect: Callable[[str, str, int], Peer]) -> None:
-        """`connect`: makes the pool for a host, an address and a port."""
+    def __init__(self, host_id: str, connect: Callable[[str, tuple[Endpoint, ...]], Peer]) -> None:
+        """`connect`: makes the pool for a host and where it listens."""
         self._host_id, self._connect = host_id, connect
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
@@ -30,15 +31,15 @@ class PeerTable:
     def set_view(self, view: AllHosts | HostNews) -> set[str]:
         """Take the addresses of hosts, and return the hosts now known; one that moved gets new connections (R3)."""
         with self._lock:
-            seen = {row.host: (row.address, row.port) for row in view.hosts if row.host != self._host_id}
+            seen = {row.host: row.endpoints for row in view.hosts if row.host != self._host_id}
             gone = view.gone if isinstance(view, HostNews) else self._peers.keys() - seen.keys()
             dead = self._peers.keys() & set(gone)
-            moved = [h for h, p in self._peers.items() if h in seen and seen[h] != (p.address, p.port)]
+            moved = [h for h, p in self._peers.items() if h in seen and seen[h] != p.endpoints]
             for host in (*dead, *moved):
                 self._peers.pop(host).close()
-            for host, (address, port) in seen.items():
+            for host, endpoints in seen.items():
                 if host not in self._peers:
-                    self._peers[host] = self._connect(host, address, port)
+                    self._peers[host] = self._connect(host, endpoints)
             return set(self._peers)
 
     def forget(self) -> None:

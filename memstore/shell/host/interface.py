@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 from memstore import errors
@@ -17,6 +18,20 @@ _IFREQ = struct.Struct("16s24s")
 _IFREQ_COUNT_MAX = 1024
 _PROBE = ("192.0.2.1", 9)
 """A documentation address (RFC 5737): connecting a datagram socket sends nothing, it only asks for a route."""
+
+
+def resolve_interfaces(specs: str | Sequence[str] | None) -> list[str]:
+    """Return the address of each of several networks, as `resolve_interface`; ConfigError if two have the same."""
+    found: dict[str, str | None] = {}
+    for spec in [specs] if specs is None or isinstance(specs, str) else specs:
+        address = resolve_interface(spec)
+        if address in found:
+            raise errors.ConfigError(
+                f"interface names {found[address]!r} and {spec!r}, which are the same address {address}: name networks "
+                "of different cards", field="interface",
+            )  # fmt: skip
+        found[address] = spec
+    return list(found)
 
 
 def resolve_interface(spec: str | None) -> str:

@@ -289,6 +289,10 @@ class Channel:
         """Send from now on in a class of the network's."""
         socket_options.classify(self._sock, dscp)
 
+    def end_after_silence(self, silence_s: float) -> None:
+        """End once the peer's kernel has answered nothing for so long; a process that is slow is no silence."""
+        socket_options.end_after_silence(self._sock, silence_s)
+
     def pace(self, bytes_per_s: int) -> None:
         """Send no faster from now on."""
         socket_options.pace(self._sock, bytes_per_s)

@@ -48,6 +48,15 @@ def pace(sock: socket.socket | TlsStream, bytes_per_s: int) -> None:
     _set(sock, socket.SOL_SOCKET, SO_MAX_PACING_RATE, _PACE.pack(bytes_per_s), "a pace (replicate_bytes_per_s)")
 
 
+def end_after_silence(sock: socket.socket | TlsStream, silence_s: float) -> None:
+    """End the connection once the peer's kernel has acknowledged nothing for so long, be it asked by bytes or not."""
+    what = "an early end of silent connections"
+    for option, value in (
+        (socket.TCP_USER_TIMEOUT, int(silence_s * 1000)), (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1),
+    ):  # fmt: skip
+        _set(sock, socket.IPPROTO_TCP, option, value, what)
+
+
 def flight(sock: socket.socket | TlsStream) -> Flight:
     """Return the bytes in transit; 0 if the connection is gone."""
     answer, rtt_us = array.array("i", [0]), 0

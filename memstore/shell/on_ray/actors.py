@@ -81,8 +81,9 @@ class HolderActor:
         )  # fmt: skip
         feed_from_holder(self.holder)
         info = self.holder.state.info
+        first = info.endpoints[0]
         record = {
-            "address": info.address, "port": info.port, "incarnation": info.incarnation, "machine": info.machine,
+            "address": first.address, "port": first.port, "incarnation": info.incarnation, "machine": info.machine,
             "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(),
         }  # fmt: skip
         self.membership.announce(host, record)

@@ -17,11 +17,12 @@ from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.network.chunk_batches import batches
+from memstore.core.network.endpoint_choice import EndpointChoice
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import Identity
-from memstore.core.wire.ids import WireShard
+from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
     ChunksMissing,
@@ -36,6 +37,7 @@ from memstore.core.wire.peer_messages import (
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
+from memstore.shell.net.dialling import dial
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
@@ -58,8 +60,7 @@ class Peer:
     def __init__(
         self,
         host_id: str,
-        address: str,
-        port: int,
+        endpoints: Sequence[Endpoint],
         *,
         secret: bytes,
         store: str,
@@ -69,7 +70,8 @@ class Peer:
         pacing: Pacing,
         tls: Tls | None = None,
     ) -> None:
-        self.host_id, self.address, self.port = host_id, address, port
+        self.host_id, self._endpoints = host_id, EndpointChoice(endpoints)
+        self._endpoint_of: dict[Channel, Endpoint] = {}
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
         self._tls, self._pacing = tls, pacing
@@ -87,8 +89,13 @@ class Peer:
             self.is_closed = True
             idle, self._idle = [*self._idle, *self._borrowed], []
         for channel in idle:
-            channel.close()
+            self._end(channel)
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Return where the holder listens."""
+        return self._endpoints.all
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
@@ -97,18 +104,13 @@ class Peer:
             if self.is_closed:
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
             channel = self._idle.pop() if self._idle else None
-        if channel is None:
-            channel = connect_tcp(
-                self.address, self.port, secret=self._secret, store=self._store, identity=self._identity,
-                timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
-            )  # fmt: skip
-            self._pacing.enter(channel)
+        channel = channel or self._dial()
         with self._lock:
             self._borrowed.add(channel)
         try:
             yield channel
         except BaseException as exc:
-            channel.close()
+            self._end(channel, has_failed=isinstance(exc, (PeerUnreachable, PeerTimeout)))
             if isinstance(exc, ProtocolError):
                 self._damage.frame(exc)
             raise
@@ -119,6 +121,26 @@ class Peer:
             if not self.is_closed and len(self._idle) < self._streams:
                 self._idle.append(channel)
                 return
+        self._end(channel)
+
+    def _dial(self) -> Channel:
+        channel, endpoint = dial(
+            self._endpoints, self._lock, lambda endpoint: connect_tcp(
+                endpoint.address, endpoint.port, secret=self._secret, store=self._store, identity=self._identity,
+                timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
+            )
+        )  # fmt: skip
+        with self._lock:
+            self._endpoint_of[channel] = endpoint
+        return self._pacing.enter(channel)
+
+    def _end(self, channel: Channel, *, has_failed: bool = False) -> None:
+        with self._lock:
+            endpoint = self._endpoint_of.pop(channel, None)
+            if endpoint is not None:
+                self._endpoints.closed(endpoint)
+                if has_failed:
+                    self._endpoints.failed(endpoint, time.monotonic())
         channel.close()
 
     def connect(self) -> None:
@@ -132,14 +154,19 @@ class Peer:
         return self._converse(lambda channel: decode_reply(request, channel.request(request, timeout_s=timeout_s).data))
 
     def _converse(self, work: Callable[[Channel], _T]) -> _T:
-        """Run `work`, which may be repeated, on a connection; one that went stale while idle is replaced once."""
+        """Run `work`, which may be repeated, on a connection.
+
+        It is repeated once: if the connection may have gone stale while it was idle, or another network is left.
+        """
         with self._lock:
             had_idle = bool(self._idle)
         try:
             with self.channel() as channel:
                 return work(channel)
-        except PeerUnreachable:
-            if not had_idle:
+        except (PeerUnreachable, PeerTimeout) as exc:
+            with self._lock:
+                has_another = self._endpoints.has_another(time.monotonic())
+            if not has_another and not (had_idle and isinstance(exc, PeerUnreachable)):
                 raise
         self.drop_idle()
         with self.channel() as channel:
@@ -150,7 +177,7 @@ class Peer:
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
-            channel.close()
+            self._end(channel)
 
     def over_streams(
         self,

@@ -16,21 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
 from memstore.core.format.manifest import Manifest, chunk_hasher
 from memstore.core.network.chunk_batches import batches
+from memstore.core.network.endpoint_choice import EndpointChoice
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
-from memstore.core.wire.ids import WireShard
+from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.peer_messages import FetchChunks, decode_run
 from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.net.channel import Channel
+from memstore.shell.net.dialling import dial
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
@@ -57,13 +60,13 @@ class Dialler:
         """Return how many connections a read opens to one host: more than cores only take turns."""
         return min(self._streams, os.cpu_count() or 1)
 
-    def connect(self, row: ChunksElsewhere) -> Channel:
+    def connect(self, host: str, endpoint: Endpoint) -> Channel:
         """Open a connection to a holder. TransportError, or ConfigError for files of TLS that this user cannot use."""
         if self._tls is None and any(self._tls_files.values()):
             self._tls = Tls.load(Config(**self._tls_files))
         return connect_tcp(
-            row.address, row.port, secret=read_secret(self._folder), store=self._store,
-            identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=row.host, tls=self._tls,
+            endpoint.address, endpoint.port, secret=read_secret(self._folder), store=self._store,
+            identity=ReaderIdentity(host=self._folder.name), timeout_s=CONNECT_S, host=host, tls=self._tls,
         )  # fmt: skip
 
 
@@ -72,7 +75,7 @@ class PeerChunks:
 
     def __init__(self, dialler: Dialler, manifest: Manifest, digest: str, rows: Sequence[ChunksElsewhere]) -> None:
         self._dialler, self._manifest, self._digest = dialler, manifest, digest
-        self._rows = {row.host: row for row in rows}
+        self._endpoints = {row.host: EndpointChoice(row.endpoints) for row in rows}
         self._host_of = {
             index: row.host
             for row in rows
@@ -157,7 +160,8 @@ class PeerChunks:
 
     def _dial(self, host: str) -> Channel:
         try:
-            return self._dialler.connect(self._rows[host])
+            channel, _ = dial(self._endpoints[host], self._lock, partial(self._dialler.connect, host))
+            return channel
         except PeerTimeout:
             with self._lock:
                 self.silent_hosts.add(host)

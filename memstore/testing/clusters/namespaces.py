@@ -3,6 +3,8 @@
     host h0  eth0 198.18.n.11 --- p0 \\
     host h1  eth0 198.18.n.12 --- p1 -- br0 (a namespace of its own) -- root --- ms-<pid>-<n> 198.18.n.1 (this machine)
 
+With `second_link` each host has an eth1 too, with an address in another network, and br1 joins these.
+
 No namespace has a name. Each is kept by one process, which ends when the rig's owner ends in any way, and the links
 inside go with it. `sweep` removes what outlives a killed owner: the owner's pid proves whose it was. Needs root.
 """
@@ -59,25 +61,31 @@ class NamespaceRig:
 
     device = "eth0"
 
-    def __init__(self, hosts: Iterable[str]) -> None:
+    def __init__(self, hosts: Iterable[str], *, second_link: bool = False) -> None:
         self.hosts: list[str] = []
+        self._has_second = second_link
         self._wanted = list(hosts)
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[Any]] = []
         self._blocked: set[tuple[str, str]] = set()  # (from, to)
         self._shaped: set[str] = set()
-        self._claim: socket.socket | None = None
+        self._claims: list[socket.socket] = []
         self._link = ""
         self._owner = ""
-        self.network = NETWORKS[0]
+        self.network = self.second_network = NETWORKS[0]
 
     def __enter__(self) -> NamespaceRig:
         try:
             number = self._take_network()
+            self.network = NETWORKS[number]
+            if self._has_second:
+                self.second_network = NETWORKS[self._take_network()]
             self._link = f"ms-{os.getpid()}-{number}"
             self._owner = f"{os.getpid()}-{process_start_time(os.getpid())}-{number}"
             self._keep(_SWITCH)
             self._ip(_SWITCH, "link set lo up", "link add br0 type bridge", "link set br0 up")
+            if self._has_second:
+                self._ip(_SWITCH, "link add br1 type bridge", "link set br1 up")
             pid = self._keepers[_SWITCH].pid
             _run(["ip", "link", "add", self._link, "type", "veth", "peer", "name", "root", "netns", str(pid)])
             _run(["ip", "addr", "add", f"{self.root_address}/24", "dev", self._link])
@@ -108,8 +116,8 @@ class NamespaceRig:
             keeper.communicate(timeout=COMMAND_S)
         self._keepers.clear()
         self.hosts.clear()
-        if self._claim is not None:
-            self._claim.close()
+        for claim in self._claims:
+            claim.close()
 
     def _take_network(self) -> int:
         """Claim a network that no other rig has and no address or route of this machine touches."""
@@ -124,7 +132,7 @@ class NamespaceRig:
             if any(NETWORKS[number].overlaps(network) for network in taken):
                 claim.close()
                 continue
-            self._claim, self.network = claim, NETWORKS[number]
+            self._claims.append(claim)
             return number
         raise DrillError(f"all {len(NETWORKS)} networks of 198.18.0.0/15 are in use: end some rigs, or sweep()")
 
@@ -154,6 +162,13 @@ class NamespaceRig:
             f"link set p{number} up",
         )
         self._ip(host, "link set lo up", f"addr add {self.address(host)}/24 dev eth0", "link set eth0 up")
+        if self._has_second:
+            pid, address = self._keepers[host].pid, self.second_network[FIRST_HOST + number]
+            self._ip(
+                _SWITCH, f"link add q{number} type veth peer name eth1 netns {pid}", f"link set q{number} master br1",
+                f"link set q{number} up",
+            )  # fmt: skip
+            self._ip(host, f"addr add {address}/24 dev eth1", "link set eth1 up")
 
     # -- where things are -----------------------------------------------------------------------
 
@@ -205,10 +220,10 @@ class NamespaceRig:
                 os.kill(pid, signal.SIGKILL)
         return pids
 
-    def sent_bytes(self, host: str) -> int:
-        """Return how many bytes have left a host so far, by the counter of its network device."""
+    def sent_bytes(self, host: str, device: str = "eth0") -> int:
+        """Return how many bytes have left a host so far, by the counter of a network device of its."""
         lines = Path(f"/proc/{self._keepers[host].pid}/net/dev").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()[8])
+        return int(next(line for line in lines if line.strip().startswith(f"{device}:")).split(":")[1].split()[8])
 
     # -- faults -------------------------------------------------------------------------------
 
@@ -219,6 +234,14 @@ class NamespaceRig:
     def heal(self, host: str) -> None:
         """Undo `cut`."""
         self._ip(_SWITCH, f"link set {self._port(host)} up")
+
+    def cut_second(self, host: str) -> None:
+        """Cut a host's second link at the switch: its own device stays up, and no connection is reset."""
+        self._ip(_SWITCH, f"link set q{self.hosts.index(host)} down")
+
+    def heal_second(self, host: str) -> None:
+        """Undo `cut_second`."""
+        self._ip(_SWITCH, f"link set q{self.hosts.index(host)} up")
 
     def block(self, source: str, target: str, *, one_way: bool = False) -> None:
         """Lose every packet from `source` to `target`, and in the other direction too unless `one_way`.

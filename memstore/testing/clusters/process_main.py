@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.wire.ids import Endpoint
 from memstore.shell.arena.arena_limit import arena_limit
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.controller.controller import Controller, collect_rarely
@@ -89,9 +90,9 @@ def run(spec: dict[str, Any]) -> None:
         )  # fmt: skip
         info = holder.state.info
         if spec["peer_address"] is not None:  # of a proxy; peers learn it with the first session
-            address, port = spec["peer_address"]
-            holder.state.info = dataclasses.replace(info, address=address, port=port)
-        membership.announce(info.host_id, {"address": info.address, "port": info.port, "incarnation": info.incarnation})
+            holder.state.info = dataclasses.replace(info, endpoints=(Endpoint(*spec["peer_address"]),))
+        address, port = info.endpoints[0].address, info.endpoints[0].port
+        membership.announce(info.host_id, {"address": address, "port": port, "incarnation": info.incarnation})
     over.wait()
 
 

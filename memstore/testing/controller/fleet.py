@@ -14,7 +14,7 @@ from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.wire import orders
-from memstore.core.wire.ids import WireCopy, WireShard, WireSpec
+from memstore.core.wire.ids import Endpoint, WireCopy, WireShard, WireSpec
 from memstore.core.wire.messages import (
     Answer,
     CallReceived,
@@ -59,7 +59,11 @@ class ControllerFleet:
         for number, host in enumerate(self.hosts):
             labels = {"rack": f"r{number // 32}"}
             self.handle(
-                HostUp(HostInfo(host, 1, f"10.0.{number >> 8}.{number & 255}", 7000, f"m-{host}", labels=labels))
+                HostUp(
+                    HostInfo(
+                        host, 1, (Endpoint(f"10.0.{number >> 8}.{number & 255}", 7000),), f"m-{host}", labels=labels
+                    )
+                )
             )
         self.now = 20.0
         self.handle(Tick())

@@ -20,6 +20,7 @@ from memstore.core.cluster.state import Rules
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.report.json_rows import event_fields, status_fields
 from memstore.core.wire.codec import encode
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import (
     Answer,
     Body,
@@ -213,7 +214,9 @@ class ControllerWorld(EventQueue):
 
     def add_host(self, name: str, labels: Mapping[str, str] | None = None) -> FakeHolder:
         """Add a machine with empty memory."""
-        info = HostInfo(name, 1, f"10.0.0.{len(self.holders)}", 7000, machine=f"m-{name}", labels=labels or {})
+        info = HostInfo(
+            name, 1, (Endpoint(f"10.0.0.{len(self.holders)}", 7000),), machine=f"m-{name}", labels=labels or {}
+        )
         holder = FakeHolder(info, self.durable, send=self._send, peer=self._reachable, later=self._later)
         self.holders[name] = holder
         if self.machine is not None:

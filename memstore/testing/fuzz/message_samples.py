@@ -51,7 +51,7 @@ def _value(node: inspect.Type, is_full: bool) -> Any:
         case inspect.LiteralType():
             return node.values[0 if is_full else -1]
         case inspect.VarTupleType():
-            return (_value(node.item_type, is_full),) if is_full else ()
+            return (_value(node.item_type, is_full),) * max(int(is_full), node.min_length or 0)
         case inspect.TupleType():
             return tuple(_value(item, is_full) for item in node.item_types)
         case inspect.ListType():

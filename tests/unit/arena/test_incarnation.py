@@ -11,6 +11,7 @@ from typing import TextIO
 import pytest
 
 from memstore.core.cluster.hosts import HostTable
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import TakeIncarnation
 from memstore.shell.arena.incarnation import INCARNATION_NAME, next_incarnation
@@ -64,7 +65,7 @@ def test_a_folder_that_was_lost_repeats_no_number(tmp_path: Path) -> None:
 def test_the_table_names_the_later_life() -> None:
     """An older life of a host is distinguished from the next one, and from a new session of the same."""
     table = HostTable(suspect_after_s=1.5, dead_after_s=5.0, failure_domains=())
-    lives = [HostInfo("a", n, "10.0.0.1", 7000) for n in (6, 7, 8)]
+    lives = [HostInfo("a", n, (Endpoint("10.0.0.1", 7000),)) for n in (6, 7, 8)]
     table.up(0.0, lives[1])
     assert [table.later_life(info) for info in lives] == [lives[1], None, None]
 

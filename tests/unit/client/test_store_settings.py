@@ -16,15 +16,17 @@ from typing import Any
 
 import pytest
 
+from memstore.client.connect import check_store_fields
 from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
 from memstore.core.holder.push import Push
 from memstore.core.wire.handshake import ControllerIdentity
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import PushTargets
 from memstore.core.wire.reports import Heartbeat, HolderMessage, Inventory, decode_holder_message
-from memstore.errors import PeerTimeout
+from memstore.errors import ConfigError, PeerTimeout
 from memstore.shell.controller.controller import Controller
 from memstore.shell.holder.holder import Holder
 from memstore.shell.holder.scrub import IDLE_S, Scrubber
@@ -80,13 +82,46 @@ def test_a_holder_listens_on_its_interface_and_port_only(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.2", 0)) as probe:
         port = int(probe.getsockname()[1])
     with a_holder(interface="train", port=port) as holder:
-        assert (holder.state.info.address, holder.state.info.port) == ("127.0.0.2", port)
+        assert (holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) == ("127.0.0.2", port)
         with as_controller(holder, "127.0.0.2", port) as channel:
             inventory = decode_holder_message(channel.recv(timeout_s=WAIT_S).data)
             assert isinstance(inventory, Inventory)
-            assert inventory.address == "127.0.0.2"
+            assert inventory.endpoints == (Endpoint("127.0.0.2", port),)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+
+def test_a_holder_listens_on_all_its_networks_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the config, on one port; the same address twice would be one card for two (R13)."""
+    cards = [("ib0", "127.0.0.2"), ("ib1", "127.0.0.3")]
+    monkeypatch.setattr(interface, "interface_addresses", lambda: cards)
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    with a_holder(interface=["ib1", "ib0"], port=port) as holder:
+        for address in ("127.0.0.2", "127.0.0.3"):
+            with as_controller(holder, address, port) as channel:
+                inventory = decode_holder_message(channel.recv(timeout_s=WAIT_S).data)
+                assert isinstance(inventory, Inventory)
+                assert inventory.endpoints == (Endpoint("127.0.0.3", port), Endpoint("127.0.0.2", port))
+    with pytest.raises(ConfigError, match=r"'ib0' and '127\.0\.0\.2', which are the same address"):
+        interface.resolve_interfaces(("ib0", "127.0.0.2"))
+
+
+@pytest.mark.parametrize("value", [[], ["ib0", "ib0"], ["ib0", 7], 7, "", [""]])
+def test_nonsense_for_a_network_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="interface="):
+        Config(interface=value)
+
+
+@pytest.mark.parametrize("given", [{"interface": ["ib0", "ib1"]}, {"failure_domains": ("row", "rack")}])
+def test_several_values_of_a_store_field_are_the_running_ones_in_any_container(given: dict[str, Any]) -> None:
+    """A message brings a tuple where the config had a list."""
+    config = Config(**given)
+    running = {**config.store_fields(), **{name: tuple(value) for name, value in given.items()}}
+    check_store_fields(config, running)
+    other = {**running, **{name: tuple(reversed(value)) for name, value in given.items()}}
+    with pytest.raises(ConfigError, match="runs with other settings"):
+        check_store_fields(config, other)
 
 
 def kinds_until_silent(channel: Channel, *, silent_s: float) -> list[type[HolderMessage]]:
@@ -105,14 +140,14 @@ def test_a_holder_beats_as_often_as_its_config_says() -> None:
     """
     with (
         a_holder(heartbeat_s=0.02) as holder,
-        as_controller(holder, holder.state.info.address, holder.state.info.port) as channel,
+        as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
         beats = 0
         while beats < 3:
             beats += isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Heartbeat)
     with (
         a_holder(heartbeat_s=60.0, suspect_after_s=180.0, dead_after_s=600.0) as holder,
-        as_controller(holder, holder.state.info.address, holder.state.info.port) as channel,
+        as_controller(holder, holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port) as channel,
     ):
         assert isinstance(decode_holder_message(channel.recv(timeout_s=WAIT_S).data), Inventory)
         assert Heartbeat not in kinds_until_silent(channel, silent_s=1.5)
@@ -124,7 +159,7 @@ def test_a_holder_opens_as_many_streams_to_a_peer_as_its_config_says(monkeypatch
     with two_holders(CHUNK_BYTES, streams=3) as (near, far):
         near.state.shared_shards.declare(PushTargets(job="train", attempt=1, targets=("b",), ranks=()))
         near.pusher.connect("train")
-        assert far.listener.connections == 3
+        assert far.listeners[0].connections == 3
 
 
 def kernel_settings(channel: Channel) -> tuple[int, int]:

@@ -53,7 +53,8 @@ def run(*sizes: Any) -> ChunkRun:
 def stranger(holder: Holder) -> Channel:
     """Connect as the holder of a host that the store does not know, with its secret."""
     return connect_tcp(
-        holder.state.info.address, holder.state.info.port, secret=holder.secret, store=holder.config.store,
+        holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
+        secret=holder.secret, store=holder.config.store,
         identity=HolderIdentity(host="z", incarnation=1), timeout_s=5,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from memstore.config import Config
 from memstore.core.journal.records import WholeOrder, journal_after
 from memstore.core.wire.codec import encode_frame
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import Action, Event, Report, Tick
 from memstore.core.wire.orders import decode_order
 from memstore.core.wire.reports import Heartbeat, Inventory, RankArrived
@@ -27,7 +28,7 @@ WAIT_S = 60.0
 def inventory(incarnation: int) -> Inventory:
     """Return that of a host that holds nothing."""
     return Inventory(
-        incarnation=incarnation, address="10.0.0.1", port=7000, machine="m", is_explicit=False, labels={},
+        incarnation=incarnation, endpoints=(Endpoint("10.0.0.1", 7000),), machine="m", is_explicit=False, labels={},
         limit_bytes=1, copies=(), journal=(), ranks=(), up_s=0.0, idle_s=0.0, dropped={},
     )  # fmt: skip
 

@@ -79,7 +79,8 @@ def dial(holder: Holder) -> Iterator[Dial]:
 
     def connect(term: int) -> Channel:
         channel = connect_tcp(
-            holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
+            holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
+            secret=SECRET, store=holder.config.store,
             identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
         )  # fmt: skip
         made.append(channel)
@@ -335,15 +336,15 @@ def test_a_journal_that_lost_what_it_is_to_keep_is_not_said_to_have_it(holder: H
 
 
 def test_a_controller_that_comes_before_the_port_is_known_gets_no_inventory(holder: Holder, dial: Dial) -> None:
-    """It would record a host at port 0; it comes again, and is greeted (R16)."""
+    """It would record a host that is nowhere; it comes again, and is greeted (R16)."""
     here = holder.state.info
-    holder.state.info = replace(here, port=0)
+    holder.state.info = replace(here, endpoints=())
     with connect_tcp(
-        here.address, here.port, secret=SECRET, store=holder.config.store,
+        here.endpoints[0].address, here.endpoints[0].port, secret=SECRET, store=holder.config.store,
         identity=ControllerIdentity(term=2), timeout_s=WAIT_S,
     ) as early, pytest.raises(PeerUnreachable):  # fmt: skip
         received(early)
     holder.state.info = here
     greeting = received(dial(3))
     assert isinstance(greeting, Inventory)
-    assert greeting.port == here.port
+    assert greeting.endpoints == here.endpoints

@@ -21,7 +21,7 @@ from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
-from memstore.core.wire.ids import WireShard, WireSpec
+from memstore.core.wire.ids import Endpoint, WireShard, WireSpec
 from memstore.core.wire.orders import Run, StageShard
 from memstore.core.wire.peer_messages import FetchChunks, FetchManifest, Ping, Verify
 from memstore.errors import DigestMismatch, FencedError, IntegrityError, PeerUnreachable, RecoveryError
@@ -181,7 +181,7 @@ def test_a_step_that_is_dropped_while_it_is_staged_is_not_kept(
 
 
 def reader_of(a: Holder) -> Channel:
-    address, port = a.listener.address[:2]
+    address, port = a.listeners[0].address[:2]
     return connect_tcp(
         str(address), int(port), secret=a.secret, store=a.config.store, identity=ReaderIdentity(host="b"), timeout_s=5.0
     )
@@ -371,7 +371,7 @@ def test_a_host_that_does_not_answer_is_not_dialled_for_every_read(
 
         def elsewhere(read: PartialRead) -> Any:
             rows = yield from real(read)
-            return tuple(structs.replace(row, port=deaf.getsockname()[1]) for row in rows)
+            return tuple(structs.replace(row, endpoints=(Endpoint(*deaf.getsockname()),)) for row in rows)
 
         monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
         with reader_on(site, "a") as reader:

@@ -69,7 +69,8 @@ def full(holder: Holder, small_tmpfs: Path) -> Iterator[FullFileSystem]:
 def dial(holder: Holder, term: int) -> Channel:
     """Connect as the controller of a term."""
     return connect_tcp(
-        holder.state.info.address, holder.state.info.port, secret=SECRET, store=holder.config.store,
+        holder.state.info.endpoints[0].address, holder.state.info.endpoints[0].port,
+        secret=SECRET, store=holder.config.store,
         identity=ControllerIdentity(term=term), timeout_s=WAIT_S,
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ def test_a_request_that_contradicts_its_bytes_stores_nothing(pair: tuple[Holder,
     request = WholeShard(
         shard=WireShard.of(named), sender=sender, attempt=1, manifest=encode_manifest(manifest)
     )  # fmt: skip
-    address, port = b.listener.address[:2]
+    address, port = b.listeners[0].address[:2]
     channel = connect_tcp(
         str(address), int(port), secret=b.secret, store=b.config.store,
         identity=HolderIdentity(host="x", incarnation=1), timeout_s=5.0,

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memstore.core.wire.handshake import HolderIdentity
+from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable, TransportError
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.peer.client import Peer
@@ -42,7 +43,7 @@ def test_an_error_of_the_work_is_no_error_of_the_wait() -> None:
 def peer_of_one_stream() -> Peer:
     """Return the client of a host that nothing has to answer for."""
     return Peer(
-        "h2", "127.0.0.1", 1, secret=b"s", store="s", identity=HolderIdentity(host="h1", incarnation=1),
+        "h2", [Endpoint("127.0.0.1", 1)], secret=b"s", store="s", identity=HolderIdentity(host="h1", incarnation=1),
         streams=1, damage=Damage(), pacing=Pacing(0, 0, 4 << 20),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from memstore.config import Config
 from memstore.core.cluster.state import Rules
 from memstore.core.holder import idle_time, incarnation
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostInfo
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.checks.generations import MAX_RESTORES
@@ -120,11 +121,13 @@ class Cluster:
     def add_host(self, name: str, labels: Mapping[str, str]) -> None:
         """Add a machine with empty memory."""
         self.memories[name] = Memory(name, CHUNK_BYTES)
-        info = HostInfo(name, 0, f"10.0.0.{len(self.holders)}", 7000, machine=f"m-{name}", labels=dict(labels))
+        info = HostInfo(
+            name, 0, (Endpoint(f"10.0.0.{len(self.holders)}", 7000),), machine=f"m-{name}", labels=dict(labels)
+        )
         self._start_holder(info)
 
     def _start_holder(self, info: HostInfo) -> None:
-        fields = {key: getattr(info, key) for key in ("host_id", "address", "port", "machine", "labels")}
+        fields = {key: getattr(info, key) for key in ("host_id", "endpoints", "machine", "labels")}
         memory = self.memories[info.host_id]
         info = HostInfo(incarnation=self.take_incarnation(info.host_id), **fields)
         holder = SimHolder(self, self.checker, info, memory)

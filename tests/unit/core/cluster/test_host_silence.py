@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.core.cluster.hosts import HostTable
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.messages import HostBeat, HostInfo, Tick
 from memstore.testing.controller.fleet import ControllerFleet
 
@@ -13,7 +14,7 @@ def table_of(*hosts: str) -> HostTable:
     """Live hosts, learned of at second 0, when the first tick came."""
     table = HostTable(suspect_after_s=1.5, dead_after_s=5.0, failure_domains=("rack",))
     for host in hosts:
-        table.up(0.0, HostInfo(host, 1, "10.0.0.1", 7000, machine=f"m-{host}"))
+        table.up(0.0, HostInfo(host, 1, (Endpoint("10.0.0.1", 7000),), machine=f"m-{host}"))
     table.tick(0.0)
     return table
 
@@ -38,7 +39,7 @@ def test_silence_shorter_than_some_ticks_is_found_in_its_time_too() -> None:
     (R28).
     """
     table = HostTable(suspect_after_s=0.1, dead_after_s=0.3, failure_domains=("rack",))
-    table.up(0.0, HostInfo("a", 1, "10.0.0.1", 7000, machine="m-a"))
+    table.up(0.0, HostInfo("a", 1, (Endpoint("10.0.0.1", 7000),), machine="m-a"))
     at = {change.status: tenth / 10 for tenth in range(8) for change in table.tick(tenth / 10)}
     assert at == {"suspect": 0.2, "dead": 0.4}
 

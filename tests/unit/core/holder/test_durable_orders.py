@@ -69,7 +69,7 @@ class Host:
         self.lock = contextlib.nullcontext()
         self.index = SimpleNamespace(find=lambda shard, digest: STORED)
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=self.reports.append, ask=lambda request: None, is_stopping=lambda: False,
             is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),

@@ -43,7 +43,7 @@ class Host:
         self.index = SimpleNamespace(shards={})
         store: Any = SimpleNamespace(lock=contextlib.nullcontext(), index=self.index)
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=lambda report: None, ask=lambda request: None, is_stopping=lambda: self.is_stopping,
             is_alive=lambda owner: True, pin_numbers=itertools.count(),
         )  # fmt: skip

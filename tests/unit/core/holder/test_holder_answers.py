@@ -37,7 +37,7 @@ def answered(link: Link, data: bytes | None, error: tuple[str, str] | None = Non
     """Return the effects of an answer to the process OWNER, while this link is in the table."""
     store: Any = None
     state = HolderState(
-        HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+        HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
         report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
         is_alive=lambda owner: True, pin_numbers=itertools.count(),
     )  # fmt: skip

@@ -10,12 +10,14 @@ from typing import Any
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.inventory import inventory, report_copy
 from memstore.core.holder.state import HolderState, Limits
-from memstore.core.wire.ids import WireCopy
+from memstore.core.wire.ids import Endpoint, WireCopy
 from memstore.core.wire.messages import HostInfo, HostUp
 from memstore.core.wire.reports import Report, Sealed
 from recovery.inventory import Copy, ShardId, ShardSpec
 
-INFO = HostInfo("me", 3, "10.0.0.1", 7000, "machine", is_explicit=True, labels={"rack": "a"}, limit_bytes=100)
+INFO = HostInfo(
+    "me", 3, (Endpoint("10.0.0.1", 7000),), "machine", is_explicit=True, labels={"rack": "a"}, limit_bytes=100
+)
 SHARD = ShardId("job", 1, 2, 0)
 STORED = StoredReplica(SHARD, ShardSpec("d" * 32, 16, 8, 2, 1), (b"0", b"1"), [4, 5])
 COPY = Copy(SHARD, STORED.spec, "me")

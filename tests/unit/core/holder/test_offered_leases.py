@@ -36,7 +36,7 @@ def host() -> HolderState:
         reclaim_dead=lambda known, is_alive: None,
     )  # fmt: skip
     state = HolderState(
-        HostInfo("a", 1, "", 0), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
+        HostInfo("a", 1, ()), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
         report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
         is_alive=lambda owner: True, pin_numbers=itertools.count(1),
     )  # fmt: skip

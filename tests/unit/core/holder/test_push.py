@@ -85,7 +85,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.state = HolderState(
-            HostInfo("a", 1, "", 0), self.store, self.outgoing, replace(LIMITS, whole_bytes=self.whole_bytes),
+            HostInfo("a", 1, ()), self.store, self.outgoing, replace(LIMITS, whole_bytes=self.whole_bytes),
             now=lambda: self.now, report=self.reports.append,
             ask=lambda request: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),

@@ -63,7 +63,7 @@ class Host:
         table = SimpleNamespace(leases={self.link.owner: {4, 5, 6, 7}})
         store: Any = SimpleNamespace(chunk_bytes=8, arena_identity="here", index=SimpleNamespace(table=table))
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=lambda report: None, ask=lambda call: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip

@@ -51,7 +51,7 @@ def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
         reclaim=table.reclaim, lock=threading.RLock(), index=ReplicaIndex(table),
     )  # fmt: skip
     return HolderState(
-        HostInfo("a", 1, "", 0), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
+        HostInfo("a", 1, ()), store, lambda shard, digest: None, Limits(2.0, 6.0), now=lambda: 0.0,
         report=reports.append, ask=lambda request: None, is_stopping=lambda: False,
         is_alive=lambda owner: True, pin_numbers=itertools.count(1),
     )  # fmt: skip

@@ -40,7 +40,7 @@ class Host:
         self.store_pins = itertools.count()
         store: Any = self
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
+            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: 0.0,
             report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
             is_alive=lambda owner: True,
             pin_numbers=itertools.count(),

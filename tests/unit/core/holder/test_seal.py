@@ -84,7 +84,7 @@ class Host:
         )  # fmt: skip
         self.fresh = Fresh()
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            HostInfo("me", 1, ()), store, lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=self.reports.append, ask=self.asked.append, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip

@@ -54,7 +54,7 @@ class Host:
     def __post_init__(self) -> None:
         self.replica = IncomingReplica(SHARD, [b"0", b"1"], [None, None], 1)
         self.state = HolderState(
-            HostInfo("me", 1, "", 0), NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
+            HostInfo("me", 1, ()), NoStore(), lambda shard, digest: None, Limits(1.0, 3.0), now=lambda: self.now,
             report=lambda report: None, ask=lambda request: None, is_stopping=lambda: False,
             is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),

@@ -1,0 +1,94 @@
+"""A connection goes to the network with the fewest, and to another where one cannot be reached (R13)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from memstore.core.network.endpoint_choice import EndpointChoice
+from memstore.core.wire.handshake import HolderIdentity
+from memstore.core.wire.ids import Endpoint
+from memstore.errors import AuthenticationError, PeerUnreachable
+from memstore.shell.net.channel import Channel
+from memstore.shell.net.dialling import SILENCE_S, dial
+from memstore.shell.net.listener import Listener, connect_tcp
+
+SECRET = b"s" * 32
+ME, OTHER = (HolderIdentity(host=host, incarnation=1) for host in ("a", "b"))
+
+
+@contextlib.contextmanager
+def listening(who: HolderIdentity = OTHER) -> Iterator[Endpoint]:
+    over = threading.Event()
+    with Listener.tcp(
+        "127.0.0.1", 0, secret=SECRET, store="s", identity=lambda: who, on_channel=lambda channel, _: over.wait(30.0)
+    ) as listener:  # fmt: skip
+        try:
+            yield Endpoint(*listener.address)
+        finally:
+            over.set()
+
+
+def refusing() -> Endpoint:
+    """Return where no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return Endpoint(*free.getsockname())
+
+
+def connect(endpoint: Endpoint) -> Channel:
+    return connect_tcp(
+        endpoint.address, endpoint.port, secret=SECRET, store="s", identity=ME, timeout_s=10.0, host="b"
+    )  # fmt: skip
+
+
+def test_connections_take_turns_and_end_early_where_another_network_is() -> None:
+    """Else one whose network has fallen silent would hold a copy up for as long as a single network may be slow."""
+    lock = threading.Lock()
+    with listening() as one, listening() as two, contextlib.ExitStack() as stack:
+        endpoints, reached = EndpointChoice([one, two]), []
+        for _ in range(4):
+            channel, endpoint = dial(endpoints, lock, connect)
+            stack.callback(channel.close)
+            reached.append(endpoint)
+            limit_ms = channel._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_ms == SILENCE_S * 1000
+        assert reached == [one, two, one, two]
+        alone, _ = dial(EndpointChoice([one]), lock, connect)
+        stack.callback(alone.close)
+        assert alone._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > SILENCE_S * 1000
+
+
+def test_one_that_refuses_is_passed_over_and_then_avoided() -> None:
+    lock, gone = threading.Lock(), refusing()
+    with listening() as good, contextlib.ExitStack() as stack:
+        endpoints = EndpointChoice([gone, good])
+        tried: list[Endpoint] = []
+
+        def noted(endpoint: Endpoint) -> Channel:
+            tried.append(endpoint)
+            return connect(endpoint)
+
+        for _ in range(3):
+            channel, endpoint = dial(endpoints, lock, noted)
+            stack.callback(channel.close)
+            assert endpoint == good
+        assert tried == [gone, good, good, good]
+
+
+def test_where_none_answers_the_error_says_so() -> None:
+    with pytest.raises(PeerUnreachable, match="cannot connect"):
+        dial(EndpointChoice([refusing(), refusing()]), threading.Lock(), connect)
+
+
+def test_another_host_at_an_address_is_no_failed_network() -> None:
+    """The view is out of date: the caller has to learn that, and gets no copy over what is left."""
+    with (
+        listening(HolderIdentity(host="c", incarnation=1)) as stranger,
+        listening() as good,
+        pytest.raises(AuthenticationError, match="that address is out of date"),
+    ):
+        dial(EndpointChoice([stranger, good]), threading.Lock(), connect)
