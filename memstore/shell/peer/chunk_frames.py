@@ -18,7 +18,7 @@ from memstore.shell.net.channel import Channel, Frame, SendGate
 from memstore.shell.peer.corruption_counts import Damage
 
 RUN_BYTES = BULK_BYTES_MAX  # the larger, the less of the interpreter's lock is held for a gigabyte
-SLOW_RUN_BYTES = 16 << 20  # a rate limit acts once per run
+SLOW_RUN_BYTES = 16 << 20  # of copies that are held back: a limit acts, and a receiver sees progress, once per run
 
 
 class Run(NamedTuple):

@@ -283,7 +283,8 @@ class Peer:
             lack = decode_wanted(answer.data).chunks
             if not set(batch).issuperset(lack):
                 raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
-            limit_bytes = RUN_BYTES if throttle is None else SLOW_RUN_BYTES
+            is_slow = throttle is not None or gate is not None or bool(self._pacing.bytes_per_s)
+            limit_bytes = SLOW_RUN_BYTES if is_slow else RUN_BYTES
             for part in runs([shipment.sizes[i] for i in lack], limit_bytes):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
