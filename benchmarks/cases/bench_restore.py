@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.report import targets
 from benchmarks.report.harness import EMULATED_HOSTS, MIB, SHARED_CORES, Options, Record, Took, interleave, require
 from benchmarks.rigs import gpt_tensors, rig
 from benchmarks.rigs.cores import SHARED, emulated, on_core
+from benchmarks.rigs.process_costs import until_idle
 from benchmarks.rigs.stopwatch import timed
 from benchmarks.rigs.tcp_streams import TcpStreams
 from memstore.client.checkpoint import Checkpoint
@@ -50,7 +52,8 @@ class Twins:
         self._pairs = list(zip(gpt_tensors.tensors(self.twin), gpt_tensors.tensors(self.state), strict=True))
 
     def read(self, get: Callable[[], Checkpoint | None], source: str, pids: list[int]) -> Took:
-        """Time a get, compare every byte, and forget what came."""
+        """Time a get, compare every byte, and forget what came. What the last put still costs its holders is over."""
+        until_idle(set(pids) - {os.getpid()})
         took, got = timed(get, pids)
         require(got is not None and got.source == source and self._is_same(), f"get: {got}")
         return took

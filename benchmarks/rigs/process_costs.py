@@ -6,12 +6,24 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+LOOK_S, IDLE_SHARE = 0.03, 0.1  # heartbeats use less of it
 SCHEDULED = 2  # the kernel's CPUCLOCK_SCHED: what the scheduler counted, of all threads of a process
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return the processor seconds, user and system, of these processes so far, threads that have ended included."""
     return sum(time.clock_gettime(~pid << 3 | SCHEDULED) for pid in pids)
+
+
+def until_idle(pids: Iterable[int], within_s: float = 5.0) -> None:
+    """Wait until these processes have used next to no processor time for a while; RuntimeError if they go on and on."""
+    watched, deadline_s = list(pids), time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        before_s = cpu_seconds(watched)
+        time.sleep(LOOK_S)
+        if cpu_seconds(watched) - before_s < IDLE_SHARE * LOOK_S:
+            return
+    raise RuntimeError(f"processes {watched} were not idle within {within_s:g} s")
 
 
 def descendants(pid: int) -> list[int]:
