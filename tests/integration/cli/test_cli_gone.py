@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cli_store import STEPS, run, run_json, train
 
-from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}
 
@@ -20,11 +20,18 @@ def restart(cluster: ProcessCluster) -> None:
     cluster.wait_live(*HOSTS)
 
 
+def manifests_count(cluster: ProcessCluster, host: str) -> int:
+    return sum(1 for _ in (cluster.arena(host) / "manifests").iterdir())
+
+
 def test_what_no_tier_has_is_one_line_after_a_restart(tmp_path: Path) -> None:
     """One arena lost: the newest step is there, all others are one line; every manifest lost: all are."""
     with ProcessCluster(tmp_path, HOSTS) as cluster:
         for rank in train(cluster.config):
             rank.close()
+        wait_for(
+            lambda: all(manifests_count(cluster, host) == len(HOSTS) for host in HOSTS), "older steps to be dropped"
+        )
         cluster.kill_all()
         shutil.rmtree(cluster.arena("h1"))
         restart(cluster)

@@ -11,6 +11,7 @@ from memstore.core.holder.effects import CALL_TIMEOUT_S
 from memstore.core.wire import codec
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
+from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.peer_messages import ChunkRun, ChunksWanted, FetchChunks, Offer, WholeShard, decode_request
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Frame
@@ -142,7 +143,7 @@ class PeerLink:
 
     holder: HostContext
     peer: HostContext
-    address, port = "simulated", 1
+    endpoints = (Endpoint("simulated", 1),)
 
     def ask(
         self, request: codec.Request[R], source: OutgoingReplica | None = None, limit_s: float = CALL_TIMEOUT_S
