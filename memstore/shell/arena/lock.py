@@ -111,6 +111,10 @@ class ArenaLock:
         """Say whether the file that is locked is the one that others would lock."""
         return _is_current(self.folder, self._fd)
 
+    def fileno(self) -> int:
+        """Return the locked file; a process that has it open as well keeps the lock from others until it ends."""
+        return self._fd
+
     def release(self) -> None:
         """Clear the record and give the lock up; a second call does nothing."""
         if self._fd >= 0:

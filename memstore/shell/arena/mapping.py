@@ -155,6 +155,10 @@ class ArenaMapping:
         slot = (address - self._address) // self.chunk_bytes
         return slot if 0 <= slot < self.nbytes // self.chunk_bytes else None
 
+    def offset(self, view: memoryview) -> int:
+        """Return where in the arena a view of it begins."""
+        return int(np.frombuffer(view, np.uint8).ctypes.data) - self._address
+
     def prefault(self, slots: Sequence[int], should_stop: Callable[[], bool] | None = None) -> int:
         """Enter the pages of claimed slots into this process, in steps of 64 MiB without the GIL.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
+from memstore.core.arena.withheld_slots import WithheldSlots
 from memstore.core.format.manifest import (
     Chunk,
     Manifest,
@@ -67,7 +68,7 @@ class ReplicaStore:
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
-        self.index = ReplicaIndex(self.table)
+        self.index, self.withheld = ReplicaIndex(self.table), WithheldSlots(self.table)
         self.room = ClaimedMemory(
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,

@@ -26,6 +26,7 @@ from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
     ChunksMissing,
+    ChunksRead,
     CopySealed,
     FetchChunks,
     HasCopy,
@@ -42,6 +43,7 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, receive_run, runs, send_run
+from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.threads.pool_work import await_ended
@@ -69,12 +71,13 @@ class Peer:
         damage: Damage,
         pacing: Pacing,
         tls: Tls | None = None,
+        reads: ChunkReads | None = None,
     ) -> None:
         self.host_id, self._endpoints = host_id, EndpointChoice(endpoints)
         self._endpoint_of: dict[Channel, Endpoint] = {}
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
-        self._tls, self._pacing = tls, pacing
+        self._tls, self._pacing, self._reads = tls, pacing, reads
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
@@ -295,9 +298,10 @@ class Peer:
                 paced = functools.partial(self._pacing.sending, channel)
                 with paced() if gate is None else contextlib.nullcontext():
                     held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'
-                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held)
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held, reads=self._reads)
                 self.sent_bytes += nbytes
-            if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
+            # Chunks that the peer reads itself have not left with the frames: it may still wait for the last ones.
+            if channel.recv(timeout_s=CALL_TIMEOUT_S * (1 + (self._reads is not None))).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
 
         self._converse(send)
@@ -328,12 +332,15 @@ class Peer:
             bad: list[int] = []
             want = [i for i in batch if replica.slots[i] is None]
             request = FetchChunks(shard=WireShard.of(replica.shard), digest=digest, chunks=tuple(want))
-            channel.send(Kind.CALL, next_request_id(), request, deadline_s=CALL_TIMEOUT_S)
+            request_id = next_request_id()
+            channel.send(Kind.CALL, request_id, request, deadline_s=CALL_TIMEOUT_S)
             while want:
                 run = receive_run(
                     channel, replicas, replica, want, take=replicas.take_slots_growing, damage=self._damage,
-                    timeout_s=CALL_TIMEOUT_S,
+                    timeout_s=CALL_TIMEOUT_S, reads=self._reads, host=self.host_id,
                 )  # fmt: skip
+                if self._reads is not None:
+                    channel.send(Kind.EVENT, request_id, ChunksRead(), deadline_s=CALL_TIMEOUT_S)
                 bad += run.bad
                 want = want[run.answered :]
             channel.recv(timeout_s=CALL_TIMEOUT_S)

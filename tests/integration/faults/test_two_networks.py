@@ -33,7 +33,14 @@ def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[ProcessCluster]:
     labels = {host: {"rack": f"r{host}"} for host in HOSTS}
     networks = (str(rig.network), str(rig.second_network))
     made = ProcessCluster(
-        tmp_path, labels, rig=rig, controller_host="head", interface=networks, arena_bytes=256 << 20, streams=2
+        tmp_path,
+        labels,
+        rig=rig,
+        controller_host="head",
+        interface=networks,
+        arena_bytes=256 << 20,
+        streams=2,
+        transport="tcp",
     )
     with made as cluster:
         yield cluster

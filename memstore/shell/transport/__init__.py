@@ -1,0 +1,1 @@
+"""Other ways than TCP for bulk bytes between holders."""

@@ -1,0 +1,136 @@
+"""An agent process as its holder sees it: started, asked for reads, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+from memstore.errors import ConfigError
+from memstore.shell.transport.agent_messages import (
+    PACKET_BYTES_MAX,
+    Ended,
+    Read,
+    Ready,
+    decode_message,
+    encode,
+)
+from memstore.shell.transport.transport import Piece
+
+START_TIMEOUT_S = 60.0
+PROGRAM = "memstore.shell.transport.nixl_agent"
+INSTALL = "install it with `pip install nixl`, or set transport='tcp'"
+ENVIRONMENT = {
+    "UCX_DEBUG_SIGNO": "",  # else UCX takes SIGHUP
+    "NIXL_LOG_LEVEL": "WARN",
+}
+
+
+class AgentProcess:
+    """One agent process. It has the lock's file open, so that no other holder takes the arena while it may write."""
+
+    def __init__(self, role: Literal["reads", "serves"], arena_fd: int, lock_fd: int) -> None:
+        """Start it and wait until it is there. ConfigError if it does not come."""
+        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, role, str(arena_fd), str(theirs.fileno())],
+                pass_fds=(arena_fd, lock_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
+                env={**ENVIRONMENT, **os.environ},
+            )  # fmt: skip
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Ended]] = {}
+        self._numbers = 0
+        self._is_retired = False
+        self.metadata = self._await_ready()
+        threading.Thread(target=self._listen, name="memstore-nixl", daemon=True).start()
+
+    def _await_ready(self) -> bytes:
+        self._pipe.settimeout(START_TIMEOUT_S)
+        try:
+            packet = self._pipe.recv(PACKET_BYTES_MAX)
+            ready = decode_message.decode(packet) if packet else None
+        except TimeoutError:
+            ready = None
+        if not isinstance(ready, Ready):
+            self.kill()
+            raise ConfigError(f"transport='nixl': NIXL's agent has not come, its process says why: {INSTALL}",
+                              field="transport")  # fmt: skip
+        self._pipe.settimeout(None)
+        return ready.metadata
+
+    @property
+    def is_usable(self) -> bool:
+        """Say whether it takes more reads."""
+        return not self._is_retired and self._process.poll() is None
+
+    def read(self, metadata: bytes, pieces: Sequence[Piece], deadline_s: float) -> Ended:
+        """Read pieces; return how it ended, at the latest when `deadline_s` have passed."""
+        future: Future[Ended] = Future()
+        with self._lock:
+            self._numbers += 1
+            number = self._numbers
+            self._waiting[number] = future
+        try:
+            self._pipe.send(encode(Read(number, metadata, tuple((*piece,) for piece in pieces))))
+            return future.result(deadline_s)
+        except TimeoutError:
+            return Ended(number, f"it has not come within {deadline_s:g} s")
+        except OSError as error:
+            return Ended(number, f"the agent is gone: {error}")
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+            self._end_if_retired()
+
+    def retire(self) -> None:
+        """Take no more reads, and end as soon as none is awaited: one that was given up cannot be ended otherwise."""
+        self._is_retired = True
+        self._end_if_retired()
+
+    def _end_if_retired(self) -> None:
+        with self._lock:
+            is_idle = not self._waiting
+        if self._is_retired and is_idle:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it; `has_ended` says when it is gone."""
+        self._is_retired = True
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._pipe.shutdown(socket.SHUT_RDWR)
+
+    def has_ended(self) -> bool:
+        """Say whether the process is gone, and with it every read that it had begun."""
+        return self._process.poll() is not None
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until the process is gone."""
+        until_s = time.monotonic() + timeout_s
+        while not self.has_ended() and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    def _listen(self) -> None:
+        """Hand answers to those that wait for them, until the process is gone."""
+        with contextlib.suppress(OSError):
+            while packet := self._pipe.recv(PACKET_BYTES_MAX):
+                ended = decode_message.decode(packet)
+                assert isinstance(ended, Ended)
+                with self._lock:
+                    future = self._waiting.pop(ended.number, None)
+                if future is not None:
+                    future.set_result(ended)
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for number, future in waiting.items():
+            future.set_result(Ended(number, "the agent's process has ended"))
+        self._is_retired = True
+        self._pipe.close()
