@@ -36,6 +36,11 @@ class EndpointChoice:
         """Say whether one of several did not fail lately."""
         return len(self.all) > 1 and not all(self.is_avoided(each, now) for each in self.all)
 
+    def is_uneven(self, now: float) -> bool:
+        """Say whether a network that may be used has no connection while another has several."""
+        idle = [each for each in self.all if not self._open[each] and not self.is_avoided(each, now)]
+        return bool(idle) and max(self._open.values(), default=0) > 1
+
     def opened(self, endpoint: Endpoint) -> None:
         """Count a connection."""
         self._open[endpoint] += 1

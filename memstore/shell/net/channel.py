@@ -290,7 +290,7 @@ class Channel:
         socket_options.classify(self._sock, dscp)
 
     def end_after_silence(self, silence_s: float) -> None:
-        """End once the peer's kernel has answered nothing for so long; a process that is slow is no silence."""
+        """End once nothing was taken at the other end for so long, be it the network's fault or the process's there."""
         socket_options.end_after_silence(self._sock, silence_s)
 
     def pace(self, bytes_per_s: int) -> None:

@@ -11,7 +11,7 @@ from memstore.core.wire.ids import Endpoint
 from memstore.errors import PeerTimeout, PeerUnreachable
 from memstore.shell.net.channel import Channel
 
-SILENCE_S = 5.0  # with several networks: after so long without an answer of the peer's kernel another one is better
+SILENCE_S = 5.0  # with several networks: if nothing is taken at the other end for so long, another one is tried
 
 
 def dial(
@@ -27,21 +27,23 @@ def dial(
     Raises:
         PeerUnreachable, PeerTimeout: none could be reached; the last one's error.
     """
-    with lock:
-        order = endpoints.order(time.monotonic())
-    error: PeerUnreachable | PeerTimeout | None = None
-    for endpoint in order:
+    tried: set[Endpoint] = set()
+    while True:
+        with lock:  # counted before it is there: else all that connect at once would take the same network
+            endpoint = next(each for each in endpoints.order(time.monotonic()) if each not in tried)
+            endpoints.opened(endpoint)
+        tried.add(endpoint)
         try:
             channel = connect(endpoint)
-        except (PeerUnreachable, PeerTimeout) as exc:
-            error = exc
+        except BaseException as exc:
+            has_failed = isinstance(exc, (PeerUnreachable, PeerTimeout))
             with lock:
-                endpoints.failed(endpoint, time.monotonic())
-            continue
-        if len(order) > 1:
+                endpoints.closed(endpoint)
+                if has_failed:
+                    endpoints.failed(endpoint, time.monotonic())
+            if has_failed and len(tried) < len(endpoints.all):
+                continue
+            raise
+        if len(endpoints.all) > 1:
             channel.end_after_silence(SILENCE_S)
-        with lock:
-            endpoints.opened(endpoint)
         return channel, endpoint
-    assert error is not None
-    raise error

@@ -49,7 +49,10 @@ def pace(sock: socket.socket | TlsStream, bytes_per_s: int) -> None:
 
 
 def end_after_silence(sock: socket.socket | TlsStream, silence_s: float) -> None:
-    """End the connection once the peer's kernel has acknowledged nothing for so long, be it asked by bytes or not."""
+    """End the connection once the other end has taken nothing for so long, or its kernel has not answered a probe.
+
+    The kernel counts the time in which a receiver's buffer is full as well, so a process that is stopped is a silence.
+    """
     what = "an early end of silent connections"
     for option, value in (
         (socket.TCP_USER_TIMEOUT, int(silence_s * 1000)), (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.wire.peer_messages import ChunkPlaces
-from memstore.errors import ProtocolError
+from memstore.errors import ConfigError, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.transport.transport import Piece, Transport
@@ -25,11 +25,19 @@ class ChunkReads:
         self._transport, self._replicas, self._offset = transport, replicas, offset
 
     def places(self, views: Sequence[memoryview | None]) -> ChunkPlaces:
-        """Return where chunks lie here; None stands for one that is lacking. The caller keeps them in place."""
+        """Return where chunks lie here; None stands for one that is lacking. The caller keeps them in place.
+
+        Raises:
+            PeerUnreachable: What peers read from cannot be started now.
+        """
+        try:
+            metadata = self._transport.metadata()
+        except (ConfigError, OSError) as error:
+            raise PeerUnreachable(f"no peer can read from this host now: {error}") from error
         return ChunkPlaces(
             sizes=tuple(0 if view is None else view.nbytes for view in views),
             offsets=tuple(0 if view is None else self._offset(view) for view in views),
-            metadata=self._transport.metadata(),
+            metadata=metadata,
         )
 
     def bring(

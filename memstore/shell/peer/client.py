@@ -106,7 +106,8 @@ class Peer:
         with self._lock:
             if self.is_closed:
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
-            channel = self._idle.pop() if self._idle else None
+            is_new = not self._idle or self._endpoints.is_uneven(time.monotonic())
+            channel = None if is_new else self._idle.pop()
         channel = channel or self._dial()
         with self._lock:
             self._borrowed.add(channel)
@@ -288,7 +289,8 @@ class Peer:
                 raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
             is_slow = throttle is not None or gate is not None or bool(self._pacing.bytes_per_s)
             limit_bytes = SLOW_RUN_BYTES if is_slow else RUN_BYTES
-            for part in runs([shipment.sizes[i] for i in lack], limit_bytes):
+            parts = list(runs([shipment.sizes[i] for i in lack], limit_bytes))
+            for part in parts:
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
@@ -301,7 +303,8 @@ class Peer:
                     send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held, reads=self._reads)
                 self.sent_bytes += nbytes
             # Chunks that the peer reads itself have not left with the frames: it may still wait for the last ones.
-            if channel.recv(timeout_s=CALL_TIMEOUT_S * (1 + (self._reads is not None))).kind is not Kind.REPLY:
+            unread = 0 if self._reads is None else len(parts)
+            if channel.recv(timeout_s=CALL_TIMEOUT_S * (1 + unread)).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
 
         self._converse(send)

@@ -5,6 +5,7 @@ The requests and their replies: `core/wire/peer_messages.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ class Incoming:
     replica: IncomingReplica
     channels: set[Channel]
     last_frame_s: float
+    receiving: int = 0  # frames under way, each chunk of which has its deadline
 
 
 class PeerServer:
@@ -215,15 +217,27 @@ class PeerServer:
         channel.send(Kind.EVENT, request_id, ChunksWanted(chunks=tuple(lack)), deadline_s=REPLY_TIMEOUT_S)
         damaged: list[int] = []
         while lack:
-            run = receive_run(
-                channel, self.replicas, replica, lack, take=self._take, damage=self.damage, timeout_s=CHUNK_TIMEOUT_S,
-                reads=self.reads, host=sender,
-            )  # fmt: skip
+            with self._receiving(incoming):
+                run = receive_run(
+                    channel, self.replicas, replica, lack, take=self._take, damage=self.damage,
+                    timeout_s=CHUNK_TIMEOUT_S, reads=self.reads, host=sender,
+                )  # fmt: skip
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
             damaged += run.bad
             lack = lack[run.answered :]
         return BatchReceived(damaged=tuple(damaged))
+
+    @contextlib.contextmanager
+    def _receiving(self, incoming: Incoming) -> Iterator[None]:
+        """Keep a copy from being given up as idle while a frame of it comes, however slowly."""
+        with self.lock:
+            incoming.receiving += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                incoming.receiving -= 1
 
     def _named(self, batch: ChunkBatch, chunks_count: int) -> list[int]:
         """Return the indices of a batch; ProtocolError for indices that no incoming replica has."""
@@ -252,6 +266,9 @@ class PeerServer:
         manifest = decode_manifest(seal.manifest)
         replica = self.replicas.index.find_incoming(sender, shard)
         if replica is None:
+            known = self.replicas.index.find(shard, shard_digest(seal.manifest))
+            if known is not None and not known.missing and not known.is_doomed:
+                return CopySealed()  # the answer was lost, and the request came again
             return Refused(why="no such incoming replica: it was aborted or fenced", is_final=True)
         if manifest.shard != shard or [c.digest for c in manifest.chunks] != replica.digests:
             self._abort(seal)
@@ -332,7 +349,7 @@ class PeerServer:
     def give_up_idle(self) -> None:
         """Free the incoming replicas of silent senders, so that they keep no room for ever (R13)."""
         late_s = self.replicas.clock.monotonic() - INCOMING_IDLE_S
-        self._give_up(lambda key, incoming: incoming.last_frame_s < late_s)
+        self._give_up(lambda key, incoming: incoming.last_frame_s < late_s and not incoming.receiving)
 
     def _give_up(self, is_orphan: Callable[[Key, Incoming], bool]) -> None:
         with self.lock:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Literal
 
 from memstore.errors import ConfigError
@@ -24,7 +25,7 @@ from memstore.shell.transport.agent_messages import (
 )
 from memstore.shell.transport.transport import Piece
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 20.0
 PROGRAM = "memstore.shell.transport.nixl_agent"
 INSTALL = "install it with `pip install nixl`, or set transport='tcp'"
 ENVIRONMENT = {
@@ -61,8 +62,10 @@ class AgentProcess:
             ready = None
         if not isinstance(ready, Ready):
             self.kill()
-            raise ConfigError(f"transport='nixl': NIXL's agent has not come, its process says why: {INSTALL}",
-                              field="transport")  # fmt: skip
+            raise ConfigError(
+                f"transport='nixl': NIXL's agent was not there within {START_TIMEOUT_S:g} s: see what it said in this "
+                "process's log, or set transport='tcp'", field="transport",
+            )  # fmt: skip
         self._pipe.settimeout(None)
         return ready.metadata
 
@@ -79,10 +82,15 @@ class AgentProcess:
             number = self._numbers
             self._waiting[number] = future
         try:
-            self._pipe.send(encode(Read(number, metadata, tuple((*piece,) for piece in pieces))))
+            packet = encode(Read(number, metadata, tuple((*piece,) for piece in pieces)))
+            if len(packet) > PACKET_BYTES_MAX:
+                return Ended(number, f"{len(pieces)} pieces are too many for one read", has_begun=False)
+            self._pipe.send(packet, socket.MSG_DONTWAIT)
             return future.result(deadline_s)
-        except TimeoutError:
+        except FutureTimeout:  # before Python 3.11 it is no TimeoutError
             return Ended(number, f"it has not come within {deadline_s:g} s")
+        except BlockingIOError:
+            return Ended(number, "the agent takes no more reads", has_begun=False)
         except OSError as error:
             return Ended(number, f"the agent is gone: {error}")
         finally:

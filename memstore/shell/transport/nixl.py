@@ -52,7 +52,7 @@ class NixlTransport:
         """Read pieces of the arena that `metadata` is of; None once all have come. Waits at most `deadline_s`."""
         try:
             agent = self._reader()
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return GivenUp(PeerUnreachable(f"host {host} cannot be read from: {error}", host=host), lambda: True)
         ended = agent.read(metadata, pieces, deadline_s)
         if not ended.why:

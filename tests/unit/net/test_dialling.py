@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -92,3 +93,20 @@ def test_another_host_at_an_address_is_no_failed_network() -> None:
         pytest.raises(AuthenticationError, match="that address is out of date"),
     ):
         dial(EndpointChoice([stranger, good]), threading.Lock(), connect)
+
+
+def test_connections_that_are_opened_at_once_are_spread_too() -> None:
+    """All streams of a fetch are opened by threads of their own."""
+    lock, together = threading.Lock(), threading.Barrier(4)
+    with listening() as one, listening() as two, contextlib.ExitStack() as stack:
+        endpoints = EndpointChoice([one, two])
+
+        def late(endpoint: Endpoint) -> Channel:
+            together.wait(30.0)
+            return connect(endpoint)
+
+        with ThreadPoolExecutor(4) as threads:
+            made = [threads.submit(dial, endpoints, lock, late) for _ in range(4)]
+            for each in made:
+                stack.callback(each.result(30.0)[0].close)
+        assert sorted(each.result()[1] == one for each in made) == [False, False, True, True]

@@ -37,6 +37,24 @@ def test_what_failed_is_last_until_its_time_is_over_and_used_where_nothing_else_
     assert endpoints.order(10.0 + AVOID_S)[0] == A, "its time is over, and it has fewer connections"
 
 
+def test_a_network_without_connections_is_used_again_once_its_time_is_over() -> None:
+    """A pool that was refilled from another network would keep to that one for ever."""
+    endpoints = EndpointChoice([A, B])
+    endpoints.failed(A, 10.0)
+    for _ in range(2):
+        open_one(endpoints, 10.0)
+    assert not endpoints.is_uneven(11.0), "it is avoided still"
+    assert endpoints.is_uneven(10.0 + AVOID_S)
+    assert open_one(endpoints, 10.0 + AVOID_S) == A
+    assert not endpoints.is_uneven(10.0 + AVOID_S)
+
+
+def test_one_connection_has_no_other_side() -> None:
+    endpoints = EndpointChoice([A, B])
+    open_one(endpoints)
+    assert not endpoints.is_uneven(0.0)
+
+
 def test_a_single_network_has_no_other() -> None:
     endpoints = EndpointChoice([A])
     assert not endpoints.has_another(0.0)
