@@ -8,51 +8,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from socket_pairs import tcp_pair
 
 from memstore import errors
 from memstore.core.wire import frame as wire
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.shell.net.channel import Channel
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        left = socket.create_connection(listening.getsockname())
-        right, _ = listening.accept()
-    return left, right
-
-
-@pytest.fixture(params=["tcp", "unix"])
-def sockets(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two connected stream sockets, closed afterwards."""
-    pair = tcp_pair() if request.param == "tcp" else socket.socketpair()
-    yield pair
-    for sock in pair:
-        sock.close()
-
-
-@pytest.fixture
-def pair(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Channel, Channel]]:
-    """Two ends of one connection as channels."""
-    left, right = Channel(sockets[0]), Channel(sockets[1])
-    yield left, right
-    left.close()
-    right.close()
-
-
-@pytest.fixture
-def aside() -> Iterator[Callable[..., Future[Any]]]:
-    """Run a function in another thread; all are waited for at the end."""
-    with ThreadPoolExecutor(4) as pool:
-        yield pool.submit
 
 
 def views(*sizes: int) -> list[memoryview]:

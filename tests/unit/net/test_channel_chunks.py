@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -26,40 +26,10 @@ WITH = pytest.param(
 SIZES = [1, 4096, 300_000, 3 << 20, 17, 5 << 20]
 
 
-@pytest.fixture(params=[WITHOUT, WITH])
+@pytest.fixture(autouse=True, params=[WITHOUT, WITH])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Receive and send by Python's loops, and by those in C."""
     monkeypatch.setattr(extension, "built", request.param)
-
-
-@pytest.fixture(params=["tcp", "unix"])
-def sockets(request: pytest.FixtureRequest, way: None) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two connected stream sockets, closed afterwards."""
-    if request.param == "unix":
-        left, right = socket.socketpair()
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            left = socket.create_connection(listening.getsockname())
-            right, _ = listening.accept()
-    yield left, right
-    left.close()
-    right.close()
-
-
-@pytest.fixture
-def pair(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Channel, Channel]]:
-    """Two ends of one connection as channels."""
-    left, right = Channel(sockets[0]), Channel(sockets[1])
-    yield left, right
-    left.close()
-    right.close()
-
-
-@pytest.fixture
-def aside() -> Iterator[Callable[..., Future[Any]]]:
-    """Run a function in another thread; all are waited for at the end."""
-    with ThreadPoolExecutor(2) as pool:
-        yield pool.submit
 
 
 def chunks(*sizes: int) -> list[memoryview]:
