@@ -27,7 +27,6 @@ from memstore.shell.transport.transport import Piece
 
 START_TIMEOUT_S = 20.0
 PROGRAM = "memstore.shell.transport.nixl_agent"
-INSTALL = "install it with `pip install nixl`, or set transport='tcp'"
 ENVIRONMENT = {
     "UCX_DEBUG_SIGNO": "",  # else UCX takes SIGHUP
     "NIXL_LOG_LEVEL": "WARN",
