@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.network.chunk_batches import batches
-from memstore.core.network.endpoint_choice import EndpointChoice
 from memstore.core.wire.codec import Request, decode_reply
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
@@ -38,7 +37,7 @@ from memstore.core.wire.peer_messages import (
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
-from memstore.shell.net.dialling import dial
+from memstore.shell.net.dialling import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
@@ -73,8 +72,7 @@ class Peer:
         tls: Tls | None = None,
         reads: ChunkReads | None = None,
     ) -> None:
-        self.host_id, self._endpoints = host_id, EndpointChoice(endpoints)
-        self._endpoint_of: dict[Channel, Endpoint] = {}
+        self.host_id, self._networks = host_id, HostNetworks(endpoints)
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
         self._tls, self._pacing, self._reads = tls, pacing, reads
@@ -92,13 +90,13 @@ class Peer:
             self.is_closed = True
             idle, self._idle = [*self._idle, *self._borrowed], []
         for channel in idle:
-            self._end(channel)
+            self._networks.end(channel)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Return where the holder listens."""
-        return self._endpoints.all
+        return self._networks.endpoints
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
@@ -106,7 +104,7 @@ class Peer:
         with self._lock:
             if self.is_closed:
                 raise PeerUnreachable(f"host {self.host_id} is gone", host=self.host_id)
-            is_new = not self._idle or self._endpoints.is_uneven(time.monotonic())
+            is_new = not self._idle or self._networks.is_uneven()
             channel = None if is_new else self._idle.pop()
         channel = channel or self._dial()
         with self._lock:
@@ -114,7 +112,7 @@ class Peer:
         try:
             yield channel
         except BaseException as exc:
-            self._end(channel, has_failed=isinstance(exc, (PeerUnreachable, PeerTimeout)))
+            self._networks.end(channel, exc)
             if isinstance(exc, ProtocolError):
                 self._damage.frame(exc)
             raise
@@ -125,27 +123,16 @@ class Peer:
             if not self.is_closed and len(self._idle) < self._streams:
                 self._idle.append(channel)
                 return
-        self._end(channel)
+        self._networks.end(channel)
 
     def _dial(self) -> Channel:
-        channel, endpoint = dial(
-            self._endpoints, self._lock, lambda endpoint: connect_tcp(
-                endpoint.address, endpoint.port, secret=self._secret, store=self._store, identity=self._identity,
-                timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
-            )
-        )  # fmt: skip
-        with self._lock:
-            self._endpoint_of[channel] = endpoint
-        return self._pacing.enter(channel)
+        return self._pacing.enter(self._networks.dial(self._connect))
 
-    def _end(self, channel: Channel, *, has_failed: bool = False) -> None:
-        with self._lock:
-            endpoint = self._endpoint_of.pop(channel, None)
-            if endpoint is not None:
-                self._endpoints.closed(endpoint)
-                if has_failed:
-                    self._endpoints.failed(endpoint, time.monotonic())
-        channel.close()
+    def _connect(self, endpoint: Endpoint) -> Channel:
+        return connect_tcp(
+            endpoint.address, endpoint.port, secret=self._secret, store=self._store, identity=self._identity,
+            timeout_s=CONNECT_TIMEOUT_S, host=self.host_id, tls=self._tls,
+        )  # fmt: skip
 
     def connect(self) -> None:
         """Open every stream and keep it; those that are idle count."""
@@ -168,9 +155,7 @@ class Peer:
             with self.channel() as channel:
                 return work(channel)
         except (PeerUnreachable, PeerTimeout) as exc:
-            with self._lock:
-                has_another = self._endpoints.has_another(time.monotonic())
-            if not has_another and not (had_idle and isinstance(exc, PeerUnreachable)):
+            if not self._networks.has_another() and not (had_idle and isinstance(exc, PeerUnreachable)):
                 raise
         self.drop_idle()
         with self.channel() as channel:
@@ -181,7 +166,7 @@ class Peer:
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
-            self._end(channel)
+            self._networks.end(channel)
 
     def over_streams(
         self,

@@ -23,7 +23,6 @@ from typing import Any
 from memstore.config import Config
 from memstore.core.format.manifest import Manifest, chunk_hasher
 from memstore.core.network.chunk_batches import batches
-from memstore.core.network.endpoint_choice import EndpointChoice
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import ReaderIdentity
@@ -33,7 +32,7 @@ from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.dialling import dial
+from memstore.shell.net.dialling import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
@@ -73,9 +72,11 @@ class Dialler:
 class PeerChunks:
     """The chunks of one shard that this process fetches; `close` ends all waits."""
 
-    def __init__(self, dialler: Dialler, manifest: Manifest, digest: str, rows: Sequence[ChunksElsewhere]) -> None:
-        self._dialler, self._manifest, self._digest = dialler, manifest, digest
-        self._endpoints = {row.host: EndpointChoice(row.endpoints) for row in rows}
+    def __init__(
+        self, dialler: Dialler, manifest: Manifest, digest: str, rows: Sequence[ChunksElsewhere],
+        networks: Mapping[str, HostNetworks],
+    ) -> None:  # fmt: skip
+        self._dialler, self._manifest, self._digest, self._networks = dialler, manifest, digest, networks
         self._host_of = {
             index: row.host
             for row in rows
@@ -83,7 +84,7 @@ class PeerChunks:
             for index in range(part.first, part.first + part.count)
         }
         self._idle: dict[str, list[Channel]] = {row.host: [] for row in rows}
-        self._open: set[Channel] = set()
+        self._open: dict[Channel, str] = {}  # the host of each connection
         self._lock = threading.Lock()
         self._is_closed = False
         self.damaged_count = self.broken_frames = 0  # what arrived otherwise than it was sent
@@ -120,9 +121,9 @@ class PeerChunks:
         """End every connection; any thread may call, more than once."""
         with self._lock:
             self._is_closed = True
-            channels, self._open = list(self._open), set()
-        for channel in channels:
-            channel.close()
+            channels, self._open = self._open, {}
+        for channel, host in channels.items():
+            self._networks[host].end(channel)
 
     def _stream(self, host: str, todo: deque[list[int]], receive: Receive) -> list[int]:
         """Fetch batches over one connection until none is left or it fails; return the chunks that are there."""
@@ -146,22 +147,21 @@ class PeerChunks:
         if channel is None:
             channel = self._dial(host)
             with self._lock:
-                self._open.add(channel)
+                self._open[channel] = host
                 is_closed = self._is_closed
             if is_closed:
-                channel.close()
+                self._networks[host].end(channel)
         try:
             yield channel
-        except BaseException:
-            channel.close()
+        except BaseException as exc:
+            self._networks[host].end(channel, exc)
             raise
         with self._lock:
             self._idle[host].append(channel)
 
     def _dial(self, host: str) -> Channel:
         try:
-            channel, _ = dial(self._endpoints[host], self._lock, partial(self._dialler.connect, host))
-            return channel
+            return self._networks[host].dial(partial(self._dialler.connect, host))
         except PeerTimeout:
             with self._lock:
                 self.silent_hosts.add(host)
@@ -208,18 +208,28 @@ class PeerChunks:
 
 
 class Fetches:
-    """The fetches of one link's process, which an interruption ends for good, and the hosts that these avoid."""
+    """The fetches of one link's process, which an interruption ends for good, and what they learn of other hosts."""
 
     def __init__(self) -> None:
         self._open: set[PeerChunks] = set()
         self._lock = threading.Lock()
         self._is_over = False
         self._avoided_until_s: dict[str, float] = {}  # by host
+        self._networks: dict[str, HostNetworks] = {}  # by host
 
     def reachable(self, rows: Iterable[ChunksElsewhere]) -> list[ChunksElsewhere]:
         """Return the rows of hosts that are not avoided: what the others have this host's holder brings."""
         with self._lock:
             return [row for row in rows if self._avoided_until_s.get(row.host, 0.0) < time.monotonic()]
+
+    def networks_of(self, rows: Sequence[ChunksElsewhere]) -> dict[str, HostNetworks]:
+        """Return the networks of these hosts, with what fetches before met on them."""
+        with self._lock:
+            for row in rows:
+                known = self._networks.get(row.host)
+                if known is None or known.endpoints != row.endpoints:
+                    self._networks[row.host] = HostNetworks(row.endpoints)
+            return {row.host: self._networks[row.host] for row in rows}
 
     def begin(self, fetch: PeerChunks) -> None:
         """Have a fetch ended with the others."""

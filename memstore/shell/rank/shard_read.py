@@ -260,7 +260,7 @@ class ShardRead:
         if rows := self.link.fetches.reachable(answer.elsewhere):
             digest = shard_digest(answer.manifest)
             dialler = Dialler(self.link.folder, self.link.welcome.store)
-            self._peers = PeerChunks(dialler, manifest, digest, rows)
+            self._peers = PeerChunks(dialler, manifest, digest, rows, self.link.fetches.networks_of(rows))
             self.link.fetches.begin(self._peers)
         self._answer = answer
 

@@ -383,6 +383,35 @@ def test_a_host_that_does_not_answer_is_not_dialled_for_every_read(
                 deaf.accept()
 
 
+def test_a_network_that_failed_is_not_dialled_first_by_the_next_read(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of a load would lose the time of a dial, and a stream, to what the one before it found broken."""
+    site, dialled = make_site("a", "b"), list[Endpoint]()
+    states = put_apart(site)
+    real_rows, real_connect = direct_read.elsewhere, peer_chunks.Dialler.connect
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        gone = Endpoint(*free.getsockname())
+
+    def elsewhere(read: PartialRead) -> Any:
+        rows = yield from real_rows(read)
+        return tuple(structs.replace(row, endpoints=(gone, *row.endpoints)) for row in rows)
+
+    def connect(self: peer_chunks.Dialler, host: str, endpoint: Endpoint) -> Channel:
+        dialled.append(endpoint)
+        return real_connect(self, host, endpoint)
+
+    monkeypatch.setattr(direct_read, "elsewhere", elsewhere)
+    monkeypatch.setattr(peer_chunks.Dialler, "connect", connect)
+    with reader_on(site, "a") as reader:
+        assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
+        assert gone in dialled
+        dialled.clear()
+        assert torch.equal(reader.get(rank=1).state["w"], states[1]["w"])
+    assert dialled
+    assert gone not in dialled
+
+
 def test_a_get_of_all_ranks_is_direct(make_site: Callable[..., Site]) -> None:
     """Ranks that changed hosts get their shards from where they lie, and both go on with a put (R23, R27)."""
     site = make_site("a", "b")

@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from memstore.core.network.endpoint_choice import EndpointChoice
 from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import AuthenticationError, PeerUnreachable
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.dialling import SILENCE_S, dial
+from memstore.shell.net.dialling import SILENCE_S, HostNetworks
 from memstore.shell.net.listener import Listener, connect_tcp
 
 SECRET = b"s" * 32
@@ -46,27 +45,32 @@ def connect(endpoint: Endpoint) -> Channel:
     )  # fmt: skip
 
 
+def endpoint_of(channel: Channel) -> Endpoint:
+    """Return where a connection goes, as Channel names it: tcp:ADDRESS:PORT."""
+    _, address, port = channel.peer.rsplit(":", 2)
+    return Endpoint(address, int(port))
+
+
 def test_connections_take_turns_and_end_early_where_another_network_is() -> None:
     """Else one whose network has fallen silent would hold a copy up for as long as a single network may be slow."""
-    lock = threading.Lock()
     with listening() as one, listening() as two, contextlib.ExitStack() as stack:
-        endpoints, reached = EndpointChoice([one, two]), []
+        networks, reached = HostNetworks([one, two]), []
         for _ in range(4):
-            channel, endpoint = dial(endpoints, lock, connect)
+            channel = networks.dial(connect)
             stack.callback(channel.close)
-            reached.append(endpoint)
+            reached.append(endpoint_of(channel))
             limit_ms = channel._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             assert limit_ms == SILENCE_S * 1000
         assert reached == [one, two, one, two]
-        alone, _ = dial(EndpointChoice([one]), lock, connect)
+        alone = HostNetworks([one]).dial(connect)
         stack.callback(alone.close)
         assert alone._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > SILENCE_S * 1000
 
 
 def test_one_that_refuses_is_passed_over_and_then_avoided() -> None:
-    lock, gone = threading.Lock(), refusing()
+    gone = refusing()
     with listening() as good, contextlib.ExitStack() as stack:
-        endpoints = EndpointChoice([gone, good])
+        networks = HostNetworks([gone, good])
         tried: list[Endpoint] = []
 
         def noted(endpoint: Endpoint) -> Channel:
@@ -74,15 +78,30 @@ def test_one_that_refuses_is_passed_over_and_then_avoided() -> None:
             return connect(endpoint)
 
         for _ in range(3):
-            channel, endpoint = dial(endpoints, lock, noted)
+            channel = networks.dial(noted)
             stack.callback(channel.close)
-            assert endpoint == good
+            assert endpoint_of(channel) == good
         assert tried == [gone, good, good, good]
+
+
+@pytest.mark.parametrize(("error", "follows"), [(None, 0), (PeerUnreachable("it broke"), 1)])
+def test_a_connection_that_ended_is_counted_no_more_and_one_that_broke_is_avoided(
+    error: PeerUnreachable | None, follows: int
+) -> None:
+    with listening() as one, listening() as two, contextlib.ExitStack() as stack:
+        networks = HostNetworks([one, two])
+        first = networks.dial(connect)
+        networks.end(first, error)
+        networks.end(first, error)  # its owner and its reader both end it
+        second = networks.dial(connect)
+        stack.callback(second.close)
+        assert endpoint_of(first) == one
+        assert endpoint_of(second) == (one, two)[follows]
 
 
 def test_where_none_answers_the_error_says_so() -> None:
     with pytest.raises(PeerUnreachable, match="cannot connect"):
-        dial(EndpointChoice([refusing(), refusing()]), threading.Lock(), connect)
+        HostNetworks([refusing(), refusing()]).dial(connect)
 
 
 def test_another_host_at_an_address_is_no_failed_network() -> None:
@@ -92,21 +111,21 @@ def test_another_host_at_an_address_is_no_failed_network() -> None:
         listening() as good,
         pytest.raises(AuthenticationError, match="that address is out of date"),
     ):
-        dial(EndpointChoice([stranger, good]), threading.Lock(), connect)
+        HostNetworks([stranger, good]).dial(connect)
 
 
 def test_connections_that_are_opened_at_once_are_spread_too() -> None:
     """All streams of a fetch are opened by threads of their own."""
-    lock, together = threading.Lock(), threading.Barrier(4)
+    together = threading.Barrier(4)
     with listening() as one, listening() as two, contextlib.ExitStack() as stack:
-        endpoints = EndpointChoice([one, two])
+        networks = HostNetworks([one, two])
 
         def late(endpoint: Endpoint) -> Channel:
             together.wait(30.0)
             return connect(endpoint)
 
         with ThreadPoolExecutor(4) as threads:
-            made = [threads.submit(dial, endpoints, lock, late) for _ in range(4)]
+            made = [threads.submit(networks.dial, late) for _ in range(4)]
             for each in made:
-                stack.callback(each.result(30.0)[0].close)
-        assert sorted(each.result()[1] == one for each in made) == [False, False, True, True]
+                stack.callback(each.result(30.0).close)
+        assert sorted(endpoint_of(each.result()) == one for each in made) == [False, False, True, True]
