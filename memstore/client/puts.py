@@ -28,6 +28,7 @@ from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConfl
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of
 from memstore.shell.codec.interpreter import copying, waiting
 from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.tensors import slot_stream
 from memstore.shell.threads.answers import is_answered
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Puts:
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
         self.chunk_bytes = link.welcome.chunk_bytes
+        self._streams = int(link.welcome.store["streams"])  # of the holder, to each peer
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not submitted yet
@@ -199,13 +201,20 @@ class Puts:
     def _copy(self, room: PendingPut, plan: StatePlan) -> None:
         try:
             with room.lock:
-                on_part = room.pass_part if plan.shared_chunks is None else None
-                digests = copy_into(plan, room.views(), self.chunk_bytes, on_part and partial(on_part, plan.nbytes))
+                on_part = partial(room.pass_part, plan.nbytes) if self._may_pass_parts(plan) else None
+                digests = copy_into(plan, room.views(), self.chunk_bytes, on_part)
         except BaseException as exc:
             room.abandon()
             self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
         self.submit(room, plan, digests)
+
+    def _may_pass_parts(self, plan: StatePlan) -> bool:
+        """Say whether the holder may send parts of a put while the rest is copied.
+
+        On a core that the copy needs, that blocks training for longer than it brings the commit forward.
+        """
+        return plan.shared_chunks is None and slot_stream.spare_cores(plan.nbytes) >= self._streams
 
     def submit(self, room: PendingPut, plan: StatePlan, digests: Sequence[bytes] | None = None) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""

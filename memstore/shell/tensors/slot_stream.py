@@ -8,6 +8,7 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -152,10 +153,20 @@ def move_all(moves: Sequence[Move]) -> None:
     in_threads(moves, partial(copy_loops.make_moves, is_large=is_large) if extension.is_there() else _move)
 
 
+def copy_threads(nbytes: int) -> int:
+    """Return how many threads copy so many bytes."""
+    return max(1, min(torch.get_num_threads(), THREADS_MAX, nbytes // THREAD_BYTES))
+
+
+def spare_cores(nbytes: int) -> int:
+    """Return how many of the cores that this process may use are left while so many bytes are copied, 0 at least."""
+    return max(0, len(os.sched_getaffinity(0)) - copy_threads(nbytes))
+
+
 def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:
     """Share moves out to several threads if there is enough to do; return when `work` has done each share."""
     total = sum(move[2] for move in moves)
-    threads_count = max(1, min(torch.get_num_threads(), THREADS_MAX, total // THREAD_BYTES))
+    threads_count = copy_threads(total)
     shares = [moves] if threads_count == 1 else _shares(moves, threads_count, total)
     copies: dict[FrameType, list[_Helper]] = _here.__dict__.setdefault("copies", {})
     for torn in [call for call in copies if not is_running(call)]:  # a signal's handler raised before they were stopped

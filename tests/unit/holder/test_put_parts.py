@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 import torch
 from link_site import WAIT_S, Site, break_link, together
 
+from memstore.client.pending_put import PendingPut
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.shell.native import copy_loops, extension
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.skipif(not extension.is_there(), reason="the native hel
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """Two hosts, each of which holds a copy of the other one's rank; puts are passed on in parts of 4 chunks."""
     monkeypatch.setattr(slot_stream, "PART_BYTES", PART_CHUNKS * CHUNK_BYTES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     made = Site(tmp_path, ["a", "b"], monkeypatch)
     yield made
     made.close()
@@ -105,6 +108,29 @@ def test_a_peer_has_the_first_parts_while_the_rank_still_copies(site: Site, gate
     got = site.stores[0].get(2, rank=0)
     assert got is not None
     assert torch.equal(got.state["wide"], wide)
+
+
+def test_a_copy_that_needs_all_cores_is_sent_afterwards(
+    site: Site, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder would take turns with the copy, and training would wait for both."""
+    site.connect()
+    put_all(site, gate, 1)
+    streams = site.config.streams
+    passed = []
+    real = PendingPut.pass_part
+
+    def pass_part(self: PendingPut, *given: Any) -> None:
+        passed.append(self.step)
+        real(self, *given)
+
+    monkeypatch.setattr(PendingPut, "pass_part", pass_part)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(streams))  # the copy has one thread
+    put_all(site, gate, 2)
+    assert not passed
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(streams + 1))
+    put_all(site, gate, 3)
+    assert passed == [3] * 4 * len(site.stores)
 
 
 def test_a_put_that_fails_in_its_copy_leaves_nothing_at_the_peer(site: Site, gate: Gate) -> None:
