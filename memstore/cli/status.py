@@ -264,8 +264,13 @@ def state_text(host: HostRow) -> str:
         return (
             f"draining: {drain_text(host.drain_short, host.drain_durable)} !" if host.drain_left else "draining: can go"
         )
-    fine = "over its limit !" if is_over_limit(host.stats) else "ok"
-    return f"repairing: sending {plural(host.pushes, 'shard')}" if host.pushes else fine
+    if is_over_limit(host.stats):
+        return "over its limit !"
+    if host.pushes:
+        return f"repairing: sending {plural(host.pushes, 'shard')}"
+    if host.stats is not None and host.stats.withheld_bytes:
+        return f"{size_text(host.stats.withheld_bytes)} out of use: reads that were given up have not ended"
+    return "ok"
 
 
 def by_cause(rows: list[ProblemRow]) -> list[ProblemRow]:

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from memstore.config import Config
+from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest, decode_manifest
 from memstore.core.wire.handshake import ProbeIdentity
 from memstore.errors import DrillError, TransportError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.arena.lock import owner
 from memstore.shell.arena.mapping import ARENA_NAME
-from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotState, read_file_header
+from memstore.shell.arena.slot_headers import SLOTS_NAME, read_file_header
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 from memstore.testing.faults.arena_files import (

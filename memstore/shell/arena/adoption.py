@@ -29,7 +29,7 @@ def adopt(
     for number in range(arena.slots_count):
         header = arena.headers.read(number)
         slot = Slot(
-            SlotState(header.state), header.nbytes, bytes(header.digest),
+            header.state, header.nbytes, bytes(header.digest),
             Owner(header.owner_pid, header.owner_start, header.generation) if header.owner_pid else None,
             header.attempt, now,
         )  # fmt: skip

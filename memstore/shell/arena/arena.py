@@ -20,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
+from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena.folder import check_folder, open_file
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.mapping import ARENA_NAME, STEP_NBYTES, ArenaMapping
 from memstore.shell.arena.page_locks import lock_free, runs
-from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders, SlotState
+from memstore.shell.arena.slot_headers import SLOTS_NAME, SlotHeaders
 from memstore.shell.arena.tombstones import tombstone_path
 
 CHUNK_NBYTES_MAX = 1 << 30

@@ -36,11 +36,9 @@ from memstore.shell.arena.claimed_memory import Admit, ClaimedMemory
 from memstore.shell.arena.lock import is_alive
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.slot_headers import SlotHeader
-from memstore.shell.arena.slot_headers import SlotState as HeaderState
 from memstore.shell.arena.store_ports import Clock, SealFollower
 from recovery.inventory import ShardId
 
-_HEADER_STATES = tuple(HeaderState)
 _NO_DIGEST, _WITHOUT_OWNER = bytes(16), Owner(0, 0)
 PIN_S = 600.0  # longest a reader may keep a replica (R7)
 # After its step was dropped a reader keeps a replica only this long: puts wait for its slots, by default 5 s (R11).
@@ -103,8 +101,8 @@ class ReplicaStore:
             slot = self.table.slots[number]
             owner = slot.owner or _WITHOUT_OWNER
             header = SlotHeader(
-                _HEADER_STATES[slot.state], slot.nbytes, slot.digest or _NO_DIGEST, owner.pid, slot.attempt,
-                owner.start, owner.link, slot.verified_s,
+                slot.state, slot.nbytes, slot.digest or _NO_DIGEST, owner.pid, slot.attempt, owner.start, owner.link,
+                slot.verified_s,
             )  # fmt: skip
             self.arena.headers.write(number, header)
 
@@ -481,7 +479,7 @@ class ReplicaStore:
             self.flush()
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes used, reserved, claimed and allowed, for status."""
+        """Return the bytes used, reserved, claimed, allowed and withheld, for status."""
         with self.lock:
             used = self.table.claimed_count - len(self.table.free)
             reserved = sum(share.total for share in self.index.shares.values())
@@ -490,6 +488,7 @@ class ReplicaStore:
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
                 "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
                 "limit_bytes": self.room.limit_bytes,
+                "withheld_bytes": self.withheld.count * self.chunk_bytes,
                 "shards": len(self.index.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }

@@ -7,7 +7,6 @@ file system, which would be a SIGBUS. References are not stored: they are recoun
 
 from __future__ import annotations
 
-import enum
 import errno
 import mmap
 import os
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ConfigError, IntegrityError
 from memstore.shell.arena.folder import commands_for, open_file
 
@@ -54,15 +54,6 @@ RECORD_DTYPE = np.dtype(
         "itemsize": RECORD_NBYTES,
     }
 )
-
-
-class SlotState(enum.IntEnum):
-    """What a slot is; a sealed slot is never written (R6)."""
-
-    FREE = 0
-    LEASED = 1
-    RECEIVING = 2
-    SEALED = 3
 
 
 class SlotHeader(NamedTuple):

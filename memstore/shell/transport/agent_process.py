@@ -39,34 +39,46 @@ class AgentProcess:
     def __init__(self, role: Literal["reads", "serves"], arena_fd: int, lock_fd: int) -> None:
         """Start it and wait until it is there. ConfigError if it does not come."""
         self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, role, str(arena_fd), str(theirs.fileno())],
-                pass_fds=(arena_fd, lock_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
-                env={**ENVIRONMENT, **os.environ},
-            )  # fmt: skip
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Ended]] = {}
         self._numbers = 0
         self._is_retired = False
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._ready: Future[bytes] = Future()
+        command = [sys.executable, "-m", PROGRAM, role, str(arena_fd), str(theirs.fileno())]
+        fds = (arena_fd, lock_fd, theirs.fileno())
+        threading.Thread(target=self._live, args=(command, fds, started), name="memstore-nixl", daemon=True).start()
+        with theirs:
+            self._process = started.result()
         self.metadata = self._await_ready()
-        threading.Thread(target=self._listen, name="memstore-nixl", daemon=True).start()
+
+    def _live(self, command: list[str], fds: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start the process and hand its answers on until it is gone.
+
+        It has the kernel kill it as soon as the thread that started it ends: so this is one thread for both.
+        """
+        try:
+            process = subprocess.Popen(
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **os.environ}
+            )  # fmt: skip
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._listen()
 
     def _await_ready(self) -> bytes:
-        self._pipe.settimeout(START_TIMEOUT_S)
         try:
-            packet = self._pipe.recv(PACKET_BYTES_MAX)
-            ready = decode_message.decode(packet) if packet else None
-        except TimeoutError:
-            ready = None
-        if not isinstance(ready, Ready):
-            self.kill()
-            raise ConfigError(
-                f"transport='nixl': NIXL's agent was not there within {START_TIMEOUT_S:g} s: see what it said in this "
-                "process's log, or set transport='tcp'", field="transport",
-            )  # fmt: skip
-        self._pipe.settimeout(None)
-        return ready.metadata
+            return self._ready.result(START_TIMEOUT_S)
+        except FutureTimeout:  # before Python 3.11 it is no TimeoutError
+            why = f"was not there within {START_TIMEOUT_S:g} s"
+        except EOFError:
+            why = "ended before it was there"
+        self.kill()
+        raise ConfigError(
+            f"transport='nixl': NIXL's agent {why}: see what it said in this process's log, or set transport='tcp'",
+            field="transport",
+        )
 
     @property
     def is_usable(self) -> bool:
@@ -129,12 +141,17 @@ class AgentProcess:
         """Hand answers to those that wait for them, until the process is gone."""
         with contextlib.suppress(OSError):
             while packet := self._pipe.recv(PACKET_BYTES_MAX):
-                ended = decode_message.decode(packet)
-                assert isinstance(ended, Ended)
+                message = decode_message.decode(packet)
+                if isinstance(message, Ready):
+                    self._ready.set_result(message.metadata)
+                    continue
+                assert isinstance(message, Ended)
                 with self._lock:
-                    future = self._waiting.pop(ended.number, None)
+                    future = self._waiting.pop(message.number, None)
                 if future is not None:
-                    future.set_result(ended)
+                    future.set_result(message)
+        if not self._ready.done():
+            self._ready.set_exception(EOFError())
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for number, future in waiting.items():

@@ -2,8 +2,8 @@
 
     python -m memstore.shell.transport.nixl_agent reads|serves ARENA_FD SOCKET_FD
 
-It ends when its socket does, so with its holder. UCX aborts a process for what happens at the other end, so that none
-of it may run in the holder's.
+It ends when its socket does, so with its holder, and if it is stopped then, the kernel ends it. UCX aborts a process
+for what happens at the other end, so that none of it may run in the holder's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ from memstore.shell.transport.agent_messages import (
 )
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings")
+PR_SET_PDEATHSIG = 1
 POLL_S = 0.0002
 SERVING_POLL_US = 10_000  # with 0, as in NIXL's own Python API, its thread never waits and takes a whole core
 
@@ -142,6 +144,11 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
+def be_killed_with_holder() -> None:
+    """Have the kernel kill this process with its holder: stopped, it would keep the arena's lock from the next one."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def end_with(pipe: socket.socket) -> None:
     """End this process as soon as its holder's end of the socket is closed, whatever its main thread is doing."""
     gone = select.poll()
@@ -152,6 +159,7 @@ def end_with(pipe: socket.socket) -> None:
 
 def main() -> None:
     """Run until the holder is gone."""
+    be_killed_with_holder()
     role, arena_fd, pipe = sys.argv[1], int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
     threading.Thread(target=end_with, args=(pipe,), daemon=True).start()
     agent = Agent(role, arena_fd)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memstore.config import Config
+from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.facts import HostsJoined
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.journal.records import entry_from_record
 from memstore.shell.arena.journal_file import read_records
-from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import store_root
 from memstore.testing.clusters.cluster import Cluster
 from memstore.testing.clusters.namespaces import NamespaceRig

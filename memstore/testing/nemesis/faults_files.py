@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from memstore.core.arena.slot_table import SlotState
 from memstore.errors import DrillError
-from memstore.shell.arena.slot_headers import SlotState
 from memstore.testing.faults.arena_files import flip_bit, manifest_files, slot_records
 from memstore.testing.faults.processes import freeze, process_of, thaw, wait_frozen
 from memstore.testing.nemesis.faults import FaultBase, FaultPlayer, LinkFaults, ProcessFaults, on

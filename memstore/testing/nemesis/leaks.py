@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from memstore.shell.arena.slot_headers import SlotState
+from memstore.core.arena.slot_table import SlotState
 from memstore.testing.faults.arena_files import slot_records
 from memstore.testing.faults.processes import process_state
 from memstore.testing.nemesis.hosts import Hosts

@@ -14,9 +14,9 @@ from memstore.admin.cluster import refuse_last_copies
 from memstore.admin.fork import Fork, fork
 from memstore.cli import main
 from memstore.client.connect import Reader
+from memstore.core.arena.slot_table import SlotState
 from memstore.core.wire.calls import RemoveJob
 from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError
-from memstore.shell.arena.slot_headers import SlotState
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet

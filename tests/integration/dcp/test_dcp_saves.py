@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from repository import SUPPORT
 
+from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import decode_manifest
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE, SlotState
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.dcp_ranks import DcpFleet, outcomes, run
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ClosedError, ConfigError, IntegrityError
 from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_NBYTES, SlotHeader, SlotState
+from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_NBYTES, SlotHeader
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from recovery.inventory import ShardId
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,3 +144,40 @@ def test_agents_end_with_their_holder(sites: tuple[Site, Site]) -> None:
     agent = sender.transport._serving
     agent._pipe.shutdown(2)
     wait_for(agent.has_ended, "the agent to be gone")
+
+
+HOLDER = """
+import fcntl, os, sys, time
+from pathlib import Path
+from memstore.shell.transport.nixl import NixlTransport
+
+lock = os.open(sys.argv[1] + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(lock, fcntl.LOCK_EX)
+transport = NixlTransport(Path(sys.argv[1]), lock)
+print(transport._serving._process.pid, transport._reading._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_agents_that_are_stopped_end_with_their_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen container: nothing of it runs, its holder is killed, and the next one gets the arena's lock."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    arena = tmp_path / "arena"
+    arena.write_bytes(bytes(CHUNK))
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(arena)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            for pid in map(int, holder.stdout.readline().split()):
+                os.kill(pid, signal.SIGSTOP)
+        finally:
+            holder.kill()
+    lock = os.open(tmp_path / "arena.lock", os.O_RDWR)
+
+    def is_free() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    wait_for(is_free, "the lock to be free")
+    os.close(lock)
