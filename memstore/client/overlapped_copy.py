@@ -37,6 +37,7 @@ from memstore.shell.device.side_stream import DeviceWrite, has_streams
 from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
 from memstore.shell.tensors.own_memory import is_permitted
+from memstore.shell.tensors.placed_sources import PlacedSources
 from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX
 from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
@@ -159,8 +160,8 @@ class Overlap:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
             # Not the plan itself: it keeps alive the tensors that were copied at once.
-            bare = replace(plan, placed=())
-            offsets = [plan.placed[number][0] for number in late]
+            bare = replace(plan, placed=PlacedSources.of(()))
+            offsets = [plan.placed.offsets[number] for number in late]
             copy = DeferredCopy(
                 list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),

@@ -30,6 +30,7 @@ from memstore.shell.rank.collective import collective
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
+from memstore.shell.tensors.placed_sources import PlacedSources
 
 log = logging.getLogger("memstore")
 COMPARED_CHUNKS_MAX = 8  # of those that differ, whose tensors are named
@@ -89,7 +90,9 @@ class SharedShard:
                 f"the plain objects of the state and of rank_state= take {len(layout)} bytes and the limit is "
                 f"{LAYOUT_BYTES_MAX}; put long lists of numbers as tensors or numpy arrays. Nothing was copied."
             )
-        placed = (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
+        placed = PlacedSources.of(
+            (*(shared.placed if shared is not None else ()), *((start + at, source) for at, source in mine.placed))
+        )
         parts = (*((("state", 0, shared.layout),) if shared is not None else ()), ("rank_state", start, mine.layout))
         return StatePlan(layout, start + mine.nbytes, placed, count, parts)
 

@@ -27,6 +27,7 @@ from memstore.shell.native import extension
 from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
+from memstore.shell.tensors.placed_sources import PlacedSources
 from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
 
 LARGE_BYTES = 64 << 10
@@ -36,11 +37,11 @@ SMALL_ALIGNMENT_BYTES = 16  # the largest element
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Where every byte of a state will stand: `placed` holds (stream offset, source) in stream order."""
+    """Where every byte of a state will stand."""
 
     layout: bytes
     nbytes: int
-    placed: tuple[tuple[int, TensorSource], ...]
+    placed: PlacedSources
     shared_chunks: int | None = None  # leading chunks that other ranks put too; None: no shared shard (R34)
     parts: tuple[tuple[str, int, bytes], ...] = ()  # states in one stream: name, offset, layout; () if it is one
 
@@ -102,7 +103,7 @@ class _Known:
         if not is_same:
             self._layout = encode_layout(self._end, self._extents, self._tensors, [], self._state.tree)
             _check_length(self._layout, name)
-        return StatePlan(self._layout, self._end, tuple(placed))
+        return StatePlan(self._layout, self._end, placed)
 
 
 class PlanMemory:
@@ -173,7 +174,7 @@ def _plan_of(walk: StateWalk, places: _Places, sources: list[TensorSource], name
         end += len(blob)
     layout = encode_layout(end, places.extents, places.tensors, blobs, walk.tree)
     _check_length(layout, name)
-    return StatePlan(layout, end, tuple(placed))
+    return StatePlan(layout, end, PlacedSources.of(placed))
 
 
 def _check_length(layout: bytes, name: str) -> None:
@@ -188,7 +189,7 @@ def cuda_device_of(plan: StatePlan) -> int | None:
     """Return the index of the CUDA device that the first of a state's bytes there lie on, or None."""
     if not torch.cuda.is_initialized():
         return None
-    owners = (source.owner for _, source in plan.placed if isinstance(source.owner, torch.Tensor))
+    owners = (owner for owner in plan.placed.owners if isinstance(owner, torch.Tensor))
     return next((owner.device.index for owner in owners if owner.is_cuda), None)
 
 
@@ -213,9 +214,9 @@ def copy_into(
         ValueError: the views are too few, too small or read-only.
     """
     stream = slot_stream(plan, views, chunk_bytes)
-    extents = [(offset, source.address, source.nbytes) for offset, source in plan.placed if source.address is not None]
-    if extension.is_there() and len(extents) == len(plan.placed):
-        return stream.fill((extent for extent in extents if extent[2]), on_part)
+    table = plan.placed.host_table() if extension.is_there() else None
+    if table is not None:
+        return stream.fill(table, on_part)
     copy_all_but(plan, stream, ())
     return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller
@@ -22,7 +22,8 @@ import torch
 
 from memstore.shell.codec.walk import fits_inline
 from memstore.shell.tensors.geometry import Geometry, Shapes, Unknown, addresses_of, require, types_of
-from memstore.shell.tensors.memory import Component, Leaf, TensorSource
+from memstore.shell.tensors.memory import Component, Leaf
+from memstore.shell.tensors.placed_sources import HostTable, PlacedSources, host_table
 
 _MAPS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _CONTAINERS = frozenset((*_MAPS, *_SEQUENCES))
@@ -144,8 +145,11 @@ class KnownState:
         self._slots, self._scalars = slots, scalars
         self._float_bits = _float_bits(scalars)
         require(all(map(fits_inline, scalars)))
-        owners = self._owners(tensors)
+        owners = list(map(tensors.__getitem__, self._firsts))
         self._geometry, self.addresses = Geometry(owners), addresses_of(owners)
+        met = Counter(self.addresses)
+        self._alike = [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
+        self._owners(tensors)
 
     def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return tensors, with the local ones of DTensors, the DTensors, and the plain scalars."""
@@ -166,9 +170,12 @@ class KnownState:
         return tensors, dtensors, scalars
 
     def _owners(self, tensors: list[Any]) -> list[Any]:
-        """Return the tensor of each leaf; Unknown if other places than before have the same tensor."""
+        """Return the tensor of each leaf; Unknown if other places than before have the same tensor.
+
+        Leaves that began at addresses of their own still do, or KnownSources does not know them: they are not one.
+        """
         owners = list(map(tensors.__getitem__, self._firsts))
-        require(len(set(map(id, owners))) == len(owners))
+        require(len({id(owners[leaf]) for leaf in self._alike}) == len(self._alike))
         if len(owners) < len(tensors):
             require(all(map(is_, tensors, map(owners.__getitem__, self._leaves))))
         return owners
@@ -220,6 +227,7 @@ class KnownSources:
         self._firsts = [each.leaves[0] for each in components]
         self._sizes = [each.source.nbytes for each in components]
         self._starts = [each.source.address for each in components]
+        self._table: HostTable | None = None
         self._gathered = [number for number, start in enumerate(self._starts) if start is None]
         self._may_move = {
             each.leaves[0]: number
@@ -232,15 +240,16 @@ class KnownSources:
         self._rows = {number: row for row, number in enumerate(host)}  # of the spans, by component
         self._spans = np.array([spans[number] for number in host], np.int64).reshape(-1, 2)
 
-    def placed(self, owners: list[Any], addresses: list[int]) -> list[tuple[int, TensorSource]]:
-        """Return stream offset and source of each component; Unknown if memory is shared otherwise than before."""
+    def placed(self, owners: list[Any], addresses: list[int]) -> PlacedSources:
+        """Return the source of each component; Unknown if memory is shared otherwise than before."""
         if addresses != self._addresses:
             self._move(addresses)
-        firsts = map(owners.__getitem__, self._firsts)
-        sources = list(map(TensorSource, self._sizes, self._starts, firsts))
+        firsts = list(map(owners.__getitem__, self._firsts))
         for number in self._gathered:
-            sources[number] = self._components[number].source_of(owners[self._firsts[number]])
-        return list(zip(self._offsets, sources, strict=True))
+            firsts[number] = self._components[number].source_of(firsts[number]).owner
+        if self._table is None and not self._gathered:
+            self._table = host_table(self._offsets, self._starts, self._sizes)
+        return PlacedSources(self._offsets, self._sizes, self._starts, firsts, self._table)
 
     def _move(self, addresses: list[int]) -> None:
         spans = self._spans.copy()
@@ -252,7 +261,8 @@ class KnownSources:
             if number is None:
                 raise Unknown
             spans[self._rows[number]] += now - then
-            starts[number] = now  # not read of what is gathered
+            if starts[number] is not None:  # else it is gathered
+                starts[number] = now
         spans = spans[np.argsort(spans[:, 0], kind="stable")]
         require(bool((spans[:-1, 1] <= spans[1:, 0]).all()))
-        self._spans, self._starts, self._addresses = spans, starts, addresses
+        self._spans, self._starts, self._addresses, self._table = spans, starts, addresses, None

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from memstore.core.format.manifest import split_digests
 from memstore.shell.native import extension
 
@@ -89,23 +92,27 @@ def _short(moves: Sequence[Move]) -> Sequence[Move]:
     ]
 
 
-def put_chunks(chunks: Sequence[Move], rows: Sequence[Sequence[int]], *, is_large: bool) -> list[bytes]:
+def put_chunks(
+    chunks: Sequence[Move], moves: npt.NDArray[np.int64], bounds: Sequence[int], *, is_large: bool
+) -> list[bytes]:
     """Fill chunks, gaps with zeros, and return each one's digest, of the bytes as they were copied.
 
     Args:
-        chunks: Number, address and nbytes of each.
-        rows: By the number of a chunk: target, source and nbytes of its moves, one move behind the other, by target.
+        chunks: Number, address and nbytes of each; their numbers follow one another.
+        moves: Target, source and nbytes of the moves of all chunks, one behind the other, by target: `[moves, 3]`.
+        bounds: By a chunk's number: where its moves begin, and those of the next one.
         is_large: Whether the whole copy is too large for the cache.
     """
     digests: list[bytes] = []
     for part in _puts.parts(chunks, is_large=is_large):
-        heads, moves = array("Q"), array("Q")
+        heads = array("Q")
         for number, address, nbytes in part:
-            heads.extend((address, nbytes, len(rows[number]) // 3))
-            moves.extend(rows[number])
+            heads.extend((address, nbytes, bounds[number + 1] - bounds[number]))
+        table = moves[bounds[part[0][0]] : bounds[part[-1][0] + 1]].tobytes()
         nbytes = sum(chunk[2] for chunk in part)
-        joined = _puts.call(extension.built.put, heads.tobytes(), moves.tobytes(), nbytes=nbytes, is_large=is_large)
-        digests += split_digests(joined)
+        digests += split_digests(
+            _puts.call(extension.built.put, heads.tobytes(), table, nbytes=nbytes, is_large=is_large)
+        )
     return digests
 
 

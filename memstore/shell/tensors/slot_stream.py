@@ -11,11 +11,12 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from memstore.core.format.layout import pieces
@@ -58,32 +59,25 @@ class SlotStream:
         self._chunk_bytes, self._nbytes = chunk_bytes, nbytes
 
     def fill(
-        self, extents: Iterable[tuple[int, int, int]], on_part: Callable[[int, list[bytes]], None] | None = None
+        self, extents: npt.NDArray[np.int64], on_part: Callable[[int, list[bytes]], None] | None = None
     ) -> list[bytes]:
         """Copy host memory over the whole stream, gaps as zeros; return the digest of every chunk as it was copied.
 
         Needs the native helper.
 
         Args:
-            extents: Stream offset, address and nbytes of each, in stream order.
+            extents: Stream offset, address and nbytes of each, in stream order: `[extents, 3]`.
             on_part: Called with the first chunk and the digests of every part of PART_BYTES but the last, as soon as
                 it is copied.
         """
-        rows: list[list[int]] = [[] for _ in self._addresses]
-        for offset, address, nbytes in extents:
-            slot, start = divmod(offset, self._chunk_bytes)
-            if start + nbytes <= self._chunk_bytes:  # most tensors: spare them the loop
-                rows[slot] += (self._addresses[slot] + start, address, nbytes)
-                continue
-            for slot, start, done, size in pieces(offset, nbytes, self._chunk_bytes):
-                rows[slot] += (self._addresses[slot] + start, address + done, size)
+        moves, bounds = self._moves(extents)
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
         chunks = [(number, *chunk) for number, chunk in enumerate(zip(self._addresses, sizes, strict=True))]
         digests: dict[int, bytes] = {}
         is_large = self._nbytes >= copy_loops.LARGE_BYTES
 
         def work(share: Sequence[Move]) -> None:
-            found = copy_loops.put_chunks(share, rows, is_large=is_large)
+            found = copy_loops.put_chunks(share, moves, bounds, is_large=is_large)
             digests.update(zip((number for number, _, _ in share), found, strict=True))
 
         count = len(chunks) if on_part is None else max(1, PART_BYTES // self._chunk_bytes)
@@ -93,6 +87,19 @@ class SlotStream:
             if on_part is not None and first + count < len(chunks):
                 on_part(first, [digests[number] for number, _, _ in part])
         return [digests[number] for number in range(len(chunks))]
+
+    def _moves(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """Cut extents at slot borders: target, source and nbytes of each move, and where each slot's moves begin."""
+        offsets, addresses, nbytes = extents[extents[:, 2] > 0].T
+        first = offsets // self._chunk_bytes
+        counts = (offsets + nbytes - 1) // self._chunk_bytes - first + 1  # of the slots that each lies in
+        extent = np.repeat(np.arange(len(counts)), counts)
+        slots = first[extent] + np.arange(len(extent)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin = np.maximum(offsets[extent], slots * self._chunk_bytes)
+        end = np.minimum((offsets + nbytes)[extent], (slots + 1) * self._chunk_bytes)
+        targets = np.array(self._addresses, np.int64)[slots] + begin % self._chunk_bytes
+        moves = np.stack((targets, addresses[extent] + begin - offsets[extent], end - begin), axis=1)
+        return moves, np.searchsorted(slots, np.arange(len(self._addresses) + 1)).tolist()
 
     def write(self, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` host bytes at `address` into the stream at `offset`."""

@@ -21,6 +21,7 @@ from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import DeferredCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
 from memstore.shell.tensors.memory import TensorSource, leaf_of_tensor
+from memstore.shell.tensors.placed_sources import PlacedSources
 from memstore.testing.clusters.processes import ProcessCluster
 
 FLIGHT_BYTES = 100 << 10
@@ -50,7 +51,7 @@ def store(cluster: ProcessCluster, device: LazyDevice) -> Iterator[Store]:
 
 
 def on_device(plan: StatePlan) -> StatePlan:
-    return replace(plan, placed=tuple((offset, _flat(source)) for offset, source in plan.placed))
+    return replace(plan, placed=PlacedSources.of((offset, _flat(source)) for offset, source in plan.placed))
 
 
 def _flat(source: TensorSource) -> TensorSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Gate:
         )
         return store.put(step, {"wide": wide}, timeout_s=WAIT_S), wide
 
-    def _put_chunks(self, chunks: Sequence[Any], rows: Sequence[Any], **how: Any) -> list[bytes]:
+    def _put_chunks(self, *given: Any, **how: Any) -> list[bytes]:
         if threading.current_thread() is self._thread:
             self._parts += 1
             if self._parts == 3:
@@ -64,7 +64,7 @@ class Gate:
                 assert self.may_go_on.wait(WAIT_S)
                 if self.error is not None:
                     raise self.error
-        return self._real(chunks, rows, **how)
+        return self._real(*given, **how)
 
 
 @pytest.fixture

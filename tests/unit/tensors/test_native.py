@@ -69,7 +69,7 @@ def test_a_filled_stream_is_the_sources_and_zeros_and_has_its_digests(
         patch.setattr(copy_loops, "LARGE_BYTES", 0)
         patch.setattr(copy_loops, "_puts", decided(around))
         rows = [(offset, address_of(source) + place, size) for offset, place, size in extents if size]
-        digests = SlotStream(slots, chunk_bytes, nbytes).fill(rows)
+        digests = SlotStream(slots, chunk_bytes, nbytes).fill(np.array(rows, np.int64).reshape(-1, 3))
     chunks = [wanted[at : at + chunk_bytes] for at in range(0, nbytes, chunk_bytes)]
     assert [bytes(slot[: len(chunk)]) for slot, chunk in zip(slots, chunks, strict=True)] == [*map(bytes, chunks)]
     assert digests == [xxhash.xxh3_128_digest(chunk) for chunk in chunks]
@@ -205,7 +205,7 @@ def test_a_signals_handler_runs_between_two_calls(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(extension, "built", Stub)
     slots, source = [bytearray(600) for _ in range(5)], noise(3000)
     with pytest.raises(KeyboardInterrupt):
-        SlotStream([memoryview(slot) for slot in slots], 600, 3000).fill([(0, address_of(source), 3000)])
+        SlotStream([memoryview(slot) for slot in slots], 600, 3000).fill(np.array([(0, address_of(source), 3000)]))
     assert calls == [24]
 
 

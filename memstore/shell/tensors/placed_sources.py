@@ -1,0 +1,66 @@
+"""Where the bytes of a state are copied from, and where in its stream they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memstore.shell.tensors.memory import TensorSource
+
+HostTable = npt.NDArray[np.int64]  # a row for each source: its offset in the stream, its address, its nbytes
+
+
+class PlacedSources:
+    """Sources with their offsets in a stream, in its order: columns, of which rows are made as they are asked for.
+
+    Args:
+        offsets: Of each in the stream.
+        sizes: The bytes of each.
+        addresses: Of each in host memory; None for bytes that are gathered at the copy, or by a device.
+        owners: What keeps the memory of each alive.
+        table: The first three as a table, if the caller has it.
+    """
+
+    def __init__(
+        self, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int | None], owners: Sequence[Any],
+        table: HostTable | None = None,
+    ) -> None:  # fmt: skip
+        self.offsets, self._sizes, self._addresses, self._owners, self._table = offsets, sizes, addresses, owners, table
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, TensorSource]]) -> PlacedSources:
+        """Return these offsets with their sources."""
+        offsets, sources = list[int](), list[TensorSource]()
+        for offset, source in rows:
+            offsets.append(offset)
+            sources.append(source)
+        return cls(
+            offsets, [each.nbytes for each in sources], [each.address for each in sources],
+            [each.owner for each in sources],
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[tuple[int, TensorSource]]:
+        return zip(self.offsets, map(TensorSource, self._sizes, self._addresses, self._owners), strict=True)
+
+    @property
+    def owners(self) -> Sequence[Any]:
+        """Return what keeps the memory of each alive."""
+        return self._owners
+
+    def host_table(self) -> HostTable | None:
+        """Return stream offset, address and nbytes of each; None if one is not copied from host memory as it lies."""
+        if self._table is None and None not in self._addresses:
+            self._table = host_table(self.offsets, self._addresses, self._sizes)
+        return self._table
+
+
+def host_table(offsets: Sequence[int], addresses: Sequence[int | None], sizes: Sequence[int]) -> HostTable:
+    """Return the columns as a table: `[sources, 3]`."""
+    table: HostTable = np.array([offsets, addresses, sizes], np.int64).T
+    return table
