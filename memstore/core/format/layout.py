@@ -43,8 +43,7 @@ class Flag:
     VIEWS = CONJ | NEG
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor or array: `extent` is None if it has no elements; offset and strides in bytes."""
 
     extent: int | None
@@ -221,7 +220,8 @@ def _tensor(row: _TensorRow, extents: Sequence[tuple[int, int]]) -> TensorSpec:
         raise ValueError(f"{str(row.dtype)[:40]!r} is not a tensor dtype that can be stored")
     itemsize = array_itemsize(row.dtype) if is_array else TORCH_ITEMSIZE[row.dtype]
     shape, strides = row.shape, row.strides
-    if len(shape) > DIMS_MAX or math.prod(size or 1 for size in shape) * max(itemsize, 1) > INT_LIMIT:
+    elements_count = math.prod(shape) or math.prod(size or 1 for size in shape)
+    if len(shape) > DIMS_MAX or elements_count * max(itemsize, 1) > INT_LIMIT:
         raise ValueError(f"a tensor has {len(shape)} dimensions or more than {INT_LIMIT} bytes")
     if strides is None:
         strides = row_major(shape, itemsize)
@@ -244,7 +244,10 @@ def _check_bounds(spec: TensorSpec, extents: Sequence[tuple[int, int]]) -> None:
         return
     if spec.extent >= len(extents):
         raise ValueError(f"a tensor names extent {spec.extent} of {len(extents)}")
-    low, high = byte_span(spec.shape, spec.strides, spec.itemsize)
+    if spec.is_row_major:
+        low, high = 0, math.prod(spec.shape) * spec.itemsize
+    else:
+        low, high = byte_span(spec.shape, spec.strides, spec.itemsize)
     offset, nbytes = spec.offset, extents[spec.extent][1]
     if offset + low < 0 or offset + high > nbytes:
         raise ValueError(f"a tensor reaches from {offset + low} to {offset + high} in an extent of {nbytes} bytes")

@@ -51,6 +51,9 @@ class Tag(enum.IntEnum):
     NAMEDTUPLE = 52
 
 
+_TAGS: dict[int, Tag] = {int(tag): tag for tag in Tag}
+
+
 class Node(NamedTuple):
     """One tagged node of the tree; its identity names one place in the state."""
 
@@ -69,7 +72,9 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
         raise ValueError(f"the tree is nested deeper than {NESTING_MAX}")
     if len(item) not in (2, 3):
         raise ValueError(f"a node of {len(item)} items is neither [tag, data] nor [tag, data, children]")
-    tag, data = _tag(item[0]), item[1]
+    tag, data = _TAGS.get(item[0]) if type(item[0]) is int else None, item[1]
+    if tag is None:
+        raise ValueError(f"a node's tag is {str(item[0])[:40]!r}, which is none")
     below = _checked_list(item[2], None, "children") if len(item) == 3 else []
     _SHAPES[tag](data, len(below))
     if tag in (Tag.TENSOR, Tag.ARRAY):
@@ -77,13 +82,11 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
             raise ValueError(f"a node names tensor {data} of {len(are_arrays)}, or one of the other kind")
     elif tag in _BLOB_TAGS and type(data) is int and data >= blobs_count:
         raise ValueError(f"a node names blob {data} of {blobs_count}")
-    return Node(tag, data, tuple(decode_node(child, are_arrays, blobs_count, depth + 1) for child in below))
-
-
-def _tag(number: Any) -> Tag:
-    if type(number) is not int:
-        raise ValueError("a node's tag is not a number")
-    return Tag(number)
+    # Half of what a state's dicts hold is keys: most are text.
+    children = [
+        child if type(child) is str else decode_node(child, are_arrays, blobs_count, depth + 1) for child in below
+    ]
+    return Node(tag, data, tuple(children))
 
 
 def _checked_count(value: Any, what: str) -> int:

@@ -17,7 +17,7 @@ from memstore.shell.codec.byte_stream import ByteStream
 from memstore.shell.codec.match import StateMatch
 from memstore.shell.codec.walk import FACTORIES
 from memstore.shell.tensors import registry, subclasses
-from memstore.shell.tensors.memory import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes, leaf_of_array, leaf_of_tensor
+from memstore.shell.tensors.memory import DTYPES, Leaf, dtype_of, fill_tensor, flat_bytes
 from memstore.shell.tensors.slot_stream import SlotStream
 
 WAITING_BYTES_MAX = 256 << 20  # host memory in transit to a device
@@ -108,6 +108,7 @@ class StateBuild:
     ) -> None:
         self._layout, self._stream, self._match, self._is_alias = layout, stream, match, is_alias
         self._places = {} if match is None else match.places
+        self._leaf_of = {} if match is None else match.leaves
         self._statefuls = {} if match is None else match.statefuls
         self._assigned = {} if match is None else match.plain.by_node
         self._extents: dict[tuple[int, str | None], torch.Tensor] = {}
@@ -142,7 +143,7 @@ class StateBuild:
         for node in _nodes(self._layout.tree):
             target = self._places.get(id(node))
             if target is not None and node.tag in (Tag.TENSOR, Tag.ARRAY):
-                self._fill(self._layout.tensors[node.data], target)
+                self._fill(self._layout.tensors[node.data], target, self._leaf_of[id(node)])
 
     def settle(self) -> None:
         """Wait for the bytes read so far, then run the steps that need them."""
@@ -162,10 +163,9 @@ class StateBuild:
         for stateful, value in self._loads:
             stateful.load_state_dict(value)
 
-    def _fill(self, spec: TensorSpec, target: Any) -> None:
+    def _fill(self, spec: TensorSpec, target: Any, leaf: Leaf) -> None:
         if spec.extent is None or self._stream is None:
             return
-        leaf = leaf_of_array(target) if spec.flags & Flag.ARRAY else leaf_of_tensor(target)
         is_same_order = spec.is_row_major and leaf.strides is None
         is_same_order |= leaf.strides == spec.strides and is_dense(spec.shape, spec.strides, spec.itemsize)
         if (

@@ -47,6 +47,7 @@ class StateMatch:
 
     def __init__(self, layout: Layout, into: object, name: str, keys: Callable[[Any], Any]) -> None:
         self.places: Places = {}
+        self.leaves: dict[int, Leaf] = {}  # id of a node of a tensor or array -> its target there
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
         self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets in which several elements share memory
@@ -215,7 +216,7 @@ class StateMatch:
             raise ManifestMismatch(f"{path} is an expanded view in `into`; one element cannot take many values")
         if leaf.strides and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
             self._overlapping.append((path, spec, target))
-        self.places[id(node)] = target
+        self.places[id(node)], self.leaves[id(node)] = target, leaf
         self._filled.append((path, node.data, leaf))
 
     def _match_dtensor(self, node: Node, target: Any, path: str) -> None:
