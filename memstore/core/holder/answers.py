@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import reads
 from memstore.core.holder.effects import Procedure, SendToRank, Unexpected
 from memstore.core.holder.link import Link
+from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.codec import encode
@@ -56,5 +56,5 @@ def _answer(
         name, message = error or ("InternalError", "the controller answered nothing")
         return AskRefused(id=call.rank_id, error=name, message=message)
     if isinstance(reply, ShardStaged | ChunksStaged):
-        reply = yield from reads.place(state, link, reply)
+        reply = yield from reader_pins.place(state, link, reply)
     return AskAnswered(id=call.rank_id, reply=encode(reply))

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import offered_leases, put_parts
+from memstore.core.holder import offered_leases
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
+from memstore.core.holder.puts import put_parts
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import AbandonStep, RaiseLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello

@@ -13,7 +13,7 @@ from memstore.core.arena.slot_table import Owner, SlotTable
 from memstore.core.holder.effects import PushSource, Stop, StreamingSource
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
-from memstore.core.holder.shared_shards import HolderSharedShards
+from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import StageShard

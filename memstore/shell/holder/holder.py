@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.holder import equal_ranks
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
-from memstore.core.holder.push import WHOLE_BYTES
+from memstore.core.holder.puts import equal_ranks
+from memstore.core.holder.puts.push import WHOLE_BYTES
 from memstore.core.holder.sessions import read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.calls import RankCall

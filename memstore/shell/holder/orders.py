@@ -10,8 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.holder import drop, effects, fork, ranks, stage
+from memstore.core.holder import drop, effects, fork, ranks
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.reads import stage
 from memstore.core.wire.orders import (
     AbandonStep,
     AllHosts,

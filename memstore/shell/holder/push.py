@@ -1,6 +1,6 @@
 """Runs the pushes of one holder on threads: after puts, and when the controller orders a repair (R13, R29).
 
-The procedure of a push is in core/holder/push.py.
+The procedure of a push is in core/holder/puts/push.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from memstore.core.holder import push as procedure
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push as procedure
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.orders import PushCopy
 from memstore.errors import TransportError
 from memstore.shell.holder.context import HolderContext

@@ -13,7 +13,9 @@ from typing import cast
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, effects, offered_leases, put_parts, ranks, reads
+from memstore.core.holder import answers, effects, offered_leases, ranks
+from memstore.core.holder.puts import put_parts
+from memstore.core.holder.reads import reader_pins
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
@@ -137,7 +139,7 @@ class RankServer:
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
                 with self.runner.state():
-                    reads.give_back(link, pin)
+                    reader_pins.give_back(link, pin)
             case ArrivedDamaged(chunks=chunks, frames=frames):
                 self.damage.add(chunks=chunks, frames=frames)
             case StepTrained(step=step):
@@ -189,7 +191,7 @@ class RankServer:
 
     def expire_reads(self) -> None:
         """Let go of what readers kept for too long."""
-        self.runner.run(reads.expire(self.state))
+        self.runner.run(reader_pins.expire(self.state))
 
     def _forget_process(self, effect: effects.ForgetProcess) -> None:
         self.calls.forget(effect.owner)

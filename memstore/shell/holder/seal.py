@@ -1,12 +1,13 @@
-"""Runs core/holder/seal.py, which turns submissions into sealed shards, on one thread for each link."""
+"""Runs core/holder/puts/seal.py, which turns submissions into sealed shards, on one thread for each link."""
 
 from __future__ import annotations
 
 import threading
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import effects, put_parts
-from memstore.core.holder import seal as procedure
+from memstore.core.holder import effects
+from memstore.core.holder.puts import put_parts
+from memstore.core.holder.puts import seal as procedure
 from memstore.core.wire.rank_messages import PutPart, PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.push import Pusher

@@ -1,11 +1,11 @@
-"""Runs core/holder/stage.py, which brings shards, or parts of them, to this host, on threads (R23-R25)."""
+"""Runs core/holder/reads/stage.py, which brings shards, or parts of them, to this host, on threads (R23-R25)."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from memstore.core.holder import stage as procedure
-from memstore.core.holder.stage import BringOrder
+from memstore.core.holder.reads import stage as procedure
+from memstore.core.holder.reads.stage import BringOrder
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.runner import Runner
 

@@ -17,7 +17,7 @@ import xxhash
 from msgspec import structs
 
 from memstore.core.holder import incarnation
-from memstore.core.holder.stage import BringOrder
+from memstore.core.holder.reads.stage import BringOrder
 from memstore.core.journal.records import journal_after, whole_order
 from memstore.core.wire import calls, orders, reports
 from memstore.core.wire.codec import Decoder, encode, tag_of

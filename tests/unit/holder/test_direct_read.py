@@ -16,7 +16,7 @@ from msgspec import structs
 
 import memstore.client.connect
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import direct_read, fetch, partial_read, stage
+from memstore.core.holder.reads import direct_read, fetch, partial_read, stage
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.frame import Kind

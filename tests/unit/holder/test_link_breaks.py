@@ -24,9 +24,9 @@ import memstore.shell.arena.replica_store
 from memstore.client.ticket import Ticket
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder import fetch as procedure
-from memstore.core.holder import stage
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.reads import fetch as procedure
+from memstore.core.holder.reads import stage
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.calls import SkipStep
 from memstore.errors import CapacityError, DigestMismatch, FencedError, PeerUnreachable, RecoveryError

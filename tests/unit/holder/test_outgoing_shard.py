@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.orders import PushTargets
 from memstore.errors import PeerRefused
 from memstore.shell.holder.holder import Holder

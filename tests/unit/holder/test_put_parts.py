@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(not extension.is_there(), reason="the native hel
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """Two hosts, each of which holds a copy of the other one's rank; puts are passed on in parts of 4 chunks."""
     monkeypatch.setattr(slot_stream, "PART_BYTES", PART_CHUNKS * CHUNK_BYTES)
+    monkeypatch.setattr(slot_stream, "THREAD_BYTES", PART_CHUNKS * CHUNK_BYTES)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     made = Site(tmp_path, ["a", "b"], monkeypatch)
     yield made

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memstore.core.holder import push
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import CopySealed, Refused, Seal
 from memstore.testing.clusters.two_holders import two_holders

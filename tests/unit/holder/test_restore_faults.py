@@ -12,10 +12,12 @@ from msgspec import structs
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import fetch, fork, persist, push, stage
+from memstore.core.holder import fork, persist
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.inventory import report_copy
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push
+from memstore.core.holder.puts.push import Push
+from memstore.core.holder.reads import fetch, stage
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.codec import Request
 from memstore.core.wire.ids import WireShard, WireSpec

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import fetch, partial_read
+from memstore.core.holder.reads import fetch, partial_read
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec

@@ -11,8 +11,8 @@ import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, encode_manifest
-from memstore.core.holder import push
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.codec import decode_reply
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.handshake import HolderIdentity

@@ -138,8 +138,8 @@ def test_a_sender_that_dies_ends_the_wait(sites: tuple[Site, Site]) -> None:
     assert receiver.transport.read(sender.transport.metadata(), pieces(4), host="a", deadline_s=20) is None
 
 
-def test_agents_end_with_their_holder(sites: tuple[Site, Site]) -> None:
-    """The end of the socket is the end of the agent."""
+def test_an_agent_whose_holder_ends_the_socket_is_gone(sites: tuple[Site, Site]) -> None:
+    """By itself, or by the kernel: what listened has started it."""
     sender, _ = sites
     agent = sender.transport._serving
     agent._pipe.shutdown(2)
@@ -167,7 +167,9 @@ def test_agents_that_are_stopped_end_with_their_holder(tmp_path: Path, monkeypat
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(arena)], stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None
-            for pid in map(int, holder.stdout.readline().split()):
+            agents = [int(pid) for pid in holder.stdout.readline().split()]
+            assert len(agents) == 2
+            for pid in agents:
                 os.kill(pid, signal.SIGSTOP)
         finally:
             holder.kill()

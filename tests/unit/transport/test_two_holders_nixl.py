@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import push
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.peer_messages import ChunkPlaces
 from memstore.errors import ConfigError
 from memstore.shell.holder.holder import Holder

@@ -12,11 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from memstore.core.holder import answers, drop, equal_ranks, fork, put_parts, ranks, reads, room, stage
+from memstore.core.holder import answers, drop, fork, ranks, room
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
-from memstore.core.holder.push import WHOLE_BYTES, Push
+from memstore.core.holder.puts import equal_ranks, put_parts
+from memstore.core.holder.puts.push import WHOLE_BYTES, Push
+from memstore.core.holder.reads import reader_pins, stage
 from memstore.core.holder.sessions import Sessions, read_journal
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire import calls, reports
@@ -277,7 +279,7 @@ class SimHolder:
                 ranks.end(self.state, link)
         self.served_links = [link for link in self.served_links if link.is_open]
         self.driver.start(ranks.reap(self.state))
-        self.driver.start(reads.expire(self.state))
+        self.driver.start(reader_pins.expire(self.state))
         self.peer_server.give_up_idle()
         self.reads.free_ended()
         self.sessions.facts.retry()

@@ -1,9 +1,9 @@
-"""Begins the pushes of one simulated holder; what a push does is in core/holder/push.py."""
+"""Begins the pushes of one simulated holder; what a push does is in core/holder/puts/push.py."""
 
 from __future__ import annotations
 
-from memstore.core.holder import push as procedure
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts import push as procedure
+from memstore.core.holder.puts.push import Push
 from memstore.core.holder.state import HolderState
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext

@@ -1,4 +1,4 @@
-"""Begins the seals and fences of one simulated holder (core/holder/seal.py), and carries out their effects."""
+"""Begins the seals and fences of one simulated holder (core/holder/puts/seal.py), and carries out their effects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import msgspec
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_digest
-from memstore.core.holder import effects, put_parts
-from memstore.core.holder import seal as procedure
+from memstore.core.holder import effects
+from memstore.core.holder.puts import put_parts
+from memstore.core.holder.puts import seal as procedure
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import PutPart, PutReady
 from memstore.shell.peer.outgoing_shard import StreamingReplica

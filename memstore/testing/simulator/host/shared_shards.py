@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Protocol
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder.shared_shards import HolderSharedShards, Newest
+from memstore.core.holder.puts.shared_shards import HolderSharedShards, Newest
 from memstore.core.wire.rank_messages import ReplicasDiffer
 from memstore.testing.simulator.checks.shared_shards import SharedShards
 from memstore.testing.simulator.world.processes import Holder

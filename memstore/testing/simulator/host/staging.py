@@ -1,4 +1,4 @@
-"""Begins what restores bring to one simulated holder (core/holder/stage.py), and is its reader (R23, R25)."""
+"""Begins what restores bring to one simulated holder (core/holder/reads/stage.py), and is its reader (R23, R25)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import cast
 
 from memstore.core.arena.replica_index import StagedKey
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest, shard_digest
-from memstore.core.holder import answers, effects, reads
-from memstore.core.holder import stage as procedure
+from memstore.core.holder import answers, effects
 from memstore.core.holder.answers import Call
-from memstore.core.holder.stage import BringOrder
+from memstore.core.holder.reads import reader_pins
+from memstore.core.holder.reads import stage as procedure
+from memstore.core.holder.reads.stage import BringOrder
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.calls import RankCall, ReadRanges
 from memstore.core.wire.codec import reply_decoder
@@ -59,7 +60,7 @@ class Stager:
             link.process.answered(answer.id, CallFailed(f"{answer.error}: {answer.message}"))
         elif request is None:
             with suppress(ProtocolError):  # the answer to another call
-                reads.give_back(link, decode_placed(answer.reply).pin)  # its reader has given up
+                reader_pins.give_back(link, decode_placed(answer.reply).pin)  # its reader has given up
         else:
             reply = reply_decoder(type(request))(answer.reply)
             if isinstance(reply, ShardPlaced):
@@ -79,7 +80,7 @@ class Stager:
             holder.checker.restores.read_whole(rank, is_pinned=placed.pin in link.pins)
         fetched = yield from self._fetch(rank, placed)
         if isinstance(rank.link, RankLink) and rank.holder is not None and rank.holder.is_up:
-            reads.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
+            reader_pins.give_back(rank.link, placed.pin)  # as a rank does, on the link that it has now
         manifest = decode_manifest(placed.manifest)
         good = {i: data for i, data in {**read, **fetched}.items() if chunk_digest(data) == manifest.chunks[i].digest}
         bad = [i for i in read if i not in good]

@@ -9,8 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 from memstore.core.history import orphans
-from memstore.core.holder import idle_time, incarnation, ranks, seal
+from memstore.core.holder import idle_time, incarnation, ranks
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel

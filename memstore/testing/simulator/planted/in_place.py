@@ -6,8 +6,9 @@ from typing import Any
 
 from msgspec import structs
 
-from memstore.core.holder import ranks, reads
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.rounds import Rounds
 from memstore.core.wire.ids import WireShard
@@ -48,7 +49,7 @@ def _other(state: HolderState, link: RankLink, staged: ShardStaged, *, is_newest
 
 
 @planted("survivor-keeps-its-own-step", "R23", "I24", *LOST, is_in_place=True, step_s=0.15,
-         at=(reads, "place"))  # fmt: skip
+         at=(reader_pins, "place"))  # fmt: skip
 def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
     """A rank that was there before a loss is given the newest step that it has put, committed or not."""
     if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link > 1:
@@ -57,7 +58,7 @@ def survivor_keeps_its_own_step(real: Any, state: HolderState, link: RankLink, s
 
 
 @planted("spare-with-an-old-shard", "R23", "I24", *LOST, is_in_place=True, has_spares=True, hosts=4, keep_steps=2,
-         step_s=0.4, at=(reads, "place"))  # fmt: skip
+         step_s=0.4, at=(reader_pins, "place"))  # fmt: skip
 def spare_with_an_old_shard(real: Any, state: HolderState, link: RankLink, staged: Any) -> Procedure[Any]:
     """A process that takes a lost rank's place is given the oldest shard of the rank that its host has."""
     if isinstance(staged, ShardStaged) and staged.report is not None and link.owner.link == 1:

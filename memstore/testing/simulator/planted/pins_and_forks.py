@@ -13,7 +13,7 @@ from unittest.mock import patch
 from memstore.core.cluster.job import Job
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
-from memstore.core.holder import reads
+from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -75,8 +75,8 @@ def pins_numbered_by_link() -> Any:
         counts[link] += 1
         return hold(replace(state, pin_numbers=itertools.count(counts[link])), link, release)
 
-    hold = reads._hold
-    return patch.object(reads, "_hold", numbered)
+    hold = reader_pins._hold
+    return patch.object(reader_pins, "_hold", numbered)
 
 
 ROWS = (

@@ -10,9 +10,9 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from memstore.core.attempts.join import Attempts
-from memstore.core.holder import equal_ranks, seal
 from memstore.core.holder.effects import DigestAndStore, WaitFor
-from memstore.core.holder.shared_shards import HolderSharedShards
+from memstore.core.holder.puts import equal_ranks, seal
+from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.holder.state import HolderState
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Staging

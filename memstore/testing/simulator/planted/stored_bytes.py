@@ -10,7 +10,7 @@ from unittest.mock import patch
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
 from memstore.core.arena.withheld_slots import WithheldSlots
-from memstore.core.holder import seal
+from memstore.core.holder.puts import seal
 from memstore.core.wire.peer_messages import Verified
 from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.arena import adoption

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.holder import lost_files, seal
+from memstore.core.holder import lost_files
 from memstore.core.holder.effects import Procedure
+from memstore.core.holder.puts import seal
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.rank.rank import SimRank
 from memstore.testing.simulator.world.memory import Memory

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
-from memstore.core.holder import equal_ranks
 from memstore.core.holder.effects import SendToRank, WaitFor
-from memstore.core.holder.shared_shards import HolderSharedShards
+from memstore.core.holder.puts import equal_ranks
+from memstore.core.holder.puts.shared_shards import HolderSharedShards
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.orders import PushTargets, RankTargets

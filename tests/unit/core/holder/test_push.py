@@ -14,7 +14,7 @@ import pytest
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Procedure
-from memstore.core.holder.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
+from memstore.core.holder.puts.push import ROOM_WAIT_S, SEAL_ROUNDS_MAX, Push, begin, replicate, run
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.codec import Message, Request
 from memstore.core.wire.messages import HostInfo

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import put_parts
 from memstore.core.holder.effects import OpenFresh, Procedure, Replicate
+from memstore.core.holder.puts import put_parts
 from memstore.core.holder.state import HolderState, Limits, PutParts, SubmittedPut
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutPart, PutReady, SlotSample

@@ -14,8 +14,9 @@ import pytest
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import effects, ranks, seal
+from memstore.core.holder import effects, ranks
 from memstore.core.holder.effects import Effect, Procedure
+from memstore.core.holder.puts import seal
 from memstore.core.holder.state import HolderState, Limits, SubmittedPut
 from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.ids import WireCopy

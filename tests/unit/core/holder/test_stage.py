@@ -11,9 +11,10 @@ import pytest
 from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
-from memstore.core.holder import effects, fetch
+from memstore.core.holder import effects
 from memstore.core.holder.effects import Effect, Procedure
-from memstore.core.holder.stage import BESIDE_S, LOOK_S, _await_other, begin
+from memstore.core.holder.reads import fetch
+from memstore.core.holder.reads.stage import BESIDE_S, LOOK_S, _await_other, begin
 from memstore.core.holder.state import HolderState, Limits, Reading
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import HostInfo

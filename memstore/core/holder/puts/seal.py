@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import DIGEST_BYTES, chunk_sizes, split_digests
-from memstore.core.holder import equal_ranks, put_parts, ranks
+from memstore.core.holder import ranks
 from memstore.core.holder.effects import (
     CompareSample,
     DigestAndStore,
@@ -29,6 +29,7 @@ from memstore.core.holder.effects import (
 )
 from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.link import Link
+from memstore.core.holder.puts import equal_ranks, put_parts
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady, StepLevel

@@ -9,7 +9,8 @@ from typing import Any
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import ranks, reads
+from memstore.core.holder import ranks
+from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState, Limits
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.messages import HostInfo
@@ -64,7 +65,7 @@ class Host:
 
     def offer_slots(self, link: Any) -> int:
         """Pin the replica for a reader."""
-        steps = reads.place(self.state, link, STAGED)
+        steps = reader_pins.place(self.state, link, STAGED)
         read: Any = next(steps)
         try:
             steps.send(read.call())
@@ -81,9 +82,9 @@ def test_a_late_unpin_of_an_older_link_frees_no_other_readers_pin() -> None:
     ranks.end(host.state, old)
     new: Any = host.connect()
     pin = host.offer_slots(new)
-    reads.give_back(new, late)
+    reader_pins.give_back(new, late)
     assert len(host.pinned) == 1
-    reads.give_back(new, pin)
+    reader_pins.give_back(new, pin)
     assert not host.pinned
 
 

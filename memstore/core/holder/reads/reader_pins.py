@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import direct_read, partial_read
 from memstore.core.holder.effects import OnStore, Procedure
 from memstore.core.holder.link import Link
+from memstore.core.holder.reads import direct_read, partial_read
 from memstore.core.holder.state import HolderState, ReadKey
 from memstore.core.wire.replies import ChunksElsewhere, ChunksStaged, ShardPlaced, ShardStaged
 from memstore.errors import IntegrityError

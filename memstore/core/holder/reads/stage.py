@@ -15,7 +15,6 @@ from functools import partial
 
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder import direct_read, fetch, partial_read
 from memstore.core.holder.effects import (
     KeepStaged,
     OnStore,
@@ -29,6 +28,7 @@ from memstore.core.holder.effects import (
     Warn,
 )
 from memstore.core.holder.inventory import report_copy
+from memstore.core.holder.reads import direct_read, fetch, partial_read
 from memstore.core.holder.state import HolderState, Reading
 from memstore.core.wire.orders import Bring, OrderCheck, ReadChunks, ReadShard, StageShard
 from memstore.core.wire.rank_messages import CheckInto

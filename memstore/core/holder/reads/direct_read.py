@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder import fetch, partial_read
 from memstore.core.holder.effects import CallPeer, OpenIncoming, Procedure, Reach, Together
+from memstore.core.holder.reads import fetch, partial_read
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.orders import ChunkRange, ReadChunks, ReadShard, StageShard

@@ -18,8 +18,8 @@ from msgspec import structs
 
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.holder import fetch
 from memstore.core.holder.effects import OnStore, OpenIncoming, Procedure, WaitFor
+from memstore.core.holder.reads import fetch
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
