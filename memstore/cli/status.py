@@ -264,10 +264,10 @@ def state_text(host: HostRow) -> str:
         return (
             f"draining: {drain_text(host.drain_short, host.drain_durable)} !" if host.drain_left else "draining: can go"
         )
-    if is_over_limit(host.stats):
-        return "over its limit !"
     if host.pushes:
         return f"repairing: sending {plural(host.pushes, 'shard')}"
+    if is_over_limit(host.stats):
+        return "over its limit !"
     if host.stats is not None and host.stats.withheld_bytes:
         return f"{size_text(host.stats.withheld_bytes)} out of use: reads that were given up have not ended"
     return "ok"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pathlib
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from memstore.core.format.layout import Layout, TensorSpec, byte_span, decode_layout

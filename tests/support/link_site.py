@@ -16,7 +16,7 @@ import torch
 import memstore.client.connect
 from memstore.client.store import Store
 from memstore.config import Config
-from memstore.core.holder import direct_read
+from memstore.core.holder.reads import direct_read
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.controller.controller import Controller

@@ -120,12 +120,12 @@ static void make_moves(const Move *moves, size_t count, int around)
     end_around();
 }
 
-/* Digest bytes, and ask meanwhile for as many of the `left` bytes of a move, at `source`, which are read next, and at
-   `target`, where they will be stored: else memory would have nothing to do. */
+/* Digest bytes, and ask meanwhile for as many of the `left` bytes of a move, a piece at most, at `source`, which are read
+   next, and at `target`, where they will be stored: else memory would have nothing to do. */
 static void digest_and_ask(
     XXH3_state_t *state, const char *bytes, size_t nbytes, const char *source, const char *target, size_t left)
 {
-    size_t asked = left < nbytes ? 0 : nbytes - nbytes % ASKED_BYTES;
+    size_t asked = left < nbytes ? 0 : least(nbytes - nbytes % ASKED_BYTES, PIECE_BYTES);
     for (size_t done = 0; done < asked; done += ASKED_BYTES) {
         XXH3_128bits_update(state, bytes + done, ASKED_BYTES);
         for (size_t line = done; line < done + ASKED_BYTES; line += LINE_BYTES) {

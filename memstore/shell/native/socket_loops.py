@@ -5,6 +5,7 @@ The socket must not block. How a call ended comes back as a number; what follows
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -14,6 +15,7 @@ import numpy as np
 from memstore.core.format.manifest import split_digests
 from memstore.shell.native import extension
 
+_BYTE = ctypes.c_char
 DONE, ENDED, LATE = 0, -1, -2  # how a transfer ended; else an error's number
 
 
@@ -40,5 +42,7 @@ def send(fd: int, views: Sequence[memoryview], *, timeout_s: float) -> tuple[int
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    if view.readonly:
+        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(_BYTE.from_buffer(view))  # of every chunk: a sixth of numpy's time

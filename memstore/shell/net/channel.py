@@ -120,7 +120,7 @@ class Channel:
         """
         self.authenticated = False
         clock = _Clock("TLS handshake", timeout_s)
-        with self._held(self._send_lock, clock), self._held(self._recv_lock, clock):
+        with _Held(self, self._send_lock, clock), _Held(self, self._recv_lock, clock):
             if isinstance(self._sock, TlsStream):
                 raise errors.InternalError(f"{self.peer}: TLS runs already")
             try:
@@ -153,7 +153,7 @@ class Channel:
         views = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in bulk]
         header = wire.pack_header(kind, request_id, packed, sum(view.nbytes for view in views))
         clock = _Clock(f"send {kind.name}", deadline_s)
-        with self._held(self._send_lock, clock):
+        with _Held(self, self._send_lock, clock):
             everything = [memoryview(header), memoryview(packed), *views]
             if gate is None:
                 self._send_all(everything, clock)
@@ -168,13 +168,13 @@ class Channel:
     def send_frame(self, frame: bytes, *, deadline_s: float) -> None:
         """Send a frame of `codec.encode_frame` within `deadline_s` seconds from now."""
         clock = _Clock("send a packed frame", deadline_s)
-        with self._held(self._send_lock, clock):
+        with _Held(self, self._send_lock, clock):
             self._send_all([memoryview(frame)], clock)
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """Return the next frame; None waits without limit for one to begin. The last frame's bulk must be taken."""
         clock = _Clock("receive a frame", timeout_s)
-        with self._held(self._recv_lock, clock):
+        with _Held(self, self._recv_lock, clock):
             if self._bulk_left:
                 raise errors.InternalError(f"{self._bulk_left:,} bulk bytes of the last frame were not taken")
             self._fill(memoryview(self._header), clock, at_boundary=True)
@@ -198,7 +198,7 @@ class Channel:
         """
         view = view.cast("B")
         clock = _Clock(f"receive {view.nbytes:,} bulk bytes", timeout_s)
-        with self._held(self._recv_lock, clock):
+        with _Held(self, self._recv_lock, clock):
             self._check_bulk(view.nbytes)
             self._fill(view, clock, seen=seen)
             self._bulk_left -= view.nbytes
@@ -216,7 +216,7 @@ class Channel:
                 digests.append(hasher.digest())
             return
         clock = _Clock(f"receive {len(views)} chunks", timeout_s)
-        with self._held(self._recv_lock, clock):
+        with _Held(self, self._recv_lock, clock):
             self._check_bulk(sum(view.nbytes for view in views))
             self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES
             status, found = socket_loops.receive(sock.fileno(), views, timeout_s=timeout_s, wake_bytes=wake_bytes)
@@ -242,7 +242,7 @@ class Channel:
         if not self._bulk_left:
             return
         clock = _Clock("skip bulk bytes", timeout_s)
-        with self._held(self._recv_lock, clock):
+        with _Held(self, self._recv_lock, clock):
             scratch = memoryview(bytearray(min(self._bulk_left, SKIP_BUFFER_BYTES)))
             while self._bulk_left:
                 part = scratch[: self._bulk_left]
@@ -321,18 +321,6 @@ class Channel:
         self._closed.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-
-    @contextlib.contextmanager
-    def _held(self, lock: threading.Lock, clock: _Clock) -> Iterator[None]:
-        left_s = clock.left_s()
-        if not lock.acquire(timeout=-1 if left_s is None else left_s):
-            clock.expired(self.peer)
-        try:
-            if self.is_closed if lock is self._send_lock else self._closed.is_set():
-                raise errors.PeerUnreachable(f"the channel to {self.peer} is closed", peer=self.peer, eof=False)
-            yield
-        finally:
-            lock.release()
 
     def _send_all(self, views: list[memoryview], clock: _Clock, *, started: bool = False) -> None:
         # TLS may have sent part of a record when it asks us to wait.
@@ -429,6 +417,26 @@ class Channel:
             raise errors.AuthenticationError(message, peer=self.peer) from cause
         story = f"the channel to {self.peer} was closed here" if ours else f"lost {self.peer}: {why}"
         raise errors.PeerUnreachable(story, peer=self.peer, eof=eof and not ours) from cause
+
+
+class _Held:
+    """One of a channel's two locks, held in a block; twice for every frame, so without a generator."""
+
+    __slots__ = ("_channel", "_clock", "_lock")
+
+    def __init__(self, channel: Channel, lock: threading.Lock, clock: _Clock) -> None:
+        self._channel, self._lock, self._clock = channel, lock, clock
+
+    def __enter__(self) -> None:
+        channel, left_s = self._channel, self._clock.left_s()
+        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
+            self._clock.expired(channel.peer)
+        if channel.is_closed if self._lock is channel._send_lock else channel._closed.is_set():
+            self._lock.release()
+            raise errors.PeerUnreachable(f"the channel to {channel.peer} is closed", peer=channel.peer, eof=False)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class _Clock:

@@ -20,7 +20,7 @@ class PlacedSources:
         offsets: Of each in the stream.
         sizes: The bytes of each.
         addresses: Of each in host memory; None for bytes that are gathered at the copy, or by a device.
-        owners: What keeps the memory of each alive.
+        owners: What keeps the memory of each alive, and what bytes that are gathered come from.
         table: The first three as a table, if the caller has it.
     """
 

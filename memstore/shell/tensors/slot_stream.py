@@ -67,8 +67,8 @@ class SlotStream:
 
         Args:
             extents: Stream offset, address and nbytes of each, in stream order: `[extents, 3]`.
-            on_part: Called with the first chunk and the digests of every part of PART_BYTES but the last, as soon as
-                it is copied.
+            on_part: Called with the first chunk and the digests of every part but the last, of PART_BYTES or more, as
+                soon as it is copied.
         """
         moves, bounds = self._moves(extents)
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
@@ -80,7 +80,8 @@ class SlotStream:
             found = copy_loops.put_chunks(share, moves, bounds, is_large=is_large)
             digests.update(zip((number for number, _, _ in share), found, strict=True))
 
-        count = len(chunks) if on_part is None else max(1, PART_BYTES // self._chunk_bytes)
+        part_bytes = max(PART_BYTES, copy_threads(self._nbytes) * THREAD_BYTES)  # with it all threads have a share
+        count = len(chunks) if on_part is None else max(1, part_bytes // self._chunk_bytes)
         for first in range(0, len(chunks), max(1, count)):
             part = chunks[first : first + count]
             in_threads(part, work)

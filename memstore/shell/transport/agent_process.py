@@ -139,17 +139,26 @@ class AgentProcess:
 
     def _listen(self) -> None:
         """Hand answers to those that wait for them, until the process is gone."""
-        with contextlib.suppress(OSError):
+        try:
             while packet := self._pipe.recv(PACKET_BYTES_MAX):
-                message = decode_message.decode(packet)
-                if isinstance(message, Ready):
-                    self._ready.set_result(message.metadata)
-                    continue
-                assert isinstance(message, Ended)
-                with self._lock:
-                    future = self._waiting.pop(message.number, None)
-                if future is not None:
-                    future.set_result(message)
+                self._take(decode_message.decode(packet))
+        except OSError:
+            pass  # shut down by `kill`
+        finally:
+            self._end()
+
+    def _take(self, message: Ready | Read | Ended) -> None:
+        if isinstance(message, Ready):
+            self._ready.set_result(message.metadata)
+            return
+        assert isinstance(message, Ended)
+        with self._lock:
+            future = self._waiting.pop(message.number, None)
+        if future is not None:
+            future.set_result(message)
+
+    def _end(self) -> None:
+        """Answer all that wait: nothing comes any more."""
         if not self._ready.done():
             self._ready.set_exception(EOFError())
         with self._lock:

@@ -21,7 +21,7 @@ from memstore.config import Config
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.cluster.state import Rules
 from memstore.core.format.manifest import chunk_sizes
-from memstore.core.holder.push import Push
+from memstore.core.holder.puts.push import Push
 from memstore.core.wire.handshake import ControllerIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.orders import PushTargets

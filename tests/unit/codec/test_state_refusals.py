@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.errors import ConfigError, ManifestMismatch, ProtocolError, UnsupportedState
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import copy_into, plan_state
@@ -114,6 +115,13 @@ def test_nesting_and_layout_have_limits() -> None:
         plan_state(tower)
     with pytest.raises(UnsupportedState, match="as tensors or numpy arrays"):
         plan_state([1 << 60] * 8_000_000)
+
+
+def test_a_shape_of_many_large_numbers_is_refused_by_its_length() -> None:
+    """Their product would take days, and no signal would end it."""
+    row = [0, 0, "float32", [(1 << 62) - 1] * 1_000_000, None, 0, None]
+    with pytest.raises(ProtocolError, match="1000000 dimensions"):
+        decode_layout(encode_layout(4, [(0, 4)], [row], [], [20, 0]))
 
 
 def test_unregistered_class_is_not_built() -> None:

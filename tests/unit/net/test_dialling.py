@@ -84,19 +84,20 @@ def test_one_that_refuses_is_passed_over_and_then_avoided() -> None:
         assert tried == [gone, good, good, good]
 
 
-@pytest.mark.parametrize(("error", "follows"), [(None, 0), (PeerUnreachable("it broke"), 1)])
+@pytest.mark.parametrize(("error", "follows"), [(None, (0, 1)), (PeerUnreachable("it broke"), (1, 1))])
 def test_a_connection_that_ended_is_counted_no_more_and_one_that_broke_is_avoided(
-    error: PeerUnreachable | None, follows: int
+    error: PeerUnreachable | None, follows: tuple[int, int]
 ) -> None:
     with listening() as one, listening() as two, contextlib.ExitStack() as stack:
         networks = HostNetworks([one, two])
         first = networks.dial(connect)
         networks.end(first, error)
         networks.end(first, error)  # its owner and its reader both end it
-        second = networks.dial(connect)
-        stack.callback(second.close)
         assert endpoint_of(first) == one
-        assert endpoint_of(second) == (one, two)[follows]
+        for number in follows:
+            channel = networks.dial(connect)
+            stack.callback(channel.close)
+            assert endpoint_of(channel) == (one, two)[number]
 
 
 def test_where_none_answers_the_error_says_so() -> None:
