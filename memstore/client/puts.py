@@ -45,7 +45,7 @@ class Puts:
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
         self.chunk_bytes = link.welcome.chunk_bytes
-        self._streams = int(link.welcome.store["streams"])  # of the holder, to each peer
+        self._streams = int(link.welcome.store["streams"])  # most connections to each peer
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not submitted yet
@@ -212,7 +212,8 @@ class Puts:
     def _may_pass_parts(self, plan: StatePlan) -> bool:
         """Say whether the holder may send parts of a put while the rest is copied.
 
-        On a core that the copy needs, that blocks training for longer than it brings the commit forward.
+        Sending needs `streams` more cores: if it took those of the copy, training would wait for longer than the commit
+        gains.
         """
         return plan.shared_chunks is None and slot_stream.spare_cores(plan.nbytes) >= self._streams
 

@@ -220,8 +220,8 @@ def _tensor(row: _TensorRow, extents: Sequence[tuple[int, int]]) -> TensorSpec:
         raise ValueError(f"{str(row.dtype)[:40]!r} is not a tensor dtype that can be stored")
     itemsize = array_itemsize(row.dtype) if is_array else TORCH_ITEMSIZE[row.dtype]
     shape, strides = row.shape, row.strides
-    is_large = len(shape) > DIMS_MAX  # first: the product of millions of large numbers takes days
-    if is_large or (math.prod(shape) or math.prod(size or 1 for size in shape)) * max(itemsize, 1) > INT_LIMIT:
+    has_too_many_dims = len(shape) > DIMS_MAX  # first: the product of millions of large numbers takes days
+    if has_too_many_dims or (math.prod(shape) or math.prod(size or 1 for size in shape)) * max(itemsize, 1) > INT_LIMIT:
         raise ValueError(f"a tensor has {len(shape)} dimensions or more than {INT_LIMIT} bytes")
     if strides is None:
         strides = row_major(shape, itemsize)

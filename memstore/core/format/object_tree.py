@@ -72,9 +72,10 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
         raise ValueError(f"the tree is nested deeper than {NESTING_MAX}")
     if len(item) not in (2, 3):
         raise ValueError(f"a node of {len(item)} items is neither [tag, data] nor [tag, data, children]")
-    tag, data = _TAGS.get(item[0]) if type(item[0]) is int else None, item[1]
+    tag = _TAGS.get(item[0]) if type(item[0]) is int else None
+    data = item[1]
     if tag is None:
-        raise ValueError(f"a node's tag is {str(item[0])[:40]!r}, which is none")
+        raise ValueError(f"a node has the unknown tag {str(item[0])[:40]!r}")
     below = _checked_list(item[2], None, "children") if len(item) == 3 else []
     _SHAPES[tag](data, len(below))
     if tag in (Tag.TENSOR, Tag.ARRAY):
@@ -82,7 +83,7 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
             raise ValueError(f"a node names tensor {data} of {len(are_arrays)}, or one of the other kind")
     elif tag in _BLOB_TAGS and type(data) is int and data >= blobs_count:
         raise ValueError(f"a node names blob {data} of {blobs_count}")
-    # Half of what a state's dicts hold is keys: most are text.
+    # Most children are a dict's text keys: taken as they are, they cost no call.
     children = [
         child if type(child) is str else decode_node(child, are_arrays, blobs_count, depth + 1) for child in below
     ]

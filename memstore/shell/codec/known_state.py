@@ -148,7 +148,7 @@ class KnownState:
         owners = list(map(tensors.__getitem__, self._firsts))
         self._geometry, self.addresses = Geometry(owners), addresses_of(owners)
         met = Counter(self.addresses)
-        self._alike = [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
+        self._at_shared_address = [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
         self._owners(tensors)
 
     def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -172,10 +172,11 @@ class KnownState:
     def _owners(self, tensors: list[Any]) -> list[Any]:
         """Return the tensor of each leaf; Unknown if other places than before have the same tensor.
 
-        Leaves that began at addresses of their own still do, or KnownSources does not know them: they are not one.
+        Only leaves that once shared an address are compared. If two others became one tensor, one of them moved, and
+        KnownSources raises Unknown.
         """
         owners = list(map(tensors.__getitem__, self._firsts))
-        require(len({id(owners[leaf]) for leaf in self._alike}) == len(self._alike))
+        require(len({id(owners[leaf]) for leaf in self._at_shared_address}) == len(self._at_shared_address))
         if len(owners) < len(tensors):
             require(all(map(is_, tensors, map(owners.__getitem__, self._leaves))))
         return owners

@@ -47,7 +47,7 @@ class StateMatch:
 
     def __init__(self, layout: Layout, into: object, name: str, keys: Callable[[Any], Any]) -> None:
         self.places: Places = {}
-        self.leaves: dict[int, Leaf] = {}  # id of a node of a tensor or array -> its target there
+        self.leaves: dict[int, Leaf] = {}  # id of a tensor's or array's node -> the Leaf of its target
         self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
         self.meshes: list[Any] = []
         self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets in which several elements share memory

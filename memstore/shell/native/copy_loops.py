@@ -98,9 +98,9 @@ def put_chunks(
     """Fill chunks, gaps with zeros, and return each one's digest, of the bytes as they were copied.
 
     Args:
-        chunks: Number, address and nbytes of each; their numbers follow one another.
+        chunks: Number, address and nbytes of each; with consecutive numbers.
         moves: Target, source and nbytes of the moves of all chunks, one behind the other, by target: `[moves, 3]`.
-        bounds: By a chunk's number: where its moves begin, and those of the next one.
+        bounds: For each chunk's number the row of `moves` where its moves begin; one entry more for the end.
         is_large: Whether the whole copy is too large for the cache.
     """
     digests: list[bytes] = []

@@ -1,4 +1,4 @@
-/* Copies and transfers in one call, without the interpreter's lock; without this, Python does the same.
+/* Copies and transfers in one call, without the interpreter's lock. If this is not built, Python does the same.
 
    put      moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
    get      moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
@@ -44,7 +44,7 @@ static int is_supported(void) { return 1; }
 #include "xxhash.h"
 
 #define PIECE_BYTES (16u << 10) /* copied, then digested; two of them fit a core's first cache */
-#define ASKED_BYTES (1u << 10)  /* digested, then as much of the next piece is asked for */
+#define PREFETCH_BYTES (1u << 10) /* digested, then as much of what is copied next is prefetched */
 #define BUFFER_BYTES (4u << 10) /* if it were larger, no bytes would be on their way while it is digested and stored */
 #define AHEAD_BYTES (6u << 10)  /* behind a piece that is stored: so far ahead the source is asked for */
 #define NEAR_BYTES (2u << 10)   /* the same where the source itself is read in front of every store */
@@ -120,20 +120,20 @@ static void make_moves(const Move *moves, size_t count, int around)
     end_around();
 }
 
-/* Digest bytes, and ask meanwhile for as many of the `left` bytes of a move, a piece at most, at `source`, which are read
-   next, and at `target`, where they will be stored: else memory would have nothing to do. */
-static void digest_and_ask(
+/* Digest bytes. Meanwhile prefetch as many of the move's next bytes, a piece at most, at `source` and at `target`, if
+   that many are left: else memory would be idle. */
+static void digest_and_prefetch(
     XXH3_state_t *state, const char *bytes, size_t nbytes, const char *source, const char *target, size_t left)
 {
-    size_t asked = left < nbytes ? 0 : least(nbytes - nbytes % ASKED_BYTES, PIECE_BYTES);
-    for (size_t done = 0; done < asked; done += ASKED_BYTES) {
-        XXH3_128bits_update(state, bytes + done, ASKED_BYTES);
-        for (size_t line = done; line < done + ASKED_BYTES; line += LINE_BYTES) {
+    size_t ahead = left < nbytes ? 0 : least(nbytes - nbytes % PREFETCH_BYTES, PIECE_BYTES);
+    for (size_t done = 0; done < ahead; done += PREFETCH_BYTES) {
+        XXH3_128bits_update(state, bytes + done, PREFETCH_BYTES);
+        for (size_t line = done; line < done + PREFETCH_BYTES; line += LINE_BYTES) {
             __builtin_prefetch(source + line);
             __builtin_prefetch(target + line, 1);
         }
     }
-    XXH3_128bits_update(state, bytes + asked, nbytes - asked);
+    XXH3_128bits_update(state, bytes + ahead, nbytes - ahead);
 }
 
 static void end_digest(const XXH3_state_t *state, unsigned char *digest)
@@ -171,7 +171,7 @@ static void put_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
             target += size, source += size, left -= size;
             if ((size_t)(target - digested) < PIECE_BYTES)
                 continue;
-            digest_and_ask(&state, digested, (size_t)(target - digested), source, target, left);
+            digest_and_prefetch(&state, digested, (size_t)(target - digested), source, target, left);
             digested = target;
         }
         filled = target;
@@ -207,7 +207,7 @@ static void get_chunk(const Chunk *chunk, const Move *moves, int around, unsigne
             if (is_around)
                 XXH3_128bits_update(&state, digested, (size_t)(source - digested));
             else
-                digest_and_ask(&state, digested, (size_t)(source - digested), source, target, left);
+                digest_and_prefetch(&state, digested, (size_t)(source - digested), source, target, left);
             digested = source;
         }
     }

@@ -420,7 +420,7 @@ class Channel:
 
 
 class _Held:
-    """One of a channel's two locks, held in a block; twice for every frame, so without a generator."""
+    """Holds one of a channel's two locks for a block. A class: a generator costs more, and every frame takes two."""
 
     __slots__ = ("_channel", "_clock", "_lock")
 

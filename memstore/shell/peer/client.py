@@ -37,7 +37,7 @@ from memstore.core.wire.peer_messages import (
 from memstore.errors import PeerRefused, PeerTimeout, PeerUnreachable, ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, SendGate
-from memstore.shell.net.dialling import HostNetworks
+from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls

@@ -32,7 +32,7 @@ from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.dialling import HostNetworks
+from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
@@ -223,7 +223,7 @@ class Fetches:
             return [row for row in rows if self._avoided_until_s.get(row.host, 0.0) < time.monotonic()]
 
     def networks_of(self, rows: Sequence[ChunksElsewhere]) -> dict[str, HostNetworks]:
-        """Return the networks of these hosts, with what fetches before met on them."""
+        """Return the networks of these hosts, with what earlier fetches learned of them."""
         with self._lock:
             for row in rows:
                 known = self._networks.get(row.host)

@@ -14,7 +14,7 @@ HostTable = npt.NDArray[np.int64]  # a row for each source: its offset in the st
 
 
 class PlacedSources:
-    """Sources with their offsets in a stream, in its order: columns, of which rows are made as they are asked for.
+    """Sources and their offsets, in stream order. Kept as columns; iteration makes the rows.
 
     Args:
         offsets: Of each in the stream.
@@ -28,7 +28,8 @@ class PlacedSources:
         self, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int | None], owners: Sequence[Any],
         table: HostTable | None = None,
     ) -> None:  # fmt: skip
-        self.offsets, self._sizes, self._addresses, self._owners, self._table = offsets, sizes, addresses, owners, table
+        self.offsets, self.owners = offsets, owners
+        self._sizes, self._addresses, self._table = sizes, addresses, table
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, TensorSource]]) -> PlacedSources:
@@ -42,16 +43,8 @@ class PlacedSources:
             [each.owner for each in sources],
         )  # fmt: skip
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
     def __iter__(self) -> Iterator[tuple[int, TensorSource]]:
-        return zip(self.offsets, map(TensorSource, self._sizes, self._addresses, self._owners), strict=True)
-
-    @property
-    def owners(self) -> Sequence[Any]:
-        """Return what keeps the memory of each alive."""
-        return self._owners
+        return zip(self.offsets, map(TensorSource, self._sizes, self._addresses, self.owners), strict=True)
 
     def host_table(self) -> HostTable | None:
         """Return stream offset, address and nbytes of each; None if one is not copied from host memory as it lies."""

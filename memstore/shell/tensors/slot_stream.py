@@ -31,7 +31,7 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 # machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
-PART_BYTES = 64 << 20  # of a put, before they may be pushed: a part costs a message, and its threads are started
+PART_BYTES = 64 << 20  # least of a part that may be pushed: each costs a message and a start of threads
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
 
@@ -80,7 +80,8 @@ class SlotStream:
             found = copy_loops.put_chunks(share, moves, bounds, is_large=is_large)
             digests.update(zip((number for number, _, _ in share), found, strict=True))
 
-        part_bytes = max(PART_BYTES, copy_threads(self._nbytes) * THREAD_BYTES)  # with it all threads have a share
+        # Less would leave copy threads without a share.
+        part_bytes = max(PART_BYTES, copy_threads(self._nbytes) * THREAD_BYTES)
         count = len(chunks) if on_part is None else max(1, part_bytes // self._chunk_bytes)
         for first in range(0, len(chunks), max(1, count)):
             part = chunks[first : first + count]

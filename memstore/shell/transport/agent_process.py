@@ -47,15 +47,19 @@ class AgentProcess:
         self._ready: Future[bytes] = Future()
         command = [sys.executable, "-m", PROGRAM, role, str(arena_fd), str(theirs.fileno())]
         fds = (arena_fd, lock_fd, theirs.fileno())
-        threading.Thread(target=self._live, args=(command, fds, started), name="memstore-nixl", daemon=True).start()
+        threading.Thread(
+            target=self._start_and_listen, args=(command, fds, started), name="memstore-nixl", daemon=True
+        ).start()
         with theirs:
             self._process = started.result()
         self.metadata = self._await_ready()
 
-    def _live(self, command: list[str], fds: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start the process and hand its answers on until it is gone.
+    def _start_and_listen(
+        self, command: list[str], fds: tuple[int, ...], started: Future[subprocess.Popen[bytes]]
+    ) -> None:
+        """Start the agent, then hand its answers on until it is gone.
 
-        It has the kernel kill it as soon as the thread that started it ends: so this is one thread for both.
+        The kernel kills an agent when the thread that started it ends, so this thread has to stay.
         """
         try:
             process = subprocess.Popen(

@@ -2,8 +2,8 @@
 
     python -m memstore.shell.transport.nixl_agent reads|serves ARENA_FD SOCKET_FD
 
-It ends when its socket does, so with its holder, and if it is stopped then, the kernel ends it. UCX aborts a process
-for what happens at the other end, so that none of it may run in the holder's.
+It ends when its holder closes the socket or is gone; if it is stopped, the kernel kills it. UCX aborts a process for
+what happens at the other end, so that none of it may run in the holder's.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def text_of(error: Exception) -> str:
 
 
 def be_killed_with_holder() -> None:
-    """Have the kernel kill this process with its holder: stopped, it would keep the arena's lock from the next one."""
+    """Have the kernel kill this process when the thread that started it ends: else a stopped one keeps the lock."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

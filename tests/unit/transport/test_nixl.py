@@ -139,7 +139,7 @@ def test_a_sender_that_dies_ends_the_wait(sites: tuple[Site, Site]) -> None:
 
 
 def test_an_agent_whose_holder_ends_the_socket_is_gone(sites: tuple[Site, Site]) -> None:
-    """By itself, or by the kernel: what listened has started it."""
+    """It ends itself, or the kernel kills it because the thread that started it has ended."""
     sender, _ = sites
     agent = sender.transport._serving
     agent._pipe.shutdown(2)

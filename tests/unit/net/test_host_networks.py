@@ -14,7 +14,7 @@ from memstore.core.wire.handshake import HolderIdentity
 from memstore.core.wire.ids import Endpoint
 from memstore.errors import AuthenticationError, PeerUnreachable
 from memstore.shell.net.channel import Channel
-from memstore.shell.net.dialling import SILENCE_S, HostNetworks
+from memstore.shell.net.host_networks import SILENCE_S, HostNetworks
 from memstore.shell.net.listener import Listener, connect_tcp
 
 SECRET = b"s" * 32
