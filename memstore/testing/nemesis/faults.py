@@ -261,6 +261,9 @@ class ProcessFaults(FaultBase):
             return
         with contextlib.suppress(OSError):
             before = resource.prlimit(process[0], resource.RLIMIT_NOFILE)
+            if before[0] == FDS_FULL:  # by a fault that is not over: this one would leave it full for good
+                self.story.log(f"the descriptor table of {name} is full already")
+                return
             resource.prlimit(process[0], resource.RLIMIT_NOFILE, (FDS_FULL, before[1]))
             if host:
                 self.hosts.mark_away(host)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from memstore.core.wire.status_rows import AttemptStatus
 from memstore.testing.fuzz.message_samples import blank
 from memstore.testing.nemesis import oracle
 from memstore.testing.nemesis.checks import RestoreCheck, check_put, check_read, stall_bound_s
+from memstore.testing.nemesis.faults import ProcessFaults
 from memstore.testing.nemesis.ledger import Ledger
 from memstore.testing.nemesis.load_meter import LoadMeter
 from memstore.testing.nemesis.observer import incomplete
@@ -289,3 +292,21 @@ def test_some_minutes_of_rounds_are_clean(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     code, text, _ = play(tmp_path, "--seed", str(seed), "--minutes", "3", timeout_s=800.0)
     assert code == 0, f"seed {seed}\n{text}"
+
+
+def test_a_descriptor_table_that_is_full_already_is_not_filled_again() -> None:
+    """Else the second of two such faults would give back the limit of the first: the process never recovers."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        faults = object.__new__(ProcessFaults)
+        faults.story = SimpleNamespace(log=lambda line: None)  # type: ignore[assignment]
+        faults.hosts = SimpleNamespace(  # type: ignore[assignment]
+            controller=lambda: None, holder=lambda host: (process.pid,), mark_away=lambda host: None
+        )
+        faults.up = lambda rng, planned: "a"  # type: ignore[method-assign]
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        first, second = (faults.fill_descriptors(random.Random(0), None) for _ in range(2))  # type: ignore[arg-type]
+        assert next(first) == "holder a"
+        assert [*second] == []
+        assert [*first] == []
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == before
+        process.kill()
