@@ -15,7 +15,7 @@ from torch import nn
 
 from memstore.client.store import Store
 from memstore.errors import CommitError
-from memstore.shell.codec import decode, verified_stream
+from memstore.shell.codec import match, verified_stream
 from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import DeferredCopy
@@ -156,7 +156,7 @@ def test_a_get_fills_device_memory_straight_from_the_slots(
         training.optimizer.step()
         weight = training.model[0].weight
         version = weight._version
-        monkeypatch.setattr(decode, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
+        monkeypatch.setattr(match, "leaf_of_tensor", lambda one: replace(leaf_of_tensor(one), device="cpu"))
         joined.get(0, rank=0, into=training.state())
     now = training.copy()
     assert all(is_same(now[part], expected[part]) for part in ("model", "optim"))
