@@ -145,11 +145,11 @@ class KnownState:
         self._slots, self._scalars = slots, scalars
         self._float_bits = _float_bits(scalars)
         require(all(map(fits_inline, scalars)))
-        owners = list(map(tensors.__getitem__, self._firsts))
+        self._at_shared_address: list[int] = []  # leaves; here each is a tensor of its own, as `indices` goes by its id
+        owners = self._owners(tensors)
         self._geometry, self.addresses = Geometry(owners), addresses_of(owners)
         met = Counter(self.addresses)
-        self._at_shared_address = [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
-        self._owners(tensors)
+        self._at_shared_address += [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
 
     def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return tensors, with the local ones of DTensors, the DTensors, and the plain scalars."""

@@ -1,4 +1,4 @@
-"""Connects to one of a host's networks: the one with the fewest connections, and another where that fails."""
+"""The networks of another host: a connection takes the one with the fewest, and another where that fails."""
 
 from __future__ import annotations
 
