@@ -7,11 +7,12 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memstore.core.format.layout import pieces
+from memstore.core.format.layout import batches, pieces
 from memstore.core.format.manifest import chunk_sizes
 from memstore.shell.native import copy_loops, extension
 from memstore.shell.native.copy_loops import Move
@@ -31,6 +32,7 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 # machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
+BLOCKS_PER_THREAD = 16  # of neighbours, which copy a quarter faster together
 PART_BYTES = 64 << 20  # least of a part that may be pushed: each costs a message and a start of threads
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
@@ -173,20 +175,25 @@ def spare_cores(nbytes: int) -> int:
 
 
 def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:
-    """Share moves out to several threads if there is enough to do; return when `work` has done each share."""
+    """Share moves out to several threads if there is enough to do; return when `work` has done all, or raise its error.
+
+    Who is done with a block of moves takes the next: no thread waits long for one that began later, or lost its core.
+    """
     total = sum(move[2] for move in moves)
     threads_count = copy_threads(total)
-    shares = [moves] if threads_count == 1 else _shares(moves, threads_count, total)
+    block_bytes = total // (threads_count * BLOCKS_PER_THREAD)
+    left = iter([moves] if threads_count == 1 else list(batches(moves, lambda move: move[2], block_bytes)))
     copies: dict[FrameType, list[_Helper]] = _here.__dict__.setdefault("copies", {})
     for torn in [call for call in copies if not is_running(call)]:  # a signal's handler raised before they were stopped
         _stop(copies[torn])
         del copies[torn]
     helpers = copies[sys._getframe()] = list[_Helper]()
     try:
-        for share in shares[:-1]:
-            helpers.append(_Helper(work, share))
+        for _ in range(threads_count - 1):
+            helpers.append(_Helper(work, left))
             helpers[-1].start()
-        work(shares[-1])
+        for block in left:
+            work(block)
         for helper in helpers:
             helper.finish()
     except BaseException:
@@ -195,40 +202,36 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
     del copies[sys._getframe()]
 
 
-def _shares(moves: Sequence[Move], count: int, total: int) -> list[Sequence[Move]]:
-    """Cut moves of `total` bytes into shares of about as many; neighbours, which copy a quarter faster together."""
-    shares: list[list[Move]] = [[] for _ in range(count)]
-    done = 0
-    for move in moves:
-        shares[min(done * count // max(total, 1), count - 1)].append(move)
-        done += move[2]
-    return list(shares)
-
-
 class _Helper:
-    """A thread that does one share, or none if it has not begun when it is stopped."""
+    """A thread that takes one block of moves after the other, until none is left or it is stopped."""
 
-    def __init__(self, work: Callable[[Sequence[Move]], None], share: Sequence[Move]) -> None:
-        self._work, self._share = work, share
+    def __init__(self, work: Callable[[Sequence[Move]], None], left: Iterator[Sequence[Move]]) -> None:
+        self._work, self._left = work, left
         self._turn = threading.Lock()  # held while it works
         self.is_stopped = False
+        self._error: Exception | None = None
         self._thread = SafeThread(self._run)
 
     def start(self) -> None:
-        """Start it; if no thread can be started, the caller does its share."""
-        try:
+        """Start it; if no thread can be started, the caller takes its blocks."""
+        with contextlib.suppress(RuntimeError):  # the limit of threads or of memory
             self._thread.start()
-        except RuntimeError:  # the limit of threads or of memory
-            self._run()
 
     def _run(self) -> None:
         with self._turn:
-            if not self.is_stopped:
-                self._work(self._share)
+            try:
+                for block in self._left:
+                    if self.is_stopped:
+                        return
+                    self._work(block)
+            except Exception as exc:  # such as a MemoryError: `finish` raises it, for this block is not whole
+                self._error = exc
 
     def finish(self) -> None:
-        """Wait until its share is done; the time is bounded by the bytes, as memory moves never block."""
+        """Wait until its last block is done, and raise what it met; memory moves never block, so the bytes bound it."""
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def wait_stopped(self) -> None:
         """Wait until it moves nothing any more; needs `is_stopped` to be set."""
