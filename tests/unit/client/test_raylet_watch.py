@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from memstore.shell.arena.lock import process_start_time
+from memstore.shell.arena.lock import is_alive, process_start_time
 from memstore.testing.clusters.processes import wait_for
 
 CHILD = (
@@ -39,8 +39,8 @@ def test_a_process_whose_parent_is_killed_ends() -> None:
     try:
         parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=120)
-        wait_for(lambda: process_start_time(child) != start, "the orphan to end", 20.0)
+        wait_for(lambda: not is_alive(child, start), "the orphan to end", 20.0)
     finally:
         parent.stdout.close()
-        if process_start_time(child) == start:
+        if is_alive(child, start):
             os.kill(child, signal.SIGKILL)
