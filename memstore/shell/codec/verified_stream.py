@@ -45,7 +45,6 @@ REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this h
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
 DeviceMove = tuple[torch.Tensor, int, int, int]  # flat device memory, first byte in it and in the chunk, nbytes
 Views = list[tuple[int, memoryview]]  # of chunks, by index
-Fill = Callable[[memoryview], None]  # fills a view with the next bytes of a chunk
 
 
 class Copies(NamedTuple):
@@ -53,6 +52,13 @@ class Copies(NamedTuple):
 
     host: dict[int, list[Move]]
     device: dict[int, list[DeviceMove]]
+
+
+class Target(NamedTuple):
+    """Where the bytes of a chunk are received, in their order, and what is to be done once they are there and right."""
+
+    views: Sequence[memoryview]
+    finish: Callable[[], object]
 
 
 class ChunkSource(Protocol):
@@ -65,9 +71,14 @@ class ChunkSource(Protocol):
         """Return those of the chunks that `fetching` brings, and `take` does not."""
 
     def fetching(
-        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
     ) -> AbstractContextManager[Callable[[], list[int]]]:
-        """Receive chunks in other threads; the given function waits, and returns those that are not there."""
+        """Receive chunks in other threads; the given function waits, and returns those that are not there.
+
+        Args:
+            indices: Of the chunks.
+            target_of: Returns where a chunk (index, nbytes) goes; called in the thread that receives it.
+        """
 
     def pin(self, views: Views, device: int) -> None:
         """Register the slots of taken chunks with a CUDA device; not called in a thread that computes."""
@@ -152,9 +163,9 @@ class CheckedStream:
         # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
-        receive = partial(self._receive, copies, streams)
+        target_of = partial(self._target_of, copies, streams)
         with (
-            self._source.fetching(remote, receive) as fetched,
+            self._source.fetching(remote, target_of) as fetched,
             ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers,  # starts them on demand
         ):
             while left:
@@ -169,26 +180,24 @@ class CheckedStream:
         if bad:
             self._repair(sorted(bad), copies)
 
-    def _receive(
-        self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int, fill: Fill
-    ) -> None:
-        """Have a chunk's bytes received where they go; by way of a buffer if some go to a device, or to two places."""
+    def _target_of(
+        self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int
+    ) -> Target:  # fmt: skip
+        """Return where a chunk's bytes are received: where they go, or a buffer if some go to a device, or twice."""
         moves = sorted(copies.host.get(index, ()), key=lambda move: move[1])
         parts = segments(moves, nbytes) if index not in copies.device else None
-        if parts is None:
-            buffer = np.empty(nbytes, np.uint8)
-            view = buffer.data.cast("B")
-            fill(view)
+        if parts is not None:
+            return Target([_view_at(address, size) for address, size in parts], lambda: None)
+        buffer = np.empty(nbytes, np.uint8)
+        view = buffer.data.cast("B")
+
+        def spread() -> None:
             for target, start, size in moves:
                 ctypes.memmove(target, address_of(buffer) + start, size)
             for arrival in order_chunks([(index, view)], copies.device, streams):
                 arrival.wait()
-            return
-        for address, size in parts:
-            if address is None:
-                fill(memoryview(bytearray(size)))
-            else:
-                fill(memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B"))
+
+        return Target([view], spread)
 
     def _copy_to_host(
         self, views: Views, copies: Copies, workers: ThreadPoolExecutor, threads_count: int
@@ -280,6 +289,13 @@ def segments(moves: Sequence[Move], nbytes: int) -> list[tuple[int | None, int]]
         found += [(None, start - done)] * (start > done) + [(target, size)]
         done = start + size
     return found + [(None, nbytes - done)] * (nbytes > done)
+
+
+def _view_at(address: int | None, nbytes: int) -> memoryview:
+    """Return memory of the reader, or a view that is received into and forgotten."""
+    if address is None:
+        return memoryview(bytearray(nbytes))
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def open_streams(devices: Iterable[torch.device], streams: dict[torch.device, SideStream]) -> None:

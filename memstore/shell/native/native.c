@@ -3,7 +3,7 @@
    put      moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
    get      moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
    move     moves alone
-   receive  bytes from a socket, and their digest, taken as they come (R14)
+   receive  bytes of chunks from a socket, and each chunk's digest, taken as they come (R14, R26)
    send     bytes to a socket, from where they lie
 
    Tables come as bytes, in rows of three unsigned 64-bit numbers: the stable ABI of Python 3.10 has no buffers. A chunk
@@ -243,13 +243,13 @@ static int wait_for(int fd, short event, double until_s)
     return ready < 0 && errno != EINTR ? errno : DONE;
 }
 
-/* Receive bytes and digest what has come before each wait for more, and once a piece is there: it is in the cache then.
-   The kernel wakes for `wake` bytes or the last ones: waking for every segment costs more. */
-static int receive_all(int fd, char *target, size_t nbytes, double until_s, int wake, unsigned char *digest)
+/* Receive bytes and add them to a digest: what has come before each wait for more, and each piece once it is there, as it
+   is in the cache then. The kernel wakes for `wake` bytes, or for the last of these and of the `ahead` that are received
+   next: waking for every segment costs more. */
+static int receive_all(
+    int fd, char *target, size_t nbytes, size_t ahead, double until_s, int wake, XXH3_state_t *state)
 {
     size_t done = 0, digested = 0;
-    XXH3_state_t state;
-    XXH3_128bits_reset(&state);
     while (done < nbytes) {
         size_t size = least(nbytes - done, ARRIVED_BYTES);
         ssize_t got = recv(fd, target + done, size, 0);
@@ -258,8 +258,8 @@ static int receive_all(int fd, char *target, size_t nbytes, double until_s, int 
         if (got > 0) {
             done += (size_t)got;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            int low = (int)least(nbytes - done, (size_t)wake);
-            XXH3_128bits_update(&state, target + digested, done - digested);
+            int low = (int)least(nbytes - done + ahead, (size_t)wake);
+            XXH3_128bits_update(state, target + digested, done - digested);
             digested = done;
             int is_tcp = wake == 0 || setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low) == 0;
             int status = is_tcp ? wait_for(fd, POLLIN, until_s) : errno;
@@ -269,12 +269,35 @@ static int receive_all(int fd, char *target, size_t nbytes, double until_s, int 
             return errno;
         }
         if (done - digested >= ARRIVED_BYTES / 2) {
-            XXH3_128bits_update(&state, target + digested, done - digested);
+            XXH3_128bits_update(state, target + digested, done - digested);
             digested = done;
         }
     }
-    XXH3_128bits_update(&state, target + digested, nbytes - digested);
-    end_digest(&state, digest);
+    XXH3_128bits_update(state, target + digested, nbytes - digested);
+    return DONE;
+}
+
+/* Receive chunks, each within `timeout_s`; `came` counts those that are whole. */
+static int receive_chunks(
+    int fd, const Move *rows, size_t count, double timeout_s, int wake, unsigned char *digests, size_t *came)
+{
+    size_t ahead = 0;
+    XXH3_state_t state;
+    XXH3_128bits_reset(&state);
+    for (size_t row = 0; row < count; row++)
+        ahead += (size_t)rows[row].nbytes;
+    double until_s = now_s() + timeout_s;
+    for (size_t row = 0; row < count; row++) {
+        ahead -= (size_t)rows[row].nbytes;
+        int status = receive_all(fd, at(rows[row].target), (size_t)rows[row].nbytes, ahead, until_s, wake, &state);
+        if (status != DONE)
+            return status;
+        if (rows[row].source) /* the chunk goes on in the next row */
+            continue;
+        end_digest(&state, digests + (*came)++ * DIGEST_BYTES);
+        XXH3_128bits_reset(&state);
+        until_s = now_s() + timeout_s;
+    }
     return DONE;
 }
 
@@ -400,7 +423,7 @@ static PyObject *receive(PyObject *self, PyObject *args)
     const char *table;
     Py_ssize_t nbytes;
     size_t count, came = 0;
-    int fd, wake, status = DONE;
+    int fd, wake, status;
     double timeout_s;
     if (!PyArg_ParseTuple(args, "iy#di", &fd, &table, &nbytes, &timeout_s, &wake))
         return NULL;
@@ -410,10 +433,7 @@ static PyObject *receive(PyObject *self, PyObject *args)
         return NULL;
     unsigned char *into = (unsigned char *)PyBytes_AsString(digests);
     Py_BEGIN_ALLOW_THREADS
-    for (; came < count && status == DONE; came += status == DONE) {
-        double until_s = now_s() + timeout_s;
-        status = receive_all(fd, at(rows[came].target), (size_t)rows[came].nbytes, until_s, wake, into + came * DIGEST_BYTES);
-    }
+    status = receive_chunks(fd, rows, count, timeout_s, wake, into, &came);
     Py_END_ALLOW_THREADS
     return Py_BuildValue("inN", status, (Py_ssize_t)came, digests);
 }
@@ -442,7 +462,7 @@ static PyObject *send_views(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS,
-     "receive(fd, places, timeout_s, wake): return how it ended, how many places were filled, and the digest of each."},
+     "receive(fd, places, timeout_s, wake): return how it ended, how many chunks came, and the digest of each."},
     {"send", send_views, METH_VARARGS, "send(fd, views, timeout_s): return how it ended, and the bytes sent."},
     {"put", put, METH_VARARGS, "put(chunks, moves, around): make the moves and return the digests of the chunks."},
     {"get", get, METH_VARARGS, "get(chunks, moves, around): make the moves and return the digests of the chunks."},

@@ -19,16 +19,22 @@ _BYTE = ctypes.c_char
 DONE, ENDED, LATE = 0, -1, -2  # how a transfer ended; else an error's number
 
 
-def receive(fd: int, views: Sequence[memoryview], *, timeout_s: float, wake_bytes: int) -> tuple[int, list[bytes]]:
-    """Fill views from a socket that does not block; return how it ended, and the digests of those that were filled.
+def receive(
+    fd: int, chunks: Sequence[Sequence[memoryview]], *, timeout_s: float, wake_bytes: int
+) -> tuple[int, list[bytes]]:  # fmt: skip
+    """Receive chunks from a socket that does not block; return how it ended, and the digests of those that are whole.
 
     Args:
         fd: The socket's descriptor.
-        views: In the order of the bytes.
-        timeout_s: For each view.
+        chunks: The views, one at least, that each is received into, in the order of its bytes.
+        timeout_s: For each chunk.
         wake_bytes: So many at least, or the last ones, end a wait of a TCP socket from now on; 0 for another socket.
     """
-    places = array("Q", chain.from_iterable((_address(view), 0, view.nbytes) for view in views))
+    places = array("Q")
+    for views in chunks:
+        for view in views:
+            places.extend((_address(view), 1, view.nbytes))
+        places[-2] = 0  # the next one is of another chunk
     ended: tuple[int, int, bytes] = extension.built.receive(fd, places.tobytes(), timeout_s, wake_bytes)
     status, count, joined = ended
     return status, split_digests(joined)[:count]

@@ -196,37 +196,46 @@ class Channel:
 
         `seen` is called with the pieces, in order and while they are in the processor's cache.
         """
-        view = view.cast("B")
-        clock = _Clock(f"receive {view.nbytes:,} bulk bytes", timeout_s)
-        with _Held(self, self._recv_lock, clock):
-            self._check_bulk(view.nbytes)
-            self._fill(view, clock, seen=seen)
-            self._bulk_left -= view.nbytes
+        self._recv_views([view.cast("B")], timeout_s=timeout_s, seen=seen)
 
-    def recv_bulk_digests(self, views: Sequence[memoryview], digests: list[bytes], *, timeout_s: float) -> None:
-        """Fill `views` with the next bulk bytes of the last frame, each within `timeout_s`.
+    def _recv_views(
+        self, views: Sequence[memoryview], *, timeout_s: float, seen: Callable[[memoryview], object] | None
+    ) -> None:  # fmt: skip
+        nbytes = sum(view.nbytes for view in views)
+        clock = _Clock(f"receive {nbytes:,} bulk bytes", timeout_s)
+        with _Held(self, self._recv_lock, clock):
+            self._check_bulk(nbytes)
+            for view in views:
+                self._fill(view, clock, seen=seen)
+            self._bulk_left -= nbytes
+
+    def recv_bulk_digests(
+        self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
+    ) -> None:  # fmt: skip
+        """Receive the next bulk bytes of the last frame as chunks, each into its views and within `timeout_s`.
 
         The digest of each is taken as it comes and appended to `digests`, also if a later one does not come.
         """
         sock = self._sock
         if not extension.is_there() or not isinstance(sock, socket.socket):
-            for view in views:
+            for views in chunks:
                 hasher = chunk_hasher()
-                self.recv_bulk_into(view, timeout_s=timeout_s, seen=hasher.update)
+                self._recv_views(views, timeout_s=timeout_s, seen=hasher.update)
                 digests.append(hasher.digest())
             return
-        clock = _Clock(f"receive {len(views)} chunks", timeout_s)
+        clock = _Clock(f"receive {len(chunks)} chunks", timeout_s)
+        sizes = [sum(view.nbytes for view in views) for views in chunks]
         with _Held(self, self._recv_lock, clock):
-            self._check_bulk(sum(view.nbytes for view in views))
+            self._check_bulk(sum(sizes))
             self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES
-            status, found = socket_loops.receive(sock.fileno(), views, timeout_s=timeout_s, wake_bytes=wake_bytes)
+            status, found = socket_loops.receive(sock.fileno(), chunks, timeout_s=timeout_s, wake_bytes=wake_bytes)
             digests += found
-            self._bulk_left -= sum(view.nbytes for view in views[: len(found)])
+            self._bulk_left -= sum(sizes[: len(found)])
             if status == socket_loops.ENDED:
                 self._lost("it closed the connection in the middle of a frame")
             if status == socket_loops.LATE:
                 self._end()
-                late = _Clock(f"receive chunk {len(found) + 1} of the {len(views)} of a frame", timeout_s)
+                late = _Clock(f"receive chunk {len(found) + 1} of the {len(chunks)} of a frame", timeout_s)
                 late.started -= timeout_s
                 late.expired(self.peer)
             if status != socket_loops.DONE:

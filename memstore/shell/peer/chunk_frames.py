@@ -102,8 +102,8 @@ def receive_bulk(
     due = [(index, number, size) for (index, size), number in zip(wanted, numbers, strict=False)]
     digests: list[bytes] = []
     try:
-        views = [replicas.arena.view(number, size) for _, number, size in due]
-        channel.recv_bulk_digests(views, digests, timeout_s=timeout_s)
+        chunks = [(replicas.arena.view(number, size),) for _, number, size in due]
+        channel.recv_bulk_digests(chunks, digests, timeout_s=timeout_s)
         channel.skip_bulk(timeout_s=timeout_s)
     finally:
         replicas.give_back(numbers[len(digests) :])

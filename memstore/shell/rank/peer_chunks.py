@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.format.manifest import Manifest, chunk_hasher
+from memstore.core.format.manifest import Manifest
 from memstore.core.network.chunk_batches import batches
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import Kind
@@ -31,14 +31,14 @@ from memstore.core.wire.peer_messages import FetchChunks, decode_run
 from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
+from memstore.shell.codec.verified_stream import Target
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
 log = logging.getLogger("memstore")
-Fill = Callable[[memoryview], None]  # fills a view with the next bytes of a chunk
-Receive = Callable[[int, int, Fill], None]  # receives a chunk (index, nbytes), each of its bytes once, in order
+TargetOf = Callable[[int, int], Target]  # where a chunk (index, nbytes) is received
 CONNECT_S = 5.0
 AVOID_S = 60.0  # for which a host that did not answer is not dialled: each read would wait CONNECT_S (D259)
 SILENT_S = 10.0  # for one chunk; what has not come by then the holder brings, which knows who is dead
@@ -96,7 +96,7 @@ class PeerChunks:
         return host is not None and host not in self.silent_hosts
 
     @contextmanager
-    def fetching(self, indices: Sequence[int], receive: Receive) -> Iterator[Callable[[], list[int]]]:
+    def fetching(self, indices: Sequence[int], target_of: TargetOf) -> Iterator[Callable[[], list[int]]]:
         """Fetch chunks in threads; the given function waits for the end and returns those that are not there.
 
         An exception in the block ends the fetch: no byte is written after it.
@@ -111,7 +111,7 @@ class PeerChunks:
                 for host, wanted in by_host.items():
                     todo = deque(batches(wanted, self._dialler.streams))
                     streams = range(min(self._dialler.streams, len(todo)))
-                    jobs += [workers.submit(self._stream, host, todo, receive) for _ in streams]
+                    jobs += [workers.submit(self._stream, host, todo, target_of) for _ in streams]
                 yield lambda: sorted({*indices}.difference(index for job in jobs for index in job.result()))
             except BaseException:
                 self.close()
@@ -125,13 +125,13 @@ class PeerChunks:
         for channel, host in channels.items():
             self._networks[host].end(channel)
 
-    def _stream(self, host: str, todo: deque[list[int]], receive: Receive) -> list[int]:
+    def _stream(self, host: str, todo: deque[list[int]], target_of: TargetOf) -> list[int]:
         """Fetch batches over one connection until none is left or it fails; return the chunks that are there."""
         done: list[int] = []
         try:
             with self._channel(host) as channel:
                 while (batch := _next(todo)) is not None:
-                    self._batch(channel, batch, receive, done)
+                    self._batch(channel, batch, target_of, done)
         except MemstoreError as exc:
             if isinstance(exc, ProtocolError):
                 with self._lock:
@@ -167,15 +167,14 @@ class PeerChunks:
                 self.silent_hosts.add(host)
             raise
 
-    def _batch(self, channel: Channel, batch: Sequence[int], receive: Receive, done: list[int]) -> None:
+    def _batch(self, channel: Channel, batch: Sequence[int], target_of: TargetOf, done: list[int]) -> None:
         request = FetchChunks(shard=WireShard.of(self._manifest.shard), digest=self._digest, chunks=tuple(batch))
         channel.send(Kind.CALL, 1, request, deadline_s=SILENT_S)
         left = deque(batch)
         while left:
-            for size in self._sizes(channel, len(left)):
-                index = left.popleft()
-                if size and self._receive(channel, index, size, receive):
-                    done.append(index)
+            sizes = self._sizes(channel, len(left))
+            run = [(left.popleft(), size) for size in sizes]
+            self._receive(channel, [(index, size) for index, size in run if size], target_of, done)
         channel.recv(timeout_s=SILENT_S)
 
     def _sizes(self, channel: Channel, count: int) -> tuple[int, ...]:
@@ -193,18 +192,30 @@ class PeerChunks:
             )
         return sizes
 
-    def _receive(self, channel: Channel, index: int, size: int, receive: Receive) -> bool:
-        """Receive one chunk; return whether its digest is the manifest's."""
-        chunk, hasher = self._manifest.chunks[index], chunk_hasher()
-        if size != chunk.nbytes:
-            raise ProtocolError(f"{channel.peer}: chunk {index} has {size} bytes, the manifest says {chunk.nbytes}")
-        receive(index, size, lambda view: channel.recv_bulk_into(view, timeout_s=SILENT_S, seen=hasher.update))
-        is_good = hasher.digest() == chunk.digest
-        if not is_good:
-            with self._lock:
-                self.damaged_count += 1
-            log.warning("memstore: chunk %d of %s arrived damaged from %s", index, self._manifest.shard, channel.peer)
-        return is_good
+    def _receive(
+        self, channel: Channel, run: Sequence[tuple[int, int]], target_of: TargetOf, done: list[int]
+    ) -> None:  # fmt: skip
+        """Receive the chunks (index, nbytes) of a frame; add those to `done` that have the manifest's digest."""
+        chunks = [self._manifest.chunks[index] for index, _ in run]
+        for (index, size), chunk in zip(run, chunks, strict=True):
+            if size != chunk.nbytes:
+                raise ProtocolError(f"{channel.peer}: chunk {index} has {size} bytes, the manifest says {chunk.nbytes}")
+        targets = [target_of(index, size) for index, size in run]
+        digests: list[bytes] = []
+        try:
+            channel.recv_bulk_digests([target.views for target in targets], digests, timeout_s=SILENT_S)
+        finally:
+            for (index, _), chunk, target, digest in zip(run, chunks, targets, digests, strict=False):
+                if digest == chunk.digest:
+                    target.finish()
+                    done.append(index)
+                else:
+                    self._note_damaged(channel, index)
+
+    def _note_damaged(self, channel: Channel, index: int) -> None:
+        with self._lock:
+            self.damaged_count += 1
+        log.warning("memstore: chunk %d of %s arrived damaged from %s", index, self._manifest.shard, channel.peer)
 
 
 class Fetches:

@@ -24,7 +24,7 @@ from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.replies import StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, PeerTimeout, RecoveryError, UnsupportedState
 from memstore.shell.codec.encode import copy_into
-from memstore.shell.codec.verified_stream import Fill, Views
+from memstore.shell.codec.verified_stream import Target, Views
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
@@ -64,7 +64,7 @@ class Staged:
 
     @contextlib.contextmanager
     def fetching(
-        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
     ) -> Iterator[Callable[[], list[int]]]:
         """Fetch nothing."""
         yield list

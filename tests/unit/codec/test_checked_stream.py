@@ -19,7 +19,7 @@ from lazy_device import LazyDevice
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
 from memstore.shell.codec import verified_stream
-from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Fill, Views
+from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Target, Views
 from memstore.shell.native import extension
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
@@ -54,26 +54,26 @@ class Slots:
 
     @contextmanager
     def fetching(
-        self, indices: Sequence[int], receive: Callable[[int, int, Fill], None]
+        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
     ) -> Iterator[Callable[[], list[int]]]:
         """Send what is in the slots as another host would, in another thread; lost chunks do not come."""
         coming = [index for index in indices if self.slots[index]]
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.map(lambda index: self._is_sent(index, receive), coming)
+            sent = pool.map(lambda index: self._is_sent(index, target_of), coming)
             there = [index for index, is_good in zip(coming, sent, strict=True) if is_good]
         yield lambda: sorted({*indices} - {*there})
 
-    def _is_sent(self, index: int, receive: Callable[[int, int, Fill], None]) -> bool:
+    def _is_sent(self, index: int, target_of: Callable[[int, int], Target]) -> bool:
         data, at = memoryview(self.slots[index]), 0
-
-        def fill(view: memoryview) -> None:
-            nonlocal at
+        target = target_of(index, data.nbytes)
+        for view in target.views:
             view[:] = data[at : at + view.nbytes]
             at += view.nbytes
-
-        receive(index, data.nbytes, fill)
         assert at == data.nbytes
-        return chunk_digest(data) == self.manifest.chunks[index].digest
+        if chunk_digest(data) != self.manifest.chunks[index].digest:
+            return False
+        target.finish()
+        return True
 
     def pin(self, views: Views, device: int) -> None:
         raise AssertionError("there is no CUDA device")

@@ -40,6 +40,11 @@ def places(sizes: list[int]) -> list[memoryview]:
     return [memoryview(bytearray(size)) for size in sizes]
 
 
+def whole(views: list[memoryview]) -> list[list[memoryview]]:
+    """Return chunks of one view each."""
+    return [[view] for view in views]
+
+
 def digests_of(sent: list[memoryview]) -> list[bytes]:
     return [xxhash.xxh3_128_digest(chunk) for chunk in sent]
 
@@ -58,8 +63,8 @@ def test_chunks_of_all_sizes_arrive_with_their_digests_and_frames_follow(
         sent, got, digests = chunks(*SIZES), places(SIZES), list[bytes]()
         sending = aside(left.send, Kind.CHUNK, 1, b"", sent, deadline_s=30.0)
         right.recv(timeout_s=30.0)
-        right.recv_bulk_digests(got[:2], digests, timeout_s=30.0)
-        right.recv_bulk_digests(got[2:], digests, timeout_s=30.0)
+        right.recv_bulk_digests(whole(got[:2]), digests, timeout_s=30.0)
+        right.recv_bulk_digests(whole(got[2:]), digests, timeout_s=30.0)
         sending.result(30.0)
         assert [bytes(view) for view in got] == [bytes(view) for view in sent]
         assert digests == digests_of(sent)
@@ -75,10 +80,39 @@ def test_more_views_than_one_call_of_the_system_takes(
     sent, got, digests = chunks(*sizes), places(sizes), list[bytes]()
     sending = aside(left.send, Kind.CHUNK, 1, b"", sent, deadline_s=30.0)
     right.recv(timeout_s=30.0)
-    right.recv_bulk_digests(got, digests, timeout_s=30.0)
+    right.recv_bulk_digests(whole(got), digests, timeout_s=30.0)
     sending.result(30.0)
     assert digests == digests_of(sent)
     assert got == sent
+
+
+def test_a_chunk_may_go_to_many_places(pair: tuple[Channel, Channel], aside: Callable[..., Future[Any]]) -> None:
+    """As into the tensors of a reader: each chunk has the digest of all its bytes, whichever way they are cut."""
+    left, right = pair
+    cuts = [[1, 999, 70_000], [3_000_000], [5] * 2000, [2_000_000, 1, 1_000_000], [1]]
+    got = [places(sizes) for sizes in cuts]
+    sent, digests = chunks(*map(sum, cuts)), list[bytes]()
+    sending = aside(left.send, Kind.CHUNK, 1, b"", sent, deadline_s=30.0)
+    right.recv(timeout_s=30.0)
+    right.recv_bulk_digests(got[:2], digests, timeout_s=30.0)
+    right.recv_bulk_digests(got[2:], digests, timeout_s=30.0)
+    sending.result(30.0)
+    assert digests == digests_of(sent)
+    assert [b"".join(views) for views in got] == [bytes(view) for view in sent]
+    left.send(Kind.REPLY, 1, b"", deadline_s=30.0)
+    assert right.recv(timeout_s=30.0).kind is Kind.REPLY
+
+
+def test_a_chunk_that_ends_between_two_places_has_no_digest(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """A place that is full does not make its chunk whole."""
+    sent, digests = chunks(1000, 2000), list[bytes]()
+    channel = Channel(sockets[1])
+    sockets[0].sendall(raw_frame(3000) + b"".join(sent)[:2000])
+    sockets[0].close()
+    channel.recv(timeout_s=30.0)
+    with pytest.raises(errors.PeerUnreachable, match="closed the connection in the middle of a frame"):
+        channel.recv_bulk_digests([places([600, 400]), places([500, 500, 1000])], digests, timeout_s=30.0)
+    assert digests == digests_of(sent[:1])
 
 
 def test_more_chunks_than_the_frame_has_left_are_refused_before_one_is_taken(pair: tuple[Channel, Channel]) -> None:
@@ -87,7 +121,7 @@ def test_more_chunks_than_the_frame_has_left_are_refused_before_one_is_taken(pai
     right.recv(timeout_s=30.0)
     digests: list[bytes] = []
     with pytest.raises(errors.InternalError, match="left"):
-        right.recv_bulk_digests(places([21]), digests, timeout_s=30.0)
+        right.recv_bulk_digests(whole(places([21])), digests, timeout_s=30.0)
     assert not digests
 
 
@@ -101,7 +135,7 @@ def test_a_connection_that_ends_within_a_chunk_leaves_those_before_it(
     channel.recv(timeout_s=30.0)
     got = places([1000, 2000, 3000])
     with pytest.raises(errors.PeerUnreachable, match="closed the connection in the middle of a frame"):
-        channel.recv_bulk_digests(got, digests, timeout_s=30.0)
+        channel.recv_bulk_digests(whole(got), digests, timeout_s=30.0)
     assert digests == digests_of(sent[:2])
     assert channel.is_closed
 
@@ -115,7 +149,7 @@ def test_a_sender_that_stalls_within_a_chunk_is_given_up_at_its_deadline(
     sockets[0].sendall(raw_frame(3000) + b"".join(sent)[:1500])
     channel.recv(timeout_s=30.0)
     with pytest.raises(errors.PeerTimeout, match=r"the limit is 0\.2 s"):
-        channel.recv_bulk_digests(places([1000, 2000]), digests, timeout_s=0.2)
+        channel.recv_bulk_digests(whole(places([1000, 2000])), digests, timeout_s=0.2)
     assert digests == digests_of(sent[:1])
     assert channel.is_closed
 
@@ -130,7 +164,7 @@ def test_close_wakes_who_waits_for_the_rest_of_a_chunk(
 
     def receive() -> None:
         waits.set()
-        channel.recv_bulk_digests(places([1000, 2000]), [], timeout_s=600.0)
+        channel.recv_bulk_digests(whole(places([1000, 2000])), [], timeout_s=600.0)
 
     waiting = aside(receive)
     assert waits.wait(30.0)
