@@ -210,8 +210,12 @@ class CheckedStream:
         def take() -> list[int]:
             return [index for block in left for index in self._copy_job(block, copies)]
 
-        helpers = [workers.submit(take) for _ in range(min(threads_count, len(blocks)) - 1)]
-        return take() + [index for helper in helpers for index in helper.result()]
+        try:
+            helpers = [workers.submit(take) for _ in range(min(threads_count, len(blocks)) - 1)]
+            return take() + [index for helper in helpers for index in helper.result()]
+        except BaseException:
+            deque(left, maxlen=0)  # in one step: the workers, which are waited for, find no other block
+            raise
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""

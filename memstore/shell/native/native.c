@@ -244,8 +244,8 @@ static int wait_for(int fd, short event, double until_s)
 }
 
 /* Receive bytes and add them to a digest: what has come before each wait for more, and each piece once it is there, as it
-   is in the cache then. The kernel wakes for `wake` bytes, or for the last of these and of the `ahead` that are received
-   next: waking for every segment costs more. */
+   is in the cache then. The kernel wakes for `wake` bytes, or for the last of these and of the `ahead` that come next:
+   waking for every segment costs more. */
 static int receive_all(
     int fd, char *target, size_t nbytes, size_t ahead, double until_s, int wake, XXH3_state_t *state)
 {
@@ -277,26 +277,27 @@ static int receive_all(
     return DONE;
 }
 
-/* Receive chunks, each within `timeout_s`; `came` counts those that are whole. */
+/* Receive chunks, each within `timeout_s`; `came` counts those that are whole. A wait never asks for bytes of two chunks:
+   it would end at the first one's deadline, and the second would have its own after that. */
 static int receive_chunks(
     int fd, const Move *rows, size_t count, double timeout_s, int wake, unsigned char *digests, size_t *came)
 {
-    size_t ahead = 0;
-    XXH3_state_t state;
-    XXH3_128bits_reset(&state);
-    for (size_t row = 0; row < count; row++)
-        ahead += (size_t)rows[row].nbytes;
-    double until_s = now_s() + timeout_s;
-    for (size_t row = 0; row < count; row++) {
-        ahead -= (size_t)rows[row].nbytes;
-        int status = receive_all(fd, at(rows[row].target), (size_t)rows[row].nbytes, ahead, until_s, wake, &state);
-        if (status != DONE)
-            return status;
-        if (rows[row].source) /* the chunk goes on in the next row */
-            continue;
-        end_digest(&state, digests + (*came)++ * DIGEST_BYTES);
+    for (size_t first = 0, next = 0; first < count; first = next) {
+        XXH3_state_t state;
         XXH3_128bits_reset(&state);
-        until_s = now_s() + timeout_s;
+        size_t left = 0;
+        do
+            left += (size_t)rows[next].nbytes;
+        while (rows[next++].source && next < count);
+        double until_s = now_s() + timeout_s;
+        for (size_t row = first; row < next; row++) {
+            size_t nbytes = (size_t)rows[row].nbytes;
+            left -= nbytes;
+            int status = receive_all(fd, at(rows[row].target), nbytes, left, until_s, wake, &state);
+            if (status != DONE)
+                return status;
+        }
+        end_digest(&state, digests + (*came)++ * DIGEST_BYTES);
     }
     return DONE;
 }
@@ -461,8 +462,8 @@ static PyObject *send_views(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"receive", receive, METH_VARARGS,
-     "receive(fd, places, timeout_s, wake): return how it ended, how many chunks came, and the digest of each."},
+    {"receive_chunks", receive, METH_VARARGS,
+     "receive_chunks(fd, places, timeout_s, wake): return how it ended, how many chunks came, and the digest of each."},
     {"send", send_views, METH_VARARGS, "send(fd, views, timeout_s): return how it ended, and the bytes sent."},
     {"put", put, METH_VARARGS, "put(chunks, moves, around): make the moves and return the digests of the chunks."},
     {"get", get, METH_VARARGS, "get(chunks, moves, around): make the moves and return the digests of the chunks."},

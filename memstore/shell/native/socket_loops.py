@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from memstore.core.format.manifest import split_digests
+from memstore.core.format.manifest import DIGEST_BYTES, split_digests
 from memstore.shell.native import extension
 
 _BYTE = ctypes.c_char
@@ -35,9 +35,9 @@ def receive(
         for view in views:
             places.extend((_address(view), 1, view.nbytes))
         places[-2] = 0  # the next one is of another chunk
-    ended: tuple[int, int, bytes] = extension.built.receive(fd, places.tobytes(), timeout_s, wake_bytes)
+    ended: tuple[int, int, bytes] = extension.built.receive_chunks(fd, places.tobytes(), timeout_s, wake_bytes)
     status, count, joined = ended
-    return status, split_digests(joined)[:count]
+    return status, split_digests(joined[: count * DIGEST_BYTES])
 
 
 def send(fd: int, views: Sequence[memoryview], *, timeout_s: float) -> tuple[int, int]:

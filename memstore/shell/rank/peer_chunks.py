@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
+from memstore.core.format import layout
 from memstore.core.format.manifest import Manifest
 from memstore.core.network.chunk_batches import batches
 from memstore.core.wire.error_message import decode_error
@@ -41,6 +42,7 @@ log = logging.getLogger("memstore")
 TargetOf = Callable[[int, int], Target]  # where a chunk (index, nbytes) is received
 CONNECT_S = 5.0
 AVOID_S = 60.0  # for which a host that did not answer is not dialled: each read would wait CONNECT_S (D259)
+RUN_BYTES = 16 << 20  # received in one call: as much may need a buffer, on its way to a device
 SILENT_S = 10.0  # for one chunk; what has not come by then the holder brings, which knows who is dead
 
 
@@ -173,8 +175,9 @@ class PeerChunks:
         left = deque(batch)
         while left:
             sizes = self._sizes(channel, len(left))
-            run = [(left.popleft(), size) for size in sizes]
-            self._receive(channel, [(index, size) for index, size in run if size], target_of, done)
+            due = [(index, size) for index, size in [(left.popleft(), size) for size in sizes] if size]
+            for run in layout.batches(due, lambda item: item[1], RUN_BYTES):
+                self._receive(channel, run, target_of, done)
         channel.recv(timeout_s=SILENT_S)
 
     def _sizes(self, channel: Channel, count: int) -> tuple[int, ...]:
@@ -195,7 +198,7 @@ class PeerChunks:
     def _receive(
         self, channel: Channel, run: Sequence[tuple[int, int]], target_of: TargetOf, done: list[int]
     ) -> None:  # fmt: skip
-        """Receive the chunks (index, nbytes) of a frame; add those to `done` that have the manifest's digest."""
+        """Receive the next chunks (index, nbytes) of a frame; add those to `done` that have the manifest's digest."""
         chunks = [self._manifest.chunks[index] for index, _ in run]
         for (index, size), chunk in zip(run, chunks, strict=True):
             if size != chunk.nbytes:

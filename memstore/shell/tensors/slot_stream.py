@@ -7,11 +7,11 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -25,7 +25,7 @@ from memstore.core.format.manifest import chunk_sizes
 from memstore.shell.native import copy_loops, extension
 from memstore.shell.native.copy_loops import Move
 from memstore.shell.threads.reentrancy import is_running
-from memstore.shell.threads.safe_condition import SafeThread
+from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (measured on 2 cores)
 # Below the size of a core's own cache (512 KiB and more): up to a quarter faster than moves of a whole chunk, where the
@@ -197,6 +197,7 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
         for helper in helpers:
             helper.finish()
     except BaseException:
+        deque(left, maxlen=0)  # in one step, so that no helper finds another block
         _stop(helpers)
         raise
     del copies[sys._getframe()]
@@ -209,13 +210,16 @@ class _Helper:
         self._work, self._left = work, left
         self._turn = threading.Lock()  # held while it works
         self.is_stopped = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = SafeThread(self._run)
 
     def start(self) -> None:
         """Start it; if no thread can be started, the caller takes its blocks."""
-        with contextlib.suppress(RuntimeError):  # the limit of threads or of memory
+        try:
             self._thread.start()
+        except RuntimeError as exc:  # the limit of threads or of memory
+            if is_of_handler(exc):
+                raise
 
     def _run(self) -> None:
         with self._turn:
@@ -224,17 +228,18 @@ class _Helper:
                     if self.is_stopped:
                         return
                     self._work(block)
-            except Exception as exc:  # such as a MemoryError: `finish` raises it, for this block is not whole
+            except BaseException as exc:  # such as a MemoryError: `finish` raises it, for this block is not whole
                 self._error = exc
 
     def finish(self) -> None:
         """Wait until its last block is done, and raise what it met; memory moves never block, so the bytes bound it."""
         self._thread.join()
+        self.wait_stopped()  # a signal may have left it running while it counts as not started
         if self._error is not None:
             raise self._error
 
     def wait_stopped(self) -> None:
-        """Wait until it moves nothing any more; needs `is_stopped` to be set."""
+        """Wait until it moves nothing any more; needs `is_stopped` to be set, or no block to be left."""
         with self._turn:
             pass
 

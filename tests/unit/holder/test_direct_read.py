@@ -298,10 +298,11 @@ def test_what_does_not_come_whole_is_brought_by_the_readers_holder(
         if not hits:
             return
         hits.pop()
+        middle = len(views) // 2
         if fault == "flip":
-            views[0][100] ^= 1
+            views[middle][100] ^= 1
         elif fault == "lack":
-            views[0] = None
+            views[middle] = None
         else:
             channel.abort()
 

@@ -17,6 +17,7 @@ from memstore.core.wire import frame as wire
 from memstore.core.wire.frame import Kind
 from memstore.shell.native import extension
 from memstore.shell.net.channel import Channel
+from memstore.testing.clusters.processes import wait_for
 
 WITHOUT = pytest.param(None, id="python")
 WITH = pytest.param(
@@ -152,6 +153,25 @@ def test_a_sender_that_stalls_within_a_chunk_is_given_up_at_its_deadline(
         channel.recv_bulk_digests(whole(places([1000, 2000])), digests, timeout_s=0.2)
     assert digests == digests_of(sent[:1])
     assert channel.is_closed
+
+
+def test_no_wait_is_for_bytes_of_two_chunks(
+    sockets: tuple[socket.socket, socket.socket], aside: Callable[..., Future[Any]]
+) -> None:
+    """Else a sender that stalls after a whole chunk is given up after twice the time: once for either chunk."""
+    if sockets[1].family == socket.AF_UNIX:
+        pytest.skip("only TCP wakes for a number of bytes")
+    sent, digests = chunks(3 << 20, 1 << 20), list[bytes]()
+    channel = Channel(sockets[1])
+    got = [places([1 << 20, 2 << 20]), places([1 << 20])]
+    sockets[0].sendall(raw_frame(4 << 20))
+    channel.recv(timeout_s=30.0)
+    receiving = aside(channel.recv_bulk_digests, got, digests, timeout_s=30.0)
+    sockets[0].sendall(sent[0][:-1000])
+    wait_for(lambda: sockets[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1000, "the wait for the rest")
+    sockets[0].sendall(bytes(sent[0][-1000:]) + bytes(sent[1]))
+    receiving.result(30.0)
+    assert digests == digests_of(sent)
 
 
 def test_close_wakes_who_waits_for_the_rest_of_a_chunk(

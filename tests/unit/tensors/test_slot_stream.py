@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors import slot_stream
 from memstore.shell.tensors.slot_stream import in_threads
+from memstore.shell.threads import safe_condition
 from memstore.shell.threads.safe_condition import SafeThread
 
 WAIT_S = 60.0
@@ -46,9 +50,41 @@ def test_an_interrupted_copy_leaves_no_thread_that_writes() -> None:
         written.extend((move, was_over) for move in moves)
 
     with pytest.raises(Interrupted):
-        in_threads(MOVES, work)
+        in_threads([(at, at, 8) for at in range(0, 64, 8)], work)
     is_over.set()
     assert [was_over for _, was_over in written] == [False]  # one block, and none once it was interrupted
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_interrupt_while_a_thread_is_started_leaves_none_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread runs by then, and does not count as started; what the handler raises is no lack of threads."""
+
+    class Preempted(RuntimeError):
+        pass
+
+    def preempt(number: int, frame: FrameType | None) -> None:
+        raise Preempted
+
+    def started(run: Callable[[], None], args: tuple[()]) -> None:
+        _thread.start_new_thread(run, args)
+        assert begun.wait(WAIT_S)
+        signal.raise_signal(signal.SIGUSR1)
+
+    begun, is_over, late = threading.Event(), threading.Event(), list[bool]()
+
+    def work(block: Sequence[Move]) -> None:
+        begun.set()
+        late.append(is_over.wait(0.5))  # the copy must not end before this write
+
+    monkeypatch.setattr(safe_condition, "_thread", SimpleNamespace(**vars(_thread) | {"start_new_thread": started}))
+    before = signal.signal(signal.SIGUSR1, preempt)
+    try:
+        with pytest.raises(Preempted):
+            in_threads(MOVES, work)
+    finally:
+        is_over.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert late == [False]
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -144,9 +144,11 @@ class Request:
     def _flipped(self, data: bytes) -> bytes:
         return bytes([data[0] ^ 0x40]) + data[1:] if self.sender.world.network.take("flips") else data
 
-    def recv_bulk_digests(self, views: Sequence[memoryview], digests: list[bytes], *, timeout_s: float) -> None:
+    def recv_bulk_digests(
+        self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
+    ) -> None:  # fmt: skip
         """Copy them to where the server wants them; cut off before the last chunk of a request if so drawn."""
-        for view in views:
+        for (view,) in chunks:
             if self.is_cut and len(self._whole) == 1:
                 raise PeerUnreachable("the simulated connection was reset in mid-request", peer=self.peer)
             view[:] = self._whole.pop(0) if self._whole else self._bulk
