@@ -39,6 +39,7 @@ from memstore.shell.device.side_stream import (
 from memstore.shell.native import copy_loops, extension
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
+BUFFERED_BYTES = 16 << 20
 BLOCKS_PER_THREAD = 16  # small ones: a thread that begins later, or is stopped, leaves more of them to the others
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
 
@@ -61,6 +62,13 @@ class Target(NamedTuple):
     finish: Callable[[], object]
 
 
+class Targets(NamedTuple):
+    """Where chunks are received."""
+
+    of: Callable[[int, int], Target]  # of a chunk (index, nbytes); called in the thread that receives it
+    call_bytes: int  # received in one call at most: as much is buffered on its way to a device
+
+
 class ChunkSource(Protocol):
     """Chunks of one shard on this host, unverified."""
 
@@ -71,14 +79,9 @@ class ChunkSource(Protocol):
         """Return those of the chunks that `fetching` brings, and `take` does not."""
 
     def fetching(
-        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
-    ) -> AbstractContextManager[Callable[[], list[int]]]:
-        """Receive chunks in other threads; the given function waits, and returns those that are not there.
-
-        Args:
-            indices: Of the chunks.
-            target_of: Returns where a chunk (index, nbytes) goes; called in the thread that receives it.
-        """
+        self, indices: Sequence[int], targets: Targets
+    ) -> AbstractContextManager[Callable[[], list[int]]]:  # fmt: skip
+        """Receive chunks in other threads; the given function waits, and returns those that are not there."""
 
     def pin(self, views: Views, device: int) -> None:
         """Register the slots of taken chunks with a CUDA device; not called in a thread that computes."""
@@ -163,9 +166,10 @@ class CheckedStream:
         # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
-        target_of = partial(self._target_of, copies, streams)
+        call_bytes = BUFFERED_BYTES if copies.device else max(1, self._manifest.nbytes)
+        targets = Targets(partial(self._target, copies, streams), call_bytes)
         with (
-            self._source.fetching(remote, target_of) as fetched,
+            self._source.fetching(remote, targets) as fetched,
             ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers,  # starts them on demand
         ):
             while left:
@@ -180,7 +184,7 @@ class CheckedStream:
         if bad:
             self._repair(sorted(bad), copies)
 
-    def _target_of(
+    def _target(
         self, copies: Copies, streams: dict[torch.device, SideStream], index: int, nbytes: int
     ) -> Target:  # fmt: skip
         """Return where a chunk's bytes are received: where they go, or a buffer if some go to a device, or twice."""

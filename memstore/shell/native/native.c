@@ -50,7 +50,7 @@ static int is_supported(void) { return 1; }
 #define NEAR_BYTES (2u << 10)   /* the same where the source itself is read in front of every store */
 #define MOVE_BYTES (448u << 10) /* if plain copies were longer, the C library would choose stores around the cache */
 #define AROUND_BYTES_MIN 4096u  /* below it their head and tail cost more than the cache */
-#define ARRIVED_BYTES (1u << 20) /* most that is received before it is digested: well within a core's share of the cache */
+#define ARRIVED_BYTES (256u << 10) /* most that is received before it is digested: within a core's second cache */
 #define VIEWS_MAX 64u
 #define WAIT_S_MAX 3600.0 /* of one poll(2), whose milliseconds are an int */
 #define DIGEST_BYTES 16u

@@ -32,17 +32,15 @@ from memstore.core.wire.peer_messages import FetchChunks, decode_run
 from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
-from memstore.shell.codec.verified_stream import Target
+from memstore.shell.codec.verified_stream import Targets
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
 
 log = logging.getLogger("memstore")
-TargetOf = Callable[[int, int], Target]  # where a chunk (index, nbytes) is received
 CONNECT_S = 5.0
 AVOID_S = 60.0  # for which a host that did not answer is not dialled: each read would wait CONNECT_S (D259)
-RUN_BYTES = 16 << 20  # received in one call: as much may need a buffer, on its way to a device
 SILENT_S = 10.0  # for one chunk; what has not come by then the holder brings, which knows who is dead
 
 
@@ -98,7 +96,7 @@ class PeerChunks:
         return host is not None and host not in self.silent_hosts
 
     @contextmanager
-    def fetching(self, indices: Sequence[int], target_of: TargetOf) -> Iterator[Callable[[], list[int]]]:
+    def fetching(self, indices: Sequence[int], targets: Targets) -> Iterator[Callable[[], list[int]]]:
         """Fetch chunks in threads; the given function waits for the end and returns those that are not there.
 
         An exception in the block ends the fetch: no byte is written after it.
@@ -113,7 +111,7 @@ class PeerChunks:
                 for host, wanted in by_host.items():
                     todo = deque(batches(wanted, self._dialler.streams))
                     streams = range(min(self._dialler.streams, len(todo)))
-                    jobs += [workers.submit(self._stream, host, todo, target_of) for _ in streams]
+                    jobs += [workers.submit(self._stream, host, todo, targets) for _ in streams]
                 yield lambda: sorted({*indices}.difference(index for job in jobs for index in job.result()))
             except BaseException:
                 self.close()
@@ -127,13 +125,13 @@ class PeerChunks:
         for channel, host in channels.items():
             self._networks[host].end(channel)
 
-    def _stream(self, host: str, todo: deque[list[int]], target_of: TargetOf) -> list[int]:
+    def _stream(self, host: str, todo: deque[list[int]], targets: Targets) -> list[int]:
         """Fetch batches over one connection until none is left or it fails; return the chunks that are there."""
         done: list[int] = []
         try:
             with self._channel(host) as channel:
                 while (batch := _next(todo)) is not None:
-                    self._batch(channel, batch, target_of, done)
+                    self._batch(channel, batch, targets, done)
         except MemstoreError as exc:
             if isinstance(exc, ProtocolError):
                 with self._lock:
@@ -169,15 +167,15 @@ class PeerChunks:
                 self.silent_hosts.add(host)
             raise
 
-    def _batch(self, channel: Channel, batch: Sequence[int], target_of: TargetOf, done: list[int]) -> None:
+    def _batch(self, channel: Channel, batch: Sequence[int], targets: Targets, done: list[int]) -> None:
         request = FetchChunks(shard=WireShard.of(self._manifest.shard), digest=self._digest, chunks=tuple(batch))
         channel.send(Kind.CALL, 1, request, deadline_s=SILENT_S)
         left = deque(batch)
         while left:
             sizes = self._sizes(channel, len(left))
             due = [(index, size) for index, size in [(left.popleft(), size) for size in sizes] if size]
-            for run in layout.batches(due, lambda item: item[1], RUN_BYTES):
-                self._receive(channel, run, target_of, done)
+            for run in layout.batches(due, lambda item: item[1], targets.call_bytes):
+                self._receive(channel, run, targets, done)
         channel.recv(timeout_s=SILENT_S)
 
     def _sizes(self, channel: Channel, count: int) -> tuple[int, ...]:
@@ -196,19 +194,19 @@ class PeerChunks:
         return sizes
 
     def _receive(
-        self, channel: Channel, run: Sequence[tuple[int, int]], target_of: TargetOf, done: list[int]
+        self, channel: Channel, run: Sequence[tuple[int, int]], targets: Targets, done: list[int]
     ) -> None:  # fmt: skip
         """Receive the next chunks (index, nbytes) of a frame; add those to `done` that have the manifest's digest."""
         chunks = [self._manifest.chunks[index] for index, _ in run]
         for (index, size), chunk in zip(run, chunks, strict=True):
             if size != chunk.nbytes:
                 raise ProtocolError(f"{channel.peer}: chunk {index} has {size} bytes, the manifest says {chunk.nbytes}")
-        targets = [target_of(index, size) for index, size in run]
+        into = [targets.of(index, size) for index, size in run]
         digests: list[bytes] = []
         try:
-            channel.recv_bulk_digests([target.views for target in targets], digests, timeout_s=SILENT_S)
+            channel.recv_bulk_digests([target.views for target in into], digests, timeout_s=SILENT_S)
         finally:
-            for (index, _), chunk, target, digest in zip(run, chunks, targets, digests, strict=False):
+            for (index, _), chunk, target, digest in zip(run, chunks, into, digests, strict=False):
                 if digest == chunk.digest:
                     target.finish()
                     done.append(index)

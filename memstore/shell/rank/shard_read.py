@@ -31,10 +31,10 @@ from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold, runs
 from memstore.shell.codec.interpreter import waiting
-from memstore.shell.codec.verified_stream import CheckedStream, Views
+from memstore.shell.codec.verified_stream import CheckedStream, Targets, Views
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.peer_chunks import Dialler, PeerChunks, TargetOf
+from memstore.shell.rank.peer_chunks import Dialler, PeerChunks
 from memstore.shell.tensors.slot_stream import address_of
 from memstore.shell.threads.answers import answer_of
 from recovery.inventory import ShardId
@@ -150,12 +150,12 @@ class ShardRead:
         return [index for index in wanted if self._peers is not None and self._peers.has_source_of(index)]
 
     @contextlib.contextmanager
-    def fetching(self, indices: Sequence[int], target_of: TargetOf) -> Iterator[Callable[[], list[int]]]:
+    def fetching(self, indices: Sequence[int], targets: Targets) -> Iterator[Callable[[], list[int]]]:
         """Fetch chunks in threads (see PeerChunks)."""
         if self._peers is None:
             yield lambda: list(indices)
         else:
-            with self._peers.fetching(indices, target_of) as fetched:
+            with self._peers.fetching(indices, targets) as fetched:
                 yield fetched
 
     def bytes_of(self, spans: Iterable[tuple[int, int]]) -> list[bytearray]:

@@ -24,7 +24,7 @@ from memstore.core.wire.calls import Get, ReadStep
 from memstore.core.wire.replies import StepAgreed
 from memstore.errors import ManifestMismatch, MemstoreError, PeerTimeout, RecoveryError, UnsupportedState
 from memstore.shell.codec.encode import copy_into
-from memstore.shell.codec.verified_stream import Target, Views
+from memstore.shell.codec.verified_stream import Targets, Views
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
 from recovery.inventory import ShardId
@@ -63,9 +63,7 @@ class Staged:
         return []
 
     @contextlib.contextmanager
-    def fetching(
-        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
-    ) -> Iterator[Callable[[], list[int]]]:
+    def fetching(self, indices: Sequence[int], targets: Targets) -> Iterator[Callable[[], list[int]]]:
         """Fetch nothing."""
         yield list
 

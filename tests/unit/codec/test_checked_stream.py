@@ -19,7 +19,7 @@ from lazy_device import LazyDevice
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes
 from memstore.errors import DigestMismatch, RecoveryError
 from memstore.shell.codec import verified_stream
-from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Target, Views
+from memstore.shell.codec.verified_stream import REPAIR_TRIES, CheckedStream, Targets, Views
 from memstore.shell.native import extension
 from memstore.shell.tensors.slot_stream import address_of
 from recovery.inventory import ShardId
@@ -53,19 +53,17 @@ class Slots:
         return [index for index in wanted if index in self.elsewhere]
 
     @contextmanager
-    def fetching(
-        self, indices: Sequence[int], target_of: Callable[[int, int], Target]
-    ) -> Iterator[Callable[[], list[int]]]:
+    def fetching(self, indices: Sequence[int], targets: Targets) -> Iterator[Callable[[], list[int]]]:
         """Send what is in the slots as another host would, in another thread; lost chunks do not come."""
         coming = [index for index in indices if self.slots[index]]
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.map(lambda index: self._is_sent(index, target_of), coming)
+            sent = pool.map(lambda index: self._is_sent(index, targets), coming)
             there = [index for index, is_good in zip(coming, sent, strict=True) if is_good]
         yield lambda: sorted({*indices} - {*there})
 
-    def _is_sent(self, index: int, target_of: Callable[[int, int], Target]) -> bool:
+    def _is_sent(self, index: int, targets: Targets) -> bool:
         data, at = memoryview(self.slots[index]), 0
-        target = target_of(index, data.nbytes)
+        target = targets.of(index, data.nbytes)
         for view in target.views:
             view[:] = data[at : at + view.nbytes]
             at += view.nbytes
