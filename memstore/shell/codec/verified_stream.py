@@ -39,7 +39,7 @@ from memstore.shell.device.side_stream import (
 from memstore.shell.native import copy_loops, extension
 from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
 
-BUFFERED_BYTES = 16 << 20
+BUFFERED_BYTES = 16 << 20  # of each connection, received before they go on to a device
 BLOCKS_PER_THREAD = 16  # small ones: a thread that begins later, or is stopped, leaves more of them to the others
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
 
@@ -66,7 +66,7 @@ class Targets(NamedTuple):
     """Where chunks are received."""
 
     of: Callable[[int, int], Target]  # of a chunk (index, nbytes); called in the thread that receives it
-    call_bytes: int  # received in one call at most: as much is buffered on its way to a device
+    call_bytes: int  # received in one call at most
 
 
 class ChunkSource(Protocol):

@@ -189,38 +189,23 @@ class Channel:
             self._bulk_left = header.bulk_bytes
             return Frame(header.kind, header.request_id, data, header.bulk_bytes)
 
-    def recv_bulk_into(
-        self, view: memoryview, *, timeout_s: float, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
-        """Fill `view` with the next bulk bytes of the last frame; several views may share one frame's bulk.
-
-        `seen` is called with the pieces, in order and while they are in the processor's cache.
-        """
-        self._recv_views([view.cast("B")], timeout_s=timeout_s, seen=seen)
-
-    def _recv_views(
-        self, views: Sequence[memoryview], *, timeout_s: float, seen: Callable[[memoryview], object] | None
-    ) -> None:  # fmt: skip
-        nbytes = sum(view.nbytes for view in views)
-        clock = _Clock(f"receive {nbytes:,} bulk bytes", timeout_s)
-        with _Held(self, self._recv_lock, clock):
-            self._check_bulk(nbytes)
-            for view in views:
-                self._fill(view, clock, seen=seen)
-            self._bulk_left -= nbytes
-
     def recv_bulk_digests(
         self, chunks: Sequence[Sequence[memoryview]], digests: list[bytes], *, timeout_s: float
     ) -> None:  # fmt: skip
-        """Receive the next bulk bytes of the last frame as chunks, each into its views and within `timeout_s`.
+        """Receive the next bulk bytes of the last frame as chunks, each into its views of bytes and within `timeout_s`.
 
         The digest of each is taken as it comes and appended to `digests`, also if a later one does not come.
         """
         sock = self._sock
         if not extension.is_there() or not isinstance(sock, socket.socket):
             for views in chunks:
-                hasher = chunk_hasher()
-                self._recv_views(views, timeout_s=timeout_s, seen=hasher.update)
+                hasher, nbytes = chunk_hasher(), sum(view.nbytes for view in views)
+                clock = _Clock(f"receive a chunk of {nbytes:,} bytes", timeout_s)
+                with _Held(self, self._recv_lock, clock):
+                    self._check_bulk(nbytes)
+                    for view in views:
+                        self._fill(view, clock, seen=hasher.update)
+                    self._bulk_left -= nbytes
                 digests.append(hasher.digest())
             return
         clock = _Clock(f"receive {len(chunks)} chunks", timeout_s)
