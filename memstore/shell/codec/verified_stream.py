@@ -37,10 +37,9 @@ from memstore.shell.device.side_stream import (
     has_streams,
 )
 from memstore.shell.native import copy_loops, extension
-from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of
+from memstore.shell.tensors.slot_stream import BLOCKS_PER_THREAD, MOVE_BYTES, THREADS_MAX, address_of
 
-BUFFERED_BYTES = 16 << 20  # of each connection, received before they go on to a device
-BLOCKS_PER_THREAD = 16  # small ones: a thread that begins later, or is stopped, leaves more of them to the others
+BUFFERED_BYTES = 16 << 20  # of each connection, in one call, if some chunks go to a device: these are buffered
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
 
 Move = tuple[int, int, int]  # target address, first byte in the chunk, nbytes
@@ -166,7 +165,7 @@ class CheckedStream:
         # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
         wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
         threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
-        call_bytes = BUFFERED_BYTES if copies.device else max(1, self._manifest.nbytes)
+        call_bytes = BUFFERED_BYTES if copies.device else self._manifest.nbytes
         targets = Targets(partial(self._target, copies, streams), call_bytes)
         with (
             self._source.fetching(remote, targets) as fetched,
@@ -207,16 +206,16 @@ class CheckedStream:
         self, views: Views, copies: Copies, workers: ThreadPoolExecutor, threads_count: int
     ) -> list[int]:  # fmt: skip
         """Copy chunks to host memory, in this thread and in workers; return the bad ones."""
-        size = max(1, -(-len(views) // (threads_count * BLOCKS_PER_THREAD)))  # neighbours: a tenth faster
+        size = max(1, -(-len(views) // (threads_count * BLOCKS_PER_THREAD)))
         blocks = [views[first : first + size] for first in range(0, len(views), size)]
         left = iter(blocks)  # of all threads: who is done with a block takes the next
 
-        def take() -> list[int]:
+        def copy_blocks() -> list[int]:
             return [index for block in left for index in self._copy_job(block, copies)]
 
         try:
-            helpers = [workers.submit(take) for _ in range(min(threads_count, len(blocks)) - 1)]
-            return take() + [index for helper in helpers for index in helper.result()]
+            helpers = [workers.submit(copy_blocks) for _ in range(min(threads_count, len(blocks)) - 1)]
+            return copy_blocks() + [index for helper in helpers for index in helper.result()]
         except BaseException:
             deque(left, maxlen=0)  # in one step: the workers, which are waited for, find no other block
             raise

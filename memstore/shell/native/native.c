@@ -1,14 +1,15 @@
 /* Copies and transfers in one call, without the interpreter's lock. If this is not built, Python does the same.
 
-   put      moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
-   get      moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
-   move     moves alone
-   receive  bytes of chunks from a socket, and each chunk's digest, taken as they come (R14, R26)
-   send     bytes to a socket, from where they lie
+   put             moves into whole chunks of slots, and each chunk's digest, of the bytes as they were copied (R14)
+   get             moves out of a chunk, and its digest, taken of the slot after the copy (R7, R26)
+   move            moves alone
+   receive_chunks  bytes of chunks from a socket, and each chunk's digest, taken as they come (R14, R26)
+   send            bytes to a socket, from where they lie
 
    Tables come as bytes, in rows of three unsigned 64-bit numbers: the stable ABI of Python 3.10 has no buffers. A chunk
-   is (address, nbytes, how many of the moves are its own), a move is (target, source, nbytes). A table is checked before
-   anything is copied. Stores *around the cache* do not read first what they overwrite, and leave the cache to others. */
+   is (address, nbytes, how many of the moves are its own), a move is (target, source, nbytes), a place to receive into
+   is (target, whether the next place is of the same chunk, nbytes). Tables of copies are checked before anything is
+   copied. Stores *around the cache* do not read first what they overwrite, and leave the cache to others. */
 
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
@@ -50,7 +51,7 @@ static int is_supported(void) { return 1; }
 #define NEAR_BYTES (2u << 10)   /* the same where the source itself is read in front of every store */
 #define MOVE_BYTES (448u << 10) /* if plain copies were longer, the C library would choose stores around the cache */
 #define AROUND_BYTES_MIN 4096u  /* below it their head and tail cost more than the cache */
-#define ARRIVED_BYTES (256u << 10) /* most that is received before it is digested: within a core's second cache */
+#define ARRIVED_BYTES (256u << 10) /* most of one recv(2); digested once half as much is there: in the second cache */
 #define VIEWS_MAX 64u
 #define WAIT_S_MAX 3600.0 /* of one poll(2), whose milliseconds are an int */
 #define DIGEST_BYTES 16u
@@ -63,6 +64,10 @@ typedef struct {
 typedef struct {
     uint64_t target, source, nbytes;
 } Move;
+
+typedef struct {
+    uint64_t target, goes_on, nbytes;
+} Place;
 
 static char *at(uint64_t address) { return (char *)(uintptr_t)address; }
 
@@ -243,9 +248,9 @@ static int wait_for(int fd, short event, double until_s)
     return ready < 0 && errno != EINTR ? errno : DONE;
 }
 
-/* Receive bytes and add them to a digest: what has come before each wait for more, and each piece once it is there, as it
-   is in the cache then. The kernel wakes for `wake` bytes, or for the last of these and of the `ahead` that come next:
-   waking for every segment costs more. */
+/* Receive bytes and add them to a digest: what has come before each wait for more, and each piece once it is there, as
+   it is in the cache then. The kernel wakes for `wake` bytes, or, if fewer are due, for the last of these and of the
+   `ahead` that come next in the same chunk: waking for every segment costs more. */
 static int receive_all(
     int fd, char *target, size_t nbytes, size_t ahead, double until_s, int wake, XXH3_state_t *state)
 {
@@ -277,23 +282,23 @@ static int receive_all(
     return DONE;
 }
 
-/* Receive chunks, each within `timeout_s`; `came` counts those that are whole. A wait never asks for bytes of two chunks:
-   it would end at the first one's deadline, and the second would have its own after that. */
+/* Receive chunks, each within `timeout_s`; `came` counts those that are whole. No wait asks for bytes of two chunks: if
+   the sender stalled after the first, that wait would end at its deadline, and the second would have its own after. */
 static int receive_chunks(
-    int fd, const Move *rows, size_t count, double timeout_s, int wake, unsigned char *digests, size_t *came)
+    int fd, const Place *places, size_t count, double timeout_s, int wake, unsigned char *digests, size_t *came)
 {
     for (size_t first = 0, next = 0; first < count; first = next) {
         XXH3_state_t state;
         XXH3_128bits_reset(&state);
         size_t left = 0;
         do
-            left += (size_t)rows[next].nbytes;
-        while (rows[next++].source && next < count);
+            left += (size_t)places[next].nbytes;
+        while (places[next++].goes_on && next < count);
         double until_s = now_s() + timeout_s;
-        for (size_t row = first; row < next; row++) {
-            size_t nbytes = (size_t)rows[row].nbytes;
+        for (const Place *place = places + first; place < places + next; place++) {
+            size_t nbytes = (size_t)place->nbytes;
             left -= nbytes;
-            int status = receive_all(fd, at(rows[row].target), nbytes, left, until_s, wake, &state);
+            int status = receive_all(fd, at(place->target), nbytes, left, until_s, wake, &state);
             if (status != DONE)
                 return status;
         }
@@ -428,13 +433,13 @@ static PyObject *receive(PyObject *self, PyObject *args)
     double timeout_s;
     if (!PyArg_ParseTuple(args, "iy#di", &fd, &table, &nbytes, &timeout_s, &wake))
         return NULL;
-    const Move *rows = rows_of(table, nbytes, &count);
-    PyObject *digests = rows ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES)) : NULL;
+    const Place *places = rows_of(table, nbytes, &count);
+    PyObject *digests = places ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES)) : NULL;
     if (!digests)
         return NULL;
     unsigned char *into = (unsigned char *)PyBytes_AsString(digests);
     Py_BEGIN_ALLOW_THREADS
-    status = receive_chunks(fd, rows, count, timeout_s, wake, into, &came);
+    status = receive_chunks(fd, places, count, timeout_s, wake, into, &came);
     Py_END_ALLOW_THREADS
     return Py_BuildValue("inN", status, (Py_ssize_t)came, digests);
 }

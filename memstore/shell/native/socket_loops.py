@@ -26,7 +26,7 @@ def receive(
 
     Args:
         fd: The socket's descriptor.
-        chunks: The views, one at least, that each is received into, in the order of its bytes.
+        chunks: Of each the views that it is received into, one at least, in the order of its bytes.
         timeout_s: For each chunk.
         wake_bytes: So many at least, or the last ones, end a wait of a TCP socket from now on; 0 for another socket.
     """

@@ -197,9 +197,10 @@ class Channel:
         The digest of each is taken as it comes and appended to `digests`, also if a later one does not come.
         """
         sock = self._sock
+        sizes = [sum(view.nbytes for view in views) for views in chunks]
         if not extension.is_there() or not isinstance(sock, socket.socket):
-            for views in chunks:
-                hasher, nbytes = chunk_hasher(), sum(view.nbytes for view in views)
+            for views, nbytes in zip(chunks, sizes, strict=True):
+                hasher = chunk_hasher()
                 clock = _Clock(f"receive a chunk of {nbytes:,} bytes", timeout_s)
                 with _Held(self, self._recv_lock, clock):
                     self._check_bulk(nbytes)
@@ -209,7 +210,6 @@ class Channel:
                 digests.append(hasher.digest())
             return
         clock = _Clock(f"receive {len(chunks)} chunks", timeout_s)
-        sizes = [sum(view.nbytes for view in views) for views in chunks]
         with _Held(self, self._recv_lock, clock):
             self._check_bulk(sum(sizes))
             self._low_water, wake_bytes = -1, 0 if sock.family == socket.AF_UNIX else WAKE_BYTES

@@ -172,8 +172,8 @@ class PeerChunks:
         channel.send(Kind.CALL, 1, request, deadline_s=SILENT_S)
         left = deque(batch)
         while left:
-            sizes = self._sizes(channel, len(left))
-            due = [(index, size) for index, size in [(left.popleft(), size) for size in sizes] if size]
+            taken = [(left.popleft(), size) for size in self._sizes(channel, len(left))]
+            due = [(index, size) for index, size in taken if size]  # 0: the chunk is lacking
             for run in layout.batches(due, lambda item: item[1], targets.call_bytes):
                 self._receive(channel, run, targets, done)
         channel.recv(timeout_s=SILENT_S)

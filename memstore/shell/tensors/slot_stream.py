@@ -32,7 +32,7 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 # machine is not in its slow pace (benchmarks/notes/stall.md).
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
-BLOCKS_PER_THREAD = 16  # of neighbours, which copy a quarter faster together
+BLOCKS_PER_THREAD = 16  # of a copy: if fewer, threads wait longer for the last one; 64 copy slower (notes/stall.md)
 PART_BYTES = 64 << 20  # least of a part that may be pushed: each costs a message and a start of threads
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
@@ -78,11 +78,11 @@ class SlotStream:
         digests: dict[int, bytes] = {}
         is_large = self._nbytes >= copy_loops.LARGE_BYTES
 
-        def work(share: Sequence[Move]) -> None:
-            found = copy_loops.put_chunks(share, moves, bounds, is_large=is_large)
-            digests.update(zip((number for number, _, _ in share), found, strict=True))
+        def work(block: Sequence[Move]) -> None:
+            found = copy_loops.put_chunks(block, moves, bounds, is_large=is_large)
+            digests.update(zip((number for number, _, _ in block), found, strict=True))
 
-        # Less would leave copy threads without a share.
+        # If a part were smaller, fewer threads would copy it.
         part_bytes = max(PART_BYTES, copy_threads(self._nbytes) * THREAD_BYTES)
         count = len(chunks) if on_part is None else max(1, part_bytes // self._chunk_bytes)
         for first in range(0, len(chunks), max(1, count)):
@@ -197,19 +197,17 @@ def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) ->
         for helper in helpers:
             helper.finish()
     except BaseException:
-        deque(left, maxlen=0)  # in one step, so that no helper finds another block
         _stop(helpers)
         raise
     del copies[sys._getframe()]
 
 
 class _Helper:
-    """A thread that takes one block of moves after the other, until none is left or it is stopped."""
+    """A thread that takes one block of moves after the other, until none is left."""
 
     def __init__(self, work: Callable[[Sequence[Move]], None], left: Iterator[Sequence[Move]]) -> None:
-        self._work, self._left = work, left
+        self._work, self.left = work, left
         self._turn = threading.Lock()  # held while it works
-        self.is_stopped = False
         self._error: BaseException | None = None
         self._thread = SafeThread(self._run)
 
@@ -224,9 +222,7 @@ class _Helper:
     def _run(self) -> None:
         with self._turn:
             try:
-                for block in self._left:
-                    if self.is_stopped:
-                        return
+                for block in self.left:
                     self._work(block)
             except BaseException as exc:  # such as a MemoryError: `finish` raises it, for this block is not whole
                 self._error = exc
@@ -234,12 +230,12 @@ class _Helper:
     def finish(self) -> None:
         """Wait until its last block is done, and raise what it met; memory moves never block, so the bytes bound it."""
         self._thread.join()
-        self.wait_stopped()  # a signal may have left it running while it counts as not started
+        self.wait_stopped()  # if a signal broke its start off, it may run and not count as started
         if self._error is not None:
             raise self._error
 
     def wait_stopped(self) -> None:
-        """Wait until it moves nothing any more; needs `is_stopped` to be set, or no block to be left."""
+        """Wait until it moves nothing any more; needs no block to be left."""
         with self._turn:
             pass
 
@@ -251,7 +247,7 @@ def _stop(helpers: Sequence[_Helper]) -> None:
     """End helpers of an interrupted copy: the next owner of the slots must be alone in them."""
     try:
         for helper in helpers:
-            helper.is_stopped = True
+            deque(helper.left, maxlen=0)  # in one step, so that it finds no other block
         for helper in helpers:
             helper.wait_stopped()
     except BaseException:  # another signal: the wait is still needed
