@@ -37,7 +37,7 @@ from memstore.shell.device.side_stream import (
     has_streams,
 )
 from memstore.shell.native import copy_loops, extension
-from memstore.shell.tensors.slot_stream import BLOCKS_PER_THREAD, MOVE_BYTES, THREADS_MAX, address_of
+from memstore.shell.tensors.slot_stream import MOVE_BYTES, THREADS_MAX, address_of, in_threads
 
 BUFFERED_BYTES = 16 << 20  # of each connection, in one call, if some chunks go to a device: these are buffered
 REPAIR_TRIES = 3  # in which no chunk comes: the first may only show that this host's copy is bad, the next avoids it
@@ -162,9 +162,8 @@ class CheckedStream:
             left = {index: None for index in left if index not in set(remote)}
             # here, not in the threads that receive: a side stream begins behind this thread's stream
             open_streams((move[0].device for index in remote for move in copies.device.get(index, ())), streams)
-        # Devices copy by themselves, so threads are needed for digests alone; torchrun leaves torch only one.
-        wanted_count = THREADS_MAX if copies.device else torch.get_num_threads()
-        threads_count = min(wanted_count, os.cpu_count() or 1, THREADS_MAX)
+        # For digests of what devices copy by themselves: torchrun leaves torch only one thread.
+        threads_count = min(os.cpu_count() or 1, THREADS_MAX)
         call_bytes = BUFFERED_BYTES if copies.device else self._manifest.nbytes
         targets = Targets(partial(self._target, copies, streams), call_bytes)
         with (
@@ -178,7 +177,7 @@ class CheckedStream:
                     del left[index]
                 bad += self._copy_to_devices([v for v in views if v[0] in copies.device], copies, streams, workers)
                 views = [v for v in views if v[0] not in copies.device]
-                bad += self._copy_to_host(views, copies, workers, threads_count)
+                bad += self._copy_to_host(views, copies)
             bad += fetched()
         if bad:
             self._repair(sorted(bad), copies)
@@ -202,23 +201,15 @@ class CheckedStream:
 
         return Target([view], spread)
 
-    def _copy_to_host(
-        self, views: Views, copies: Copies, workers: ThreadPoolExecutor, threads_count: int
-    ) -> list[int]:  # fmt: skip
-        """Copy chunks to host memory, in this thread and in workers; return the bad ones."""
-        size = max(1, -(-len(views) // (threads_count * BLOCKS_PER_THREAD)))
-        blocks = [views[first : first + size] for first in range(0, len(views), size)]
-        left = iter(blocks)  # of all threads: who is done with a block takes the next
+    def _copy_to_host(self, views: Views, copies: Copies) -> list[int]:
+        """Copy chunks to host memory, on several threads if there is enough to do; return the bad ones."""
+        view_of, bad = dict(views), list[int]()
 
-        def copy_blocks() -> list[int]:
-            return [index for block in left for index in self._copy_job(block, copies)]
+        def work(block: Sequence[tuple[int, int, int]]) -> None:
+            bad.extend(self._copy_job([(index, view_of[index]) for index, _, _ in block], copies))
 
-        try:
-            helpers = [workers.submit(copy_blocks) for _ in range(min(threads_count, len(blocks)) - 1)]
-            return copy_blocks() + [index for helper in helpers for index in helper.result()]
-        except BaseException:
-            deque(left, maxlen=0)  # in one step: the workers, which are waited for, find no other block
-            raise
+        in_threads([(index, 0, view.nbytes) for index, view in views], work)  # which go by the bytes alone
+        return bad
 
     def _copy_job(self, views: Views, copies: Copies) -> list[int]:
         """Copy chunks to host memory; return those whose digest was wrong afterwards."""
