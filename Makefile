@@ -58,11 +58,11 @@ bench-peers: $(STAMP)
 	$(BIN)/python -m benchmarks.report
 drill: $(STAMP)
 	$(BIN)/memstore drill run --suite standard --embedded --out drill-report
-# Seconds for each decoder.
+# Seconds for each target.
 FUZZ_S ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[fuzz]'
-	set -e; for target in frame body message record manifest layout state durable; do \
+	set -e; for target in frame body message record manifest layout state durable plan; do \
 	  echo "== $$target"; $(BIN)/python -m memstore.testing.fuzz $$target $(FUZZ_S); done
 # Seeds FIRST to FIRST + SEEDS - 1, as far as the record lacks them: stop it and call it again as you like.
 SEEDS ?= 1000

@@ -264,6 +264,6 @@ class KnownSources:
             spans[self._rows[number]] += now - then
             if starts[number] is not None:  # else it is gathered
                 starts[number] = now
-        spans = spans[np.argsort(spans[:, 0], kind="stable")]
-        require(bool((spans[:-1, 1] <= spans[1:, 0]).all()))
+        in_order = spans[np.argsort(spans[:, 0], kind="stable")]  # `_rows` go by `spans` itself
+        require(bool((in_order[:-1, 1] <= in_order[1:, 0]).all()))
         self._spans, self._starts, self._addresses, self._table = spans, starts, addresses, None

@@ -1,1 +1,1 @@
-"""Fuzzers for every decoder of foreign bytes."""
+"""Fuzzers for every decoder of foreign bytes, and for remembered plans."""

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the decoders: `python -m memstore.testing.fuzz TARGET SECONDS`, or `make fuzz`.
+"""Coverage-guided fuzzing of decoders and plans: `python -m memstore.testing.fuzz TARGET SECONDS`, or `make fuzz`.
 
 It needs atheris (the `fuzz` extra), which drives libFuzzer over instrumented bytecode. It ends with the first finding,
 whose input it writes to `build/fuzz`, beside the corpora. Without a finding it prints how many inputs it ran.

@@ -1,8 +1,8 @@
 """Fuzz targets: every decoder turns any bytes into a value or a MemstoreError, and allocates little.
 
-Each target takes bytes and returns nothing; an exception that it raises is a finding. Hypothesis calls them in
-`make test`, and `python -m memstore.testing.fuzz` calls them coverage-guided. `SEEDS` gives each target a few valid
-inputs to start from.
+Each target takes bytes and returns nothing; an exception that it raises is a finding. "plan" decodes nothing: its bytes
+are changes of a state between puts. Hypothesis calls the others in `make test`, and `python -m memstore.testing.fuzz`
+calls all coverage-guided. `SEEDS` gives each target a few valid inputs to start from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memstore.errors import MemstoreError, ProtocolError
 from memstore.shell.codec.decode import decode_state
 from memstore.shell.codec.encode import plan_state
 from memstore.shell.durable.codec import Codec
-from memstore.testing.fuzz import dialects
+from memstore.testing.fuzz import dialects, known_plans
 from memstore.testing.fuzz.message_samples import sample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
@@ -205,7 +205,7 @@ def _durable_seeds() -> list[bytes]:
 DURABLE_SPEC = ShardSpec("ab" * 16, 3000, 1024, 3, 1)
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frame": frame, "body": body, "message": message, "record": record, "manifest": manifest, "layout": layout,
-    "state": state, "durable": durable,
+    "state": state, "durable": durable, "plan": known_plans.plan,
 }  # fmt: skip
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frame": _frame_seeds,
@@ -216,6 +216,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "layout": lambda: [plan_state(sample).layout for sample in _sample_states()],
     "state": lambda: [plan_state(sample).layout for sample in _sample_states()] + [_empty_array("<U0", 1 << 50)],
     "durable": _durable_seeds,
+    "plan": known_plans.seeds,
 }
 
 
