@@ -207,9 +207,12 @@ def _host(word: str) -> Callable[[Event], str]:
     return text
 
 
-def _rank_dead(e: Event) -> str:
-    put = f"; it had put step {e['step']}" if e["step"] >= 0 else "; it had put nothing"
-    return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} is DEAD (pid {e['pid']}){put}"
+def _rank_gone(what: str) -> Callable[[Event], str]:
+    def text(e: Event) -> str:
+        put = f"; it had put step {e['step']}" if e["step"] >= 0 else "; it had put nothing"
+        return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} {what} (pid {e['pid']}){put}"
+
+    return text
 
 
 def _unchanged(e: Event) -> str:
@@ -247,7 +250,8 @@ LINES: dict[str, Callable[[Event], str]] = {
     "dropped": lambda e: f"DROPPED: {e['why']}",
     "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
     "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
-    "rank_dead": _rank_dead,
+    "rank_dead": _rank_gone("is DEAD"),
+    "rank_left": _rank_gone("left because another rank is lost, and goes on"),
     "host_joined": lambda e: "joined",
     "host_live": _host("live"),
     "host_suspect": _host("suspect"),

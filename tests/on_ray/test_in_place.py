@@ -70,8 +70,9 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
 
 
 def check_events(cluster: EmbeddedCluster, job: str, lost: set[int], cause: str) -> None:
-    """Every lost rank is named with why; the phases of a recovery take no longer than all of it."""
+    """Every lost rank is named with why, no other is called dead; the phases take no longer than all of it."""
     events = cluster.events(job)
+    assert {event["rank"] for event in events if event["event"] == "rank_dead"} <= lost
     replaced = [row for event in events if event["event"] == "replaced" for row in event["replaced"]]
     assert {row["rank"] for row in replaced} == lost
     assert {row["cause"] for row in replaced} <= {cause, "ray"}  # Ray may be the first to see it

@@ -16,7 +16,7 @@ from memstore.core.attempts.generation_key import newer_number, run_of
 from memstore.core.attempts.in_place import recovery_before
 from memstore.core.cluster.collective import gather_timeout, job_removed, missing_ranks
 from memstore.core.cluster.effects import Effects
-from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankDied
+from memstore.core.cluster.events import AttemptBegun, AttemptUnfenced, RankGone
 from memstore.core.cluster.facts import AttemptClosed, AttemptOpened, RestoreDecided
 from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
@@ -410,8 +410,8 @@ class Attempts:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def rank_gone(self, now: float, nonce: str) -> None:
-        """Handle a rank's death: free its place and void its join."""
+    def rank_gone(self, nonce: str, *, has_left: bool = False) -> None:
+        """Free the place of a rank whose process is dead or has left, and void its join."""
         for name, gathering in list(self.gatherings.items()):
             for rank in [rank for rank, each in gathering.joins.items() if each.nonce == nonce]:
                 del gathering.joins[rank]
@@ -424,7 +424,7 @@ class Attempts:
             for member in job.newest.members.values() if job.newest is not None else ():
                 if member.nonce == nonce:
                     is_news, member.is_gone = not member.is_gone, True
-                    self.out.emit(RankDied(job, member, is_news))
+                    self.out.emit(RankGone(job, member, is_news, has_left))
 
     def forget(self, name: str) -> None:
         """Drop what ranks of a removed job wait for."""

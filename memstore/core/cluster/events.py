@@ -51,12 +51,13 @@ class AttemptUnfenced:
 
 
 @dataclass(frozen=True, slots=True)
-class RankDied:
+class RankGone:
     """The process of a rank of the newest attempt has said bye, or is dead."""
 
     job: Job
     member: AttemptMember
     is_news: bool  # False: it had closed its store, or is known to be dead
+    has_left: bool  # it lives, and left because another rank is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,6 @@ class JobForgotten:
 
 
 Happened = (
-    CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankDied | ReplicasDiffer
+    CommitApplied | DrainChanged | PersistAsked | AttemptBegun | AttemptUnfenced | RankGone | ReplicasDiffer
     | ReplicasAgree | RoundReleased | RoundFailed | DurableWriteEnded | DurableKeysDiffer | JobKept | JobForgotten
 )  # fmt: skip

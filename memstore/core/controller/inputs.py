@@ -86,7 +86,7 @@ class Inputs:
             reports.MarkersUnread: self._markers,
             reports.CopiesLookedAt: p.forks.looked,
             reports.CopiesVerified: queries.verified,
-            reports.RankGone: lambda host, report: p.attempts.rank_gone(state.now, report.nonce),
+            reports.RankGone: lambda host, report: p.attempts.rank_gone(report.nonce, has_left=report.has_left),
             reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
         }
 

@@ -82,8 +82,8 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
             ),
         ),
         e.AttemptUnfenced: (lambda event: p.rounds.attempt_open(state.now, event.job),),
-        e.RankDied: (
-            record.rank_died,
+        e.RankGone: (
+            record.rank_gone,
             lambda event: p.rounds.rank_gone(event.job, event.member.rank),
             lambda event: p.mesh_orders.rank_gone(event.job, event.member.rank),
         ),

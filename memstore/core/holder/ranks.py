@@ -195,11 +195,16 @@ def await_owner(state: HolderState, owner: Owner, limit_s: float) -> Procedure[b
     return (yield WaitFor(lambda: not any(process == owner for _, _, process in pending), limit_s))  # type: ignore[no-any-return]
 
 
-def leave(state: HolderState, link: Link) -> Procedure[None]:
+def leave(state: HolderState, link: Link, *, has_left: bool = False) -> Procedure[None]:
     """Free the slots that a process leased and did not submit, once it has sent `bye`, and report that it is gone.
 
     A rank that closes its store says so to the controller too; but not if it has no controller then, or has failed to
     join. Unreported, it would count as alive for as long as its holder lives, and its open steps as going on.
+
+    Args:
+        state: The holder's.
+        link: Over which it said so.
+        has_left: Whether it left because another rank is lost, and lives.
     """
     yield from await_owner(state, link.owner, BYE_WAIT_S)
     table = state.ranks
@@ -210,7 +215,8 @@ def leave(state: HolderState, link: Link) -> Procedure[None]:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
         table.parents.pop(link.nonce, None)
-        state.report(RankGone(nonce=link.nonce))  # in this step: the process may connect again during the next effect
+        # In this step: the process may connect again during the next effect.
+        state.report(RankGone(nonce=link.nonce, has_left=has_left))
         _end_preparation(state, link.job)
     yield from _forget(state, link.owner)
     if link.parent:

@@ -16,7 +16,7 @@ from memstore.core.wire.status_rows import EventRow
 KEPT = 2048  # of the routine kinds, and as many of all others: a week of commits pushes no death of a host out
 PAGE = 500  # in one answer
 TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow over controllers too (R17)
-ROUTINE = frozenset({"put", "commit", "durable"})  # one or two for every step
+ROUTINE = frozenset({"put", "commit", "durable", "rank_left"})  # one or two for every step; one for every rank
 PROBLEMS = frozenset(
     {
         "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "replicas_differ",

@@ -346,14 +346,14 @@ class EventRecorder:
         )  # fmt: skip
 
     @never_raises
-    def rank_died(self, event: e.RankDied) -> None:
-        """Note, once, that the process of a rank has ended without closing its store."""
+    def rank_gone(self, event: e.RankGone) -> None:
+        """Note, once, that a rank has not closed its store: its process ended, or left because another is lost."""
         if not event.is_news:
             return
         member, attempt = event.member, event.job.newest_number
         self.add(
-            "rank_dead", job=event.job.name, attempt=attempt, step=member.step, rank=member.rank, host=member.host_id,
-            pid=member.pid,
+            "rank_left" if event.has_left else "rank_dead", job=event.job.name, attempt=attempt, step=member.step,
+            rank=member.rank, host=member.host_id, pid=member.pid,
         )  # fmt: skip
 
     @never_raises

@@ -172,6 +172,9 @@ class PutWaiting(Message, frozen=True, tag="put_waiting"):
 class Bye(Message, frozen=True, tag="bye"):
     """The store is closed: slots that it leased and did not submit are free."""
 
+    has_left: bool = False
+    """The process ended its own waits because another rank is lost: it lives, and comes to the next attempt."""
+
 
 Hello = RankHello | ToolHello
 Question = ForwardCall | OfferSlots | AdoptSlots | WithdrawSlots

@@ -78,6 +78,8 @@ class RankGone(Message, frozen=True, tag="rank_gone"):
     """The process of a rank has said bye, or is proved dead by its pid (R20)."""
 
     nonce: str
+    has_left: bool = False
+    """Its bye said that it lives, and left because another rank is lost."""
 
 
 class Called(Message, frozen=True, tag="called"):

@@ -152,8 +152,8 @@ class RankServer:
                 self.send_gate.release(link.job, link.rank, (link.attempt, step))
             case IntoChecked():
                 self.context.report(message)
-            case Bye():
-                self.runner.run(ranks.leave(self.state, link))
+            case Bye(has_left=has_left):
+                self.runner.run(ranks.leave(self.state, link, has_left=has_left))
 
     def _transfer(self, link: RankConnection, question: OfferSlots | AdoptSlots | WithdrawSlots) -> None:
         """Offer, adopt or give back slots, and answer before any other message on the link's leases."""

@@ -486,7 +486,7 @@ class HolderLink(LeasedSlots):
     def _leave(self, channel: Channel) -> None:
         """Say bye on a channel, if it still works, and close it: a lease would last as long as this process."""
         with contextlib.suppress(MemstoreError):
-            channel.send(Kind.EVENT, 0, Bye(), deadline_s=SEND_S)
+            channel.send(Kind.EVENT, 0, Bye(has_left=bool(self.interrupted)), deadline_s=SEND_S)
         channel.close()
 
     def forget(self) -> None:

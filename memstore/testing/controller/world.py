@@ -290,15 +290,15 @@ class ControllerWorld(EventQueue):
         self.run_until(lambda: all(r.answers.get("join") or r.errors.get("join") for r in ranks), 15.0)
         return ranks
 
-    def kill_rank(self, rank: FakeRank) -> None:
-        """End a process; its holder proves that by the pid."""
+    def kill_rank(self, rank: FakeRank, *, has_left: bool = False) -> None:
+        """End a process; its holder proves that by the pid, or it said that it leaves and lives."""
         if rank.is_dead:
             return
         rank.is_dead = True
         holder = self.holders[rank.host_id]
         for call_id in [c for c, (nonce, _) in holder.calls.items() if nonce == rank.nonce]:
             del holder.calls[call_id]
-        self._send(holder, Report(rank.host_id, RankGone(nonce=rank.nonce)))
+        self._send(holder, Report(rank.host_id, RankGone(nonce=rank.nonce, has_left=has_left)))
 
     def call(self, rank: FakeRank, verb: str, **body: Any) -> None:
         """Send a rank's question to the controller."""

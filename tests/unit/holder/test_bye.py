@@ -47,9 +47,9 @@ class Leaver:
         monkeypatch.setattr(holder.replicas, "seal_local", self.digesting)
         monkeypatch.setattr(ranks, "leave", self._leave)
 
-    def _leave(self, state: HolderState, link: Link) -> Procedure[None]:
+    def _leave(self, state: HolderState, link: Link, *, has_left: bool = False) -> Procedure[None]:
         self.is_taken.set()
-        yield from LEAVE(state, link)
+        yield from LEAVE(state, link, has_left=has_left)
         self.is_done.set()
 
     def begin_put(self) -> None:
@@ -96,6 +96,14 @@ def test_a_bye_of_an_idle_link_frees_its_leases_and_is_reported(leaver: Leaver) 
     leaver.say_bye()
     assert leaver.is_done.wait(WAIT_S)
     assert (leaver.leased(), leaver.gone(), leaver.site.holder.state.ranks.owners) == (0, ["n"], {})
+
+
+def test_a_process_that_ended_its_own_waits_has_left_and_is_not_dead(leaver: Leaver) -> None:
+    """Another rank is lost, and this one goes on in the next attempt: events and alerts call the lost one dead."""
+    leaver.site.link.interrupt("a rank of it was lost")
+    leaver.say_bye()
+    assert leaver.is_done.wait(WAIT_S)
+    assert [report for report in leaver.reports if isinstance(report, RankGone)] == [RankGone(nonce="n", has_left=True)]
 
 
 def test_a_bye_waits_for_the_puts_that_came_before_it(leaver: Leaver) -> None:

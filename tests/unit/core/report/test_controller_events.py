@@ -68,6 +68,16 @@ def test_a_rank_that_dies_before_its_first_put_is_reported() -> None:
     assert (dead["step"], dead["rank"]) == (-1, 1)
 
 
+def test_a_rank_that_left_because_another_is_lost_is_not_called_dead() -> None:
+    """Its process lives and goes on in place: alerts on deaths would come from every rank of the job."""
+    world, ranks = trained(2, last=0)
+    world.kill_rank(ranks[1])
+    world.kill_rank(ranks[0], has_left=True)
+    world.run(1.0)
+    gone = events_of_kind(world, "rank_dead", "rank_left")
+    assert [(event["event"], event["rank"]) for event in gone] == [("rank_dead", 1), ("rank_left", 0)]
+
+
 def test_a_skip_is_reported_with_who_and_why_once_all_gave_the_step_up() -> None:
     """The rank's word comes with the fact; the rank that had put the step leaves nothing behind (R12)."""
     world, ranks = trained(2)
