@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import GeneratorType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -79,8 +83,15 @@ class SampleOrder(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return how many batches the epoch has left where an iteration begins."""
-        left = self.length - self.consumed
-        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+        return self._count_batches(self.length - self.consumed)
+
+    @property
+    def epoch_batches(self) -> int:
+        """Count the batches of a whole epoch."""
+        return self._count_batches(self.length)
+
+    def _count_batches(self, samples: int) -> int:
+        return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each batch."""
@@ -99,7 +110,9 @@ class SampleOrder(Sampler[list[int]]):
 class Batches(Iterator[Any]):
     """The batches of a loader, epoch after epoch without end, with the position for `put` and `get(into=)`.
 
-    Make a new one at each start, and at each entry of a function that recovers in place.
+    Make a new one at each start, and at each entry of a function that recovers in place. `len()` is the number of
+    batches of an epoch, where the source has one. To begin at a position changes no random state of the process: what
+    the loader draws then, such as its workers' seed, follows from torch's initial seed and the epoch.
 
     Args:
         source: A DataLoader with a `SampleOrder`; or a loader with state_dict(); or an iterable that can be begun
@@ -118,14 +131,19 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         for _ in range(2):  # an epoch that was restored at its end has no batch left; the next one has
             if self._running is None:
-                self._running = self._source.begin(self.epoch)
+                with _apart(self.epoch):
+                    self._running = self._source.begin(self.epoch)
             batch = next(self._running, _END)
             if batch is not _END:
                 self._taken += 1
                 return batch
             self._running, self._taken, self.epoch = None, 0, self.epoch + 1
-            self._source.begin_next()
+            with _apart(self.epoch):
+                self._source.begin_next()
         raise ConfigError(f"epochs {self.epoch - 2} and {self.epoch - 1} have no batch: the data is empty")
+
+    def __len__(self) -> int:
+        return len(self._source)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop took."""
@@ -147,11 +165,43 @@ class Batches(Iterator[Any]):
         self._source.go_to(self.epoch, state)
 
 
+class RandomStates:
+    """The random states of a process, for `put` and `get(into=)`: of Python, numpy, torch and its CUDA device.
+
+    With it a restored step draws the dropout that it would have drawn anyway. It is a rank's own: where ranks share a
+    shard it goes into `rank_state=`.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as they are now."""
+        cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+        return {**host_random_states(), **cuda}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the states; a CUDA device's where there is one."""
+        set_host_random_states(state)
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def host_random_states() -> dict[str, Any]:
+    """Return the states of Python, numpy and torch's CPU generator, named as Transformers names them."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+
+
+def set_host_random_states(states: dict[str, Any]) -> None:
+    """Set what `host_random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+
+
 class _Source(Protocol):
     """How a kind of source is begun at a position; `key` is an entry of its positions."""
 
     key: str
 
+    def __len__(self) -> int: ...
     def begin(self, epoch: int) -> Iterator[Any]: ...
     def begin_next(self) -> None: ...
     def position(self, taken: int) -> dict[str, Any]: ...
@@ -188,9 +238,12 @@ class _Ordered:
         self._loader, self._order = loader, order
         order.go_to(0, 0)
 
+    def __len__(self) -> int:
+        return self._order.epoch_batches
+
     def begin(self, epoch: int) -> Iterator[Any]:
         self._order.go_to(epoch, self._order.consumed)
-        return iter(self._loader)
+        return _begun(self._loader)
 
     def begin_next(self) -> None:
         self._order.consumed = 0
@@ -219,11 +272,14 @@ class _Stateful:
         if loader in _beginnings:  # it was begun before: in place, in a former generation
             loader.load_state_dict(copy.deepcopy(_beginnings[loader]))
 
+    def __len__(self) -> int:
+        return len(self._loader)
+
     def begin(self, epoch: int) -> Iterator[Any]:
         _set_epoch(self._loader, epoch)
         if self._loader not in _beginnings:
             _beginnings[self._loader] = copy.deepcopy(self._loader.state_dict())
-        return iter(self._loader)
+        return _begun(self._loader)
 
     def begin_next(self) -> None:
         self._at = self._loader.state_dict()
@@ -245,10 +301,15 @@ class _Counted:
     def __init__(self, source: Any) -> None:
         self._source, self._skipped = source, 0
 
+    def __len__(self) -> int:
+        return len(self._source)
+
     def begin(self, epoch: int) -> Iterator[Any]:
         _set_epoch(self._source, epoch)
-        batches = self._source(epoch) if callable(self._source) else self._source
-        return itertools.islice(batches, self._skipped, None)
+        batches = iter(self._source(epoch) if callable(self._source) else self._source)
+        for _ in itertools.islice(batches, self._skipped):
+            pass
+        return batches
 
     def begin_next(self) -> None:
         self._skipped = 0
@@ -258,6 +319,27 @@ class _Counted:
 
     def go_to(self, epoch: int, position: dict[str, Any]) -> None:
         self._skipped = int(position["batches"])
+
+
+@contextmanager
+def _apart(epoch: int) -> Iterator[None]:
+    """Give the block random states of its own, and the process its own ones back: a put may have stored them."""
+    before, seed = host_random_states(), (torch.initial_seed() + epoch) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_host_random_states(before)
+
+
+def _begun(loader: Iterable[Any]) -> Iterator[Any]:
+    """Begin to iterate; a generator, such as Accelerate's loaders are, begins with its first batch."""
+    batches = iter(loader)
+    if isinstance(batches, GeneratorType):
+        return itertools.chain(list(itertools.islice(batches, 1)), batches)
+    return batches
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from memstore.adapters.data import Batches, SampleOrder
+from memstore.adapters.data import Batches, RandomStates, SampleOrder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torchdata warns about itself
 LENGTH, BATCH = 20, 6  # an epoch has three whole batches, and a smaller one where it is not dropped
@@ -154,3 +156,107 @@ def test_torchdata_without_workers_shuffles_later_epochs_otherwise() -> None:
     rest = [batch.tolist() for batch in itertools.islice(again, 7)]
     assert rest[:3] == whole[1:4]
     assert sorted(itertools.chain(*rest[3:])) == list(range(LENGTH))
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples that are loaded with noise from the generators of the process that loads them."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info() is not None:
+            return torch.tensor(float(index))
+        return index + torch.rand(()) + random.random() + float(np.random.random())
+
+
+def in_order(workers: int) -> Any:
+    order = SampleOrder(LENGTH, global_batch=BATCH, rank=0, world_size=1)
+    return DataLoader(Noisy(), batch_sampler=order, num_workers=workers)
+
+
+def by_sampler(workers: int) -> Any:
+    sampler = DistributedSampler(Noisy(), 1, 0, drop_last=True)
+    return DataLoader(Noisy(), batch_size=BATCH, sampler=sampler, num_workers=workers)
+
+
+def by_function(workers: int) -> Any:
+    """The loader is made, and begun, with the first batch."""
+
+    def epoch(number: int) -> Iterator[Any]:
+        yield from DataLoader(Noisy(), batch_size=BATCH, num_workers=workers)
+
+    return epoch
+
+
+def with_a_state(workers: int) -> Any:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install -e '.[frameworks]'")
+    return stateful.StatefulDataLoader(Noisy(), batch_size=BATCH, shuffle=workers > 0, num_workers=workers)
+
+
+class BegunLate:
+    """A loader below which another one is begun with the first batch, as Accelerate's are."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batch_sampler = loader, loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("source", [in_order, by_sampler, by_function, with_a_state])
+def test_a_restored_step_is_trained_with_the_random_numbers_of_an_unbroken_run(
+    source: Callable[[int], Any], workers: int
+) -> None:
+    """Dropout, and noise that the loading process draws: the way to a position takes none of their numbers."""
+    check_losses(lambda: source(workers))
+
+
+def test_a_loader_that_is_begun_late_takes_no_random_number_of_training() -> None:
+    check_losses(lambda: BegunLate(in_order(2)))
+
+
+def check_losses(source: Callable[[], Any]) -> None:
+    """Compare from every step on: within epochs and at their ends, which are after steps 2 and 5."""
+
+    def loss(data: Batches) -> tuple[float, ...]:
+        dropped = torch.nn.functional.dropout(next(data), 0.5)
+        return (*dropped.tolist(), random.random(), float(np.random.random()))
+
+    torch.manual_seed(1)
+    data, losses, stored = Batches(source()), [], []
+    for _ in range(8):
+        losses.append(loss(data))
+        stored.append(copy.deepcopy((data.state_dict(), RandomStates().state_dict())))
+    for step in (0, 1, 2, 4, 5):
+        position, random_states = stored[step]
+        data = Batches(source())
+        data.load_state_dict(position)
+        RandomStates().load_state_dict(random_states)
+        assert [loss(data) for _ in range(step + 1, 8)] == losses[step + 1 :]
+
+
+def test_workers_draw_other_numbers_in_each_epoch() -> None:
+    """Though nothing else of the process draws any."""
+
+    class Random(Noisy):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(())
+
+    order = SampleOrder(LENGTH, global_batch=LENGTH, rank=0, world_size=1)
+    before = torch.get_rng_state()
+    epochs = list(itertools.islice(Batches(DataLoader(Random(), batch_sampler=order, num_workers=1)), 3))
+    assert len({float(epoch[0]) for epoch in epochs}) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_length_is_that_of_a_whole_epoch() -> None:
+    """Wherever the position is: a trainer that knows it does not take a batch ahead. Without one there is none."""
+    data = Batches(ordered())
+    samples_of(data, 5)
+    again = Batches(ordered())
+    again.load_state_dict(data.state_dict())
+    assert (len(data), len(again), len(Batches(by_sampler(0)))) == (4, 4, 4)
+    with pytest.raises(TypeError, match="has no len"):
+        len(Batches(by_function(0)))
