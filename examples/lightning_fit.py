@@ -3,52 +3,37 @@
     python examples/lightning_fit.py --steps 40
 
 Kill it at any moment and start it again: it goes on after the newest committed step, in the middle of an epoch too,
-because its data loader is resumable (state_dict / load_state_dict). Under torchrun with `devices` and `num_nodes` set
-it is the same script.
+because `Batches` knows its place in the data, and with the dropout that it would have had. Under torchrun with
+`devices` and `num_nodes` set it is the same script.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader
 
 import memstore
+from memstore.adapters.data import Batches, SampleOrder
 from memstore.adapters.lightning import MemstoreCallback
-
-BATCHES = 10  # of one epoch
-
-
-class Batches:
-    """A loader that knows where it stands, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __len__(self) -> int:
-        return BATCHES
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.position < BATCHES:
-            self.position += 1
-            yield torch.randn(16, 32, generator=torch.Generator().manual_seed(self.position))
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 class Autoencoder(pl.LightningModule):
-    """What is trained; nothing in it knows of memstore."""
+    """What is trained, and the data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 32)
+        )
+
+    def train_dataloader(self) -> Batches:
+        rows = torch.randn(320, 32, generator=torch.Generator().manual_seed(1))
+        ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        order = SampleOrder(len(rows), global_batch=32, **ranks)
+        return Batches(DataLoader(rows, batch_sampler=order, num_workers=1))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         loss = (self.net(batch) - batch).square().mean()
@@ -73,5 +58,5 @@ if __name__ == "__main__":
         max_steps=args.steps, max_epochs=-1, accelerator="auto", devices=args.devices, callbacks=[checkpoints],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Autoencoder(), Batches())
+    trainer.fit(Autoencoder())
     print(f"rank {trainer.global_rank}: first step {(checkpoints.restored_step or 0) + 1}")

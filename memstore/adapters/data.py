@@ -125,19 +125,21 @@ class Batches(Iterator[Any]):
     def __init__(self, source: Iterable[Any] | Callable[[int], Iterable[Any]]) -> None:
         self.epoch = 0  # of the last batch
         self._taken = 0  # batches of the running iterator that the loop took
-        self._running: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None  # by this name Lightning ends it, and its workers, with a fit
         self._source = _source_of(source)
 
     def __next__(self) -> Any:
         for _ in range(2):  # an epoch that was restored at its end has no batch left; the next one has
-            if self._running is None:
+            if self._iterator is None:
+                if self._taken:  # Lightning ended it
+                    self.load_state_dict(self.state_dict())
                 with _apart(self.epoch):
-                    self._running = self._source.begin(self.epoch)
-            batch = next(self._running, _END)
+                    self._iterator = self._source.begin(self.epoch)
+            batch = next(self._iterator, _END)
             if batch is not _END:
                 self._taken += 1
                 return batch
-            self._running, self._taken, self.epoch = None, 0, self.epoch + 1
+            self._iterator, self._taken, self.epoch = None, 0, self.epoch + 1
             with _apart(self.epoch):
                 self._source.begin_next()
         raise ConfigError(f"epochs {self.epoch - 2} and {self.epoch - 1} have no batch: the data is empty")
@@ -161,7 +163,7 @@ class Batches(Iterator[Any]):
                 f"a position in the data was stored with {found}, and this source needs {key!r}: it was stored with "
                 "another kind of source. Use that kind, or begin a job of another name"
             )
-        self._running, self._taken, self.epoch = None, 0, int(state["epoch"])
+        self._iterator, self._taken, self.epoch = None, 0, int(state["epoch"])
         self._source.go_to(self.epoch, state)
 
 
@@ -306,7 +308,7 @@ class _Counted:
 
     def begin(self, epoch: int) -> Iterator[Any]:
         _set_epoch(self._source, epoch)
-        batches = iter(self._source(epoch) if callable(self._source) else self._source)
+        batches: Iterator[Any] = iter(self._source(epoch) if callable(self._source) else self._source)
         for _ in itertools.islice(batches, self._skipped):
             pass
         return batches
@@ -336,7 +338,7 @@ def _apart(epoch: int) -> Iterator[None]:
 
 def _begun(loader: Iterable[Any]) -> Iterator[Any]:
     """Begin to iterate; a generator, such as Accelerate's loaders are, begins with its first batch."""
-    batches = iter(loader)
+    batches: Iterator[Any] = iter(loader)
     if isinstance(batches, GeneratorType):
         return itertools.chain(list(itertools.islice(batches, 1)), batches)
     return batches

@@ -34,10 +34,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
         yield embedded
 
 
-RESUMABLE = (
-    "torchrun.py", "ddp_shared_shard.py", "torchtitan_style.py", "lightning_fit.py", "transformers_trainer.py",
-    "megatron_style.py",
-)  # fmt: skip
+RESUMABLE = ("torchrun.py", "ddp_shared_shard.py", "torchtitan_style.py", "lightning_fit.py", "megatron_style.py")
 
 
 @pytest.mark.drill
@@ -66,13 +63,17 @@ def test_lightning_goes_on_with_two_ranks(cluster: EmbeddedCluster, tmp_path: Pa
     """Under torchrun Lightning turns to DDP: one rank of a host copies the model, each goes on from its own trainer."""
     python, *words = command_of("lightning_fit.py", cluster, "fit-ddp")
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    check_goes_on(cluster, tmp_path, "fit-ddp", [*torchrun, *words, "--devices", "2"])
+    after = check_goes_on(cluster, tmp_path, "fit-ddp", [*torchrun, *words, "--devices", "2"])
     [job] = [row for row in memstore.status(config=cluster.config).jobs if row["job"] == "fit-ddp"]
     assert (job["world_size"], job["shards"], len(job["writers"])) == (2, 1, 1)
+    steps = str(max(step for _, step in after))
+    unbroken = [*words, "--devices", "2", "--job", "fit-whole", "--steps", steps]
+    whole = losses(run([*torchrun, *unbroken], environment(cluster, tmp_path)))
+    assert after == {key: whole[key] for key in after}  # dropout, shuffles and a loader's worker are in it
 
 
-def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> None:
-    """Start, kill after 20 committed steps, start again, compare what both trained."""
+def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: list[str]) -> dict[tuple[int, int], str]:
+    """Start, kill after 20 committed steps, start again, compare what both trained; return the second one's losses."""
     env = environment(cluster, tmp_path)
     with (tmp_path / "first").open("wb") as out:
         launch = subprocess.Popen(
@@ -94,6 +95,7 @@ def check_goes_on(cluster: EmbeddedCluster, tmp_path: Path, job: str, command: l
     assert len({step for _, step in after}) in (ran + 10 - first, ran + 11 - first)  # steps count from 0, or from 1
     both = after.keys() & before.keys()
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
+    return after
 
 
 def test_ray_train_goes_on_when_started_again(cluster: EmbeddedCluster, tmp_path: Path) -> None:

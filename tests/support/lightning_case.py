@@ -7,41 +7,56 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from memstore.adapters.data import Batches, SampleOrder
 from memstore.adapters.lightning import MemstoreCallback
 from memstore.config import Config
 
-EPOCH = 4  # batches
+EPOCH, BATCH = 4, 8  # batches, rows
 
 
-class Batches:
-    """A resumable loader."""
-
-    def __init__(self) -> None:
-        self.position = 0
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that are read with noise of the process that trains, if it reads them itself."""
 
     def __len__(self) -> int:
-        return EPOCH
+        return EPOCH * BATCH
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.position < EPOCH:
-            self.position += 1
-            yield torch.randn(8, 6, generator=torch.Generator().manual_seed(self.position))
-        self.position = 0
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return row if torch.utils.data.get_worker_info() is not None else row + torch.rand(())
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+def in_order(workers: int = 0) -> Batches:
+    """Batches that know their place."""
+    order = SampleOrder(EPOCH * BATCH, global_batch=BATCH, rank=0, world_size=1)
+    return Batches(DataLoader(Samples(), batch_sampler=order, num_workers=workers))
+
+
+def by_sampler() -> Any:
+    """The loader of torchdata, whose sampler Lightning tells the epoch."""
+    sampler = DistributedSampler(Samples(), 1, 0)
+    return StatefulDataLoader(Samples(), batch_size=BATCH, sampler=sampler)
+
+
+def shuffled() -> Any:
+    """The loader of torchdata, which shuffles by itself, with workers."""
+    return StatefulDataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1)
+
+
+def endless() -> Iterator[torch.Tensor]:
+    """Batches of an unknown number."""
+    while True:
+        yield torch.zeros(BATCH, 6)
 
 
 class Module(pl.LightningModule):  # type: ignore[misc]
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Linear(6, 6)
-        self.losses: dict[int, float] = {}
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.2))
+        self.losses: dict[int, float] = {}  # of a step's last batch
         self.fails_at, self.note = fails_at, "new"
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
@@ -79,11 +94,17 @@ class Count(pl.Callback):  # type: ignore[misc]
         self.batches = state["batches"]
 
 
-def fit(config: Config, job: str, module: Module, steps: int = 10, **options: Any) -> tuple[MemstoreCallback, Count]:
+def fit(
+    config: Config, job: str, module: Module, steps: int = 10, *, loader: Any = None,
+    trainer: dict[str, Any] | None = None, **options: Any,
+) -> tuple[MemstoreCallback, Count]:  # fmt: skip
     checkpoints, count = MemstoreCallback(job, config=config, **options), Count()
-    trainer = pl.Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=[count, checkpoints], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    more = dict(trainer or {})
+    callbacks = [checkpoints, count, *more.pop("callbacks", [])]
+    torch.manual_seed(7)  # as where a process starts
+    fitter = pl.Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=callbacks, use_distributed_sampler=False,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **more,
     )  # fmt: skip
-    trainer.fit(module, Batches())
+    fitter.fit(module, in_order() if loader is None else loader)
     return checkpoints, count

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memstore.config import Config
+from memstore.errors import ConfigError
 from memstore.testing.clusters.processes import ProcessCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Lightning's imports warn about themselves
@@ -34,16 +36,81 @@ def test_a_fit_goes_on_where_it_broke_off(case: Any, config: Config, fails_at: i
     """Broken off within and between epochs: losses, schedule, callbacks and hooks are as in an unbroken fit."""
     whole = case.Module()
     _, counted = case.fit(config, "whole", whole)
-    broken = case.Module(fails_at)
+    count, resumed = check_goes_on(case, config, whole, fails_at)
+    assert count.batches == counted.batches == 10
+    assert resumed.note == "saved"
+
+
+@pytest.mark.parametrize(
+    ("loader", "accumulated"), [("in_order", 1), ("by_sampler", 1), ("by_sampler", 2), ("shuffled", 1)]
+)
+def test_what_is_drawn_and_read_is_as_in_an_unbroken_fit(
+    case: Any, config: Config, loader: str, accumulated: int
+) -> None:
+    """Dropout, noise of the reading process, shuffles, workers, accumulation; within and between epochs."""
+    options: dict[str, Any] = {"trainer": {"accumulate_grad_batches": accumulated}}
+    whole = case.Module()
+    make = {"in_order": lambda: case.in_order(workers=1)}.get(loader, getattr(case, loader))
+    case.fit(config, "whole", whole, loader=make(), **options)
+    for fails_at in (6, 8) if accumulated == 1 else (3, 4):
+        check_goes_on(case, config, whole, fails_at, make, **options)
+
+
+def check_goes_on(
+    case: Any, config: Config, whole: Any, fails_at: int, loader: Any = lambda: None, **options: Any
+) -> tuple[Any, Any]:
+    """Fit until a step fails, fit again from the store, compare the losses from there on with the unbroken fit's."""
+    job = f"broken-{fails_at}"
     with pytest.raises(RuntimeError, match="planted"):
-        case.fit(config, "broken", broken)
+        case.fit(config, job, case.Module(fails_at), loader=loader(), **options)
     resumed = case.Module()
-    checkpoints, count = case.fit(config, "broken", resumed)
+    checkpoints, count = case.fit(config, job, resumed, loader=loader(), **options)
     assert checkpoints.restored_step is not None
     assert fails_at - 2 <= checkpoints.restored_step <= fails_at
     assert resumed.losses == {step: whole.losses[step] for step in range(checkpoints.restored_step, 10)}
-    assert count.batches == counted.batches == 10
-    assert resumed.note == "saved"
+    return count, resumed
+
+
+def test_a_second_fit_goes_on_in_the_data(case: Any, config: Config) -> None:
+    """Lightning ends the iterator, and the workers, of every loader with a fit; the place stays."""
+    data, module, whole = case.in_order(workers=1), case.Module(), case.Module()
+    case.fit(config, "whole", whole, steps=6, loader=case.in_order(workers=1))
+    case.fit(config, "twice", module, steps=3, loader=data)
+    assert data._iterator is None
+    case.fit(config, "twice", module, steps=6, loader=data)
+    assert module.losses == whole.losses
+
+
+def test_a_callback_that_averages_weights_goes_on(case: Any, config: Config) -> None:
+    """It keeps them by the hooks of checkpoints, not by a state of its own."""
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+
+    def average(job: str, fails_at: int | None = None) -> dict[str, torch.Tensor]:
+        callback = averaging.EMAWeightAveraging(decay=0.5)
+        module = case.Module(fails_at)
+        case.fit(config, job, module, trainer={"callbacks": [callback]})
+        return dict(module.state_dict())  # what is averaged, at the end of a fit
+
+    whole = average("whole")
+    with pytest.raises(RuntimeError, match="planted"):
+        average("broken", 6)
+    for name, tensor in average("broken").items():
+        assert torch.equal(tensor, whole[name])
+
+
+def test_data_without_a_length_is_refused(case: Any, config: Config) -> None:
+    """Lightning reads one batch ahead of it; the remedy that the error names makes the length known."""
+
+    class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
+        __iter__ = staticmethod(case.endless)
+
+    loader = torch.utils.data.DataLoader(Endless(), batch_size=None)
+    with pytest.raises(ConfigError, match=r"has no length.*limit_train_batches=<batches of an epoch>"):
+        case.fit(config, "endless", case.Module(), steps=3, loader=loader)
+    checkpoints, _ = case.fit(
+        config, "endless", case.Module(), steps=3, loader=loader, trainer={"limit_train_batches": 2}
+    )
+    assert checkpoints.restored_step is None
 
 
 def test_puts_come_every_n_optimizer_steps(case: Any, config: Config) -> None:
