@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import memstore
-from memstore.adapters.torch import AppState
 
 
 class Batches:
@@ -47,7 +46,7 @@ def train(job: str, store_name: str, steps: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(512, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     batches = Batches(dist.get_rank())
-    state, own = {"app": AppState(model, optimizer)}, {"batches": batches}
+    state, own = {"model": model, "optim": optimizer}, {"batches": batches}
     with memstore.connect(job, shard_rank=0, shard_count=1, config=memstore.Config(store=store_name)) as store:
         # With another number of ranks than before the state alone comes back: got.rank_state is None.
         got = store.get(into=state, rank_state_into=own)

@@ -19,7 +19,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import AppState, reassign_ranks
+from memstore.adapters.torch import reassign_ranks
 
 
 def train(args: dict) -> None:
@@ -30,7 +30,7 @@ def train(args: dict) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         model = fully_shard(model.to(ray.train.torch.get_device()))
         optimizer = torch.optim.AdamW(model.parameters())
-        state = {"app": AppState(model, optimizer)}
+        state = {"model": model, "optim": optimizer}
         is_warned = False
         got = store.get(into=state)  # None only on a job without history, or after fresh=True
         print(

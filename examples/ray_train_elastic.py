@@ -17,19 +17,19 @@ import ray.train.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import memstore
+from memstore.adapters.torch import NamedOptimizer, load_dcp
 
 GLOBAL_BATCH = 24  # divided among however many ranks there are
 
 
-def state_digest(state: dict) -> str:
-    """Name the whole state, gathered from all ranks: the same for any number of them."""
+def state_digest(model: torch.nn.Module) -> str:
+    """Name the whole model, gathered from all ranks: the same for any number of them."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(state["model"].items()):
+    for name, tensor in sorted(model.state_dict().items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(name.encode() + whole.numpy().tobytes())
     return digest.hexdigest()[:12]
@@ -41,19 +41,14 @@ def train(args: dict) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 250), torch.nn.GELU(), torch.nn.Linear(250, 64))
     model = fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def state() -> dict:
-        parameters, moments = get_state_dict(model, optimizer)
-        return {"model": parameters, "optim": moments}
+    state = {"model": model, "optim": NamedOptimizer(model, optimizer)}
 
     with memstore.connect(args["job"], config=memstore.Config(store=args["store"])) as store:
         step = store.agree_on_step()  # None only on a job without history, or after fresh=True
         if step is not None:
-            loaded = state()
-            dcp.load(loaded, storage_reader=store.dcp_reader(step))
-            set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+            load_dcp(state, store.dcp_reader(step))
         first = 0 if step is None else step + 1
-        digest = state_digest(state())
+        digest = state_digest(model)
         if store.rank == 0:
             print(f"{store.world_size} ranks: first step {first}, state {digest}", flush=True)
         for step in range(first, args["steps"]):
@@ -63,13 +58,12 @@ def train(args: dict) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            saved = state()
-            digest = state_digest(saved)
+            digest = state_digest(model)
             if store.rank == 0:
                 print(
                     f"{store.world_size} ranks: step {step} loss {float(loss.detach()):.6f} state {digest}", flush=True
                 )
-            dcp.save(saved, storage_writer=store.dcp_writer(step))  # returns when the step is committed
+            dcp.save(state, storage_writer=store.dcp_writer(step))  # returns when the step is committed
             time.sleep(args["pause_s"])
 
 

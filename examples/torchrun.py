@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import memstore
-from memstore.adapters.torch import AppState
 
 
 def train(job: str, store_name: str, steps: int) -> None:
@@ -25,7 +24,7 @@ def train(job: str, store_name: str, steps: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    state = {"app": AppState(model, optimizer)}
+    state = {"model": model, "optim": optimizer}
     with memstore.connect(job, config=memstore.Config(store=store_name)) as store:
         got = store.get(into=state)  # None only on a job without history, or after fresh=True
         first = got.step + 1 if got else 0

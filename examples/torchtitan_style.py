@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import AppState, reassign_ranks
+from memstore.adapters.torch import NamedOptimizer, load_dcp, reassign_ranks
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Checkpointer:
         """Adopt the newest whole step, the same on all ranks; False on a job without history."""
         step = self.store.agree_on_step()
         if step is not None:
-            dcp.load(self.states, storage_reader=self.store.dcp_reader(step))
+            load_dcp(self.states, self.store.dcp_reader(step))
         return step is not None
 
     def save(self, step: int) -> None:
@@ -82,7 +82,8 @@ def train(args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
         progress, tokens = TrainState(), Tokens(store.rank)
-        states = {"app": AppState(model, optimizer), "train_state": progress, "dataloader": tokens}
+        optim = NamedOptimizer(model, optimizer)  # for DCP, which may give any rank any part
+        states = {"model": model, "optim": optim, "train_state": progress, "dataloader": tokens}
         checkpointer = Checkpointer(store, states)
         checkpointer.load()
         schedule.last_epoch = progress.step - 1

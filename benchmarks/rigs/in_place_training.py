@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import memstore
 from memstore.adapters.data import Batches, SampleOrder
-from memstore.adapters.torch import AppState
 from memstore.config import Config
 from memstore.drills.ranks.in_place import Gate
 from memstore.inplace import reentrant, reuse
@@ -164,7 +163,7 @@ def train(here: Announced, settings: dict[str, Any]) -> None:
     with store, path.open("ab", buffering=0) as file:
         model, optimizer = reuse(lambda: build(setup, s.device), store)
         data = Batches(DataLoader(Values(), batch_sampler=order))
-        state = {"app": AppState(model, optimizer), "data": data}
+        state = {"model": model, "optim": optimizer, "data": data}
         got = store.get(into=state)
         step = got.step + 1 if got else 0
         while gate.wait(step):

@@ -1,7 +1,7 @@
 """Lightning: a callback that puts every n steps, and restores from the store before the first one.
 
 It stands beside Lightning's own checkpoints and does not use CheckpointIO, which the FSDP strategies bypass: each
-rank puts its own part of model and optimizer, named and sharded by torch's own rules (`AppState`).
+rank puts its own part of the model inside DDP and of the optimizers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from memstore.adapters.data import RandomStates
-from memstore.adapters.torch import AppState
+from memstore.adapters.torch import unwrapped
 from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.config import Config
@@ -72,7 +72,8 @@ class MemstoreCallback(Callback):
         )  # fmt: skip
         model = trainer.strategy.model if trainer.strategy.model is not None else pl_module
         self._trainer_state = TrainerState(trainer)
-        self._state, own = {"app": AppState(model, trainer.optimizers)}, {"trainer": self._trainer_state}
+        optimizers = {f"optim{number}": each for number, each in enumerate(trainer.optimizers)}
+        self._state, own = {"model": unwrapped(model), **optimizers}, {"trainer": self._trainer_state}
         if shard_rank is None:
             self._state.update(own)
             got = self.store.get(into=self._state)

@@ -9,12 +9,16 @@ follows it, so that the cost is known to the second when it is over.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+
+import torch
 
 from memstore.config import check_seconds
 from memstore.core.wire.calls import ReserveRoom
@@ -23,6 +27,7 @@ from memstore.core.wire.replies import Noted
 from memstore.errors import ClosedError, PeerTimeout
 from memstore.shell.rank.collective import RollCall
 from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.tensors import subclasses
 from memstore.shell.threads.answers import Answer, answer_of
 from memstore.shell.threads.safe_condition import SafeEvent, SafeThread
 
@@ -30,6 +35,8 @@ log = logging.getLogger("memstore")
 BAR_S = 0.1  # between two updates of a progress bar
 WAITED_S = 1.0  # a first put that waits longer for its room says how not to
 SAY_S = 5.0  # the same for a log
+ALIGNMENT_BYTES = 64  # of a tensor in a put, at most
+_KINDS_OF_STEP = ("foreach", "fused", "capturable", "differentiable")  # none of them changes what is kept
 
 
 class PutPreparation:
@@ -258,3 +265,58 @@ class PutPreparation:
                 return
             log.info("memstore %s: %d %% of the first put's room, %s", self._link.job, 100 * self.fraction,
                      self._words())  # fmt: skip
+
+
+def bytes_to_come(state: Any) -> int:
+    """Return the bytes that the optimizers in a state will have after their first step, and have not yet (D271).
+
+    What cannot be known beforehand is named in the log.
+    """
+    total = 0
+    for optimizer in {id(found): found for found in _optimizers(state)}.values():
+        if optimizer.state or not any(param.requires_grad for param in _parameters(optimizer)):
+            continue
+        try:
+            total += _first_step_bytes(optimizer)
+        except Exception as exc:  # of an optimizer's code, which may need real numbers
+            log.warning(
+                "memstore prepare(): the %s has not stepped, and the bytes that it will keep are not known (%s): the "
+                "first put after its step claims what is missing, which takes seconds; prepare after the first step",
+                type(optimizer).__name__, exc,
+            )  # fmt: skip
+    return total
+
+
+def _optimizers(state: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(state, torch.optim.Optimizer):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _optimizers(each)
+    elif isinstance(inner := getattr(state, "optimizer", None), torch.optim.Optimizer):  # a NamedOptimizer, a schedule
+        yield inner
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _first_step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what a new optimizer of this kind keeps after a step with parameters that have a shape and no memory."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        raise TypeError("its class is not one of torch.optim's")
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        trained = [param for param in group["params"] if param.requires_grad]
+        local = [subclasses.local_tensor(param) if subclasses.is_dtensor(param) else param for param in trained]
+        kept = {key: False if key in _KINDS_OF_STEP else group[key] for key in group if key != "param_names"}
+        groups.append({**kept, "params": [torch.empty_like(param, device="meta") for param in local]})
+    other = kind([group for group in groups if group["params"]])
+    for param in _parameters(other):
+        param.requires_grad_()
+        param.grad = torch.empty_like(param)
+    with torch.no_grad():
+        inspect.unwrap(kind.step)(other)  # without hooks
+    tensors = [value for entry in other.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return sum(-(-each.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in tensors)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
 from memstore.client.pin_verbs import PinVerbs
-from memstore.client.prepare import PutPreparation
+from memstore.client.prepare import PutPreparation, bytes_to_come
 from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import SharedShard, check_shard
@@ -214,7 +214,8 @@ class Store(PinVerbs):
         waits for it. After get() of a step the hosts grow and connect by themselves, but claim nothing.
 
         Args:
-            state: The state to be put, or (an int) its bytes. A state is planned, not copied.
+            state: The state to be put, or (an int) its bytes. A state is planned, not copied, with what optimizers of
+                torch that have not stepped will keep.
             rank_state: As in put.
 
         Returns:
@@ -228,7 +229,9 @@ class Store(PinVerbs):
         self._check_open()
         nbytes = check_whole("state", state) if isinstance(state, numbers.Integral) else None
         with self._under_way.only("prepare()"):
-            return self.puts.prepare(self.puts.planned(state, rank_state).nbytes if nbytes is None else nbytes)
+            if nbytes is None:
+                nbytes = self.puts.planned(state, rank_state).nbytes + bytes_to_come((state, rank_state))
+            return self.puts.prepare(nbytes)
 
     # -- events of the link (reader thread) -------------------------------------------------------
 

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import memstore
-from memstore.adapters.torch import AppState
 from memstore.client.ticket import Ticket
 from memstore.config import Config
 from memstore.demo.records import Joined, Restored, StepRun, write
@@ -138,7 +137,7 @@ def train(settings: dict[str, Any]) -> None:
     rank = dist.get_rank()
     model = sharded_model(s.size, seed=s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.learning_rate)
-    state = {"app": AppState(model, optimizer)}
+    state = {"model": model, "optim": optimizer}
     batches = Batches(library_text(TEXT_BYTES), seed=s.seed, batch_size=s.batch_size, context=s.size.context)
     tickets: list[Ticket] = []
     started_s = time.perf_counter()

@@ -171,7 +171,6 @@ class _Entry:
 
         import memstore
         from memstore.adapters.data import Batches, SampleOrder
-        from memstore.adapters.torch import AppState
         from memstore.drills.ranks.in_place_model import Samples, backward, build, step
         from memstore.drills.ranks.training import make_state
         from memstore.inplace import reuse
@@ -186,7 +185,7 @@ class _Entry:
             data = Batches(DataLoader(samples, batch_sampler=order))
             trained = torch.full((STEPS_MAX, samples.global_batch), -1)
             state = {
-                "app": AppState(model, optimizer), "data": data, "trained": trained,
+                "model": model, "optim": optimizer, "data": data, "trained": trained,
                 "filler": make_state(task.seed, rank, 0, task.nbytes),
             }  # fmt: skip
             now = self._restore(store, state) + 1

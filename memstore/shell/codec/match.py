@@ -102,6 +102,8 @@ class StateMatch:
         if isinstance(target, torch.optim.Optimizer):
             params = [param for group in target.param_groups for param in group["params"]]
             self.meshes += [param.device_mesh for param in params if subclasses.is_dtensor(param)]
+            if type(target).load_state_dict is torch.optim.Optimizer.load_state_dict:
+                check_groups(node, target, path)
         # A module's parameters all exist; other objects may still have to create their state.
         self._match(node, target.state_dict(), path, is_strict=isinstance(target, torch.nn.Module), place=handled)
         self.statefuls[id(node)] = target
@@ -265,6 +267,34 @@ class StateMatch:
                 raise ManifestMismatch(
                     f"{path} looks into the memory of {self._filled[first][0]} at another place than was stored"
                 )
+
+
+def check_groups(node: Any, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Refuse an optimizer that has its parameters in other groups, or others of them, than was stored.
+
+    Its state is stored by the parameters' numbers: it would refuse the one, and take the other for its own.
+    """
+    stored = [_entries(group) for group in getattr(_entries(node).get("param_groups"), "children", ())]
+    counts = [len(getattr(group.get("params"), "children", ())) for group in stored]
+    live = [len(group["params"]) for group in optimizer.param_groups]
+    kind = f"the {type(optimizer).__name__} in `into`"
+    remedy = "build it as it was, or put memstore.adapters.torch.NamedOptimizer(model, optimizer), which goes by names"
+    if all(counts) and stored and counts != live:
+        raise ManifestMismatch(f"{path} was stored with groups of {counts} parameters, and {kind} has {live}: {remedy}")
+    for number, (old, new) in enumerate(zip(stored, optimizer.param_groups, strict=False)):
+        pairs = zip(getattr(old.get("param_names"), "children", ()), new.get("param_names", ()), strict=False)
+        for was, now in pairs:
+            if was != now:
+                raise ManifestMismatch(
+                    f"{path}: group {number} was stored with {was!r} where {kind} has {now!r}, which would take its "
+                    f"state: {remedy}"
+                )
+
+
+def _entries(node: Any) -> dict[str, Any]:
+    """Return the stored values of a plain dict under its keys of text."""
+    pairs = node.children if isinstance(node, Node) and node.tag is Tag.DICT else ()
+    return {key: child for key, child in zip(pairs[::2], pairs[1::2], strict=True) if isinstance(key, str)}
 
 
 def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) -> Leaf:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import memstore
-from memstore.adapters.torch import AppState
 from memstore.inplace import generation, reentrant, reuse
 
 STEPS, FAULT_AT, WIDTH = 16, 6, 32
@@ -63,8 +62,8 @@ def train(store_name: str, job: str, lost: Sequence[int] = (), device: str = "cp
     config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
     with memstore.connect(job, config=config) as store:
         model, optimizer = reuse(lambda: build(device), store)
-        app = AppState(model, optimizer)
-        got = store.get(into={"app": app})
+        state = {"model": model, "optim": optimizer}
+        got = store.get(into=state)
         there = pointers(model, optimizer)
         kept_count = len(there & now.kept.get("pointers", set()))
         for step in range(got.step + 1 if got else 0, STEPS):
@@ -79,7 +78,7 @@ def train(store_name: str, job: str, lost: Sequence[int] = (), device: str = "cp
             optimizer.zero_grad()
             losses[step] = float(loss.detach()).hex()
             now.kept["pointers"] = pointers(model, optimizer)
-            store.put(step, {"app": app})
+            store.put(step, state)
         dist.barrier()
     return ReuseEnd(os.getpid(), now.number, losses, got.step if got else None, kept_count, len(there))
 

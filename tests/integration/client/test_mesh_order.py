@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import memstore
-from memstore.adapters.torch import AppState, reassign_ranks
+from memstore.adapters.torch import reassign_ranks
 
 launched, world, path, mode, job, first, last, fields = json.loads(sys.argv[1])
 if mode == "renumber":
@@ -43,7 +43,7 @@ mesh = init_device_mesh("cpu", (world,))
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.Linear(64, 33)), mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-state = {"app": AppState(model, optimizer), "rank": store.rank}
+state = {"model": model, "optim": optimizer, "rank": store.rank}
 got = store.get(into=state)
 losses = []
 for step in range(first, last):

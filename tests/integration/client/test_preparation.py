@@ -57,6 +57,21 @@ def together(calls: list[Any]) -> list[Any]:
         return [future.result(2 * WAIT_S) for future in [pool.submit(call) for call in calls]]
 
 
+def test_room_is_prepared_for_an_optimizer_that_has_not_stepped(cluster: ProcessCluster) -> None:
+    """The put after the first step, which is three times as large, asks for nothing any more."""
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ranks(cluster, 1) as (store,):
+        store.prepare({"model": model, "optim": optimizer}).wait(WAIT_S)
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        asked: list[RankCall] = []
+        ask = store._link.call_soon
+        store._link.call_soon = lambda request: asked.append(request) or ask(request)  # type: ignore
+        store.put(1, {"model": model, "optim": optimizer}).wait("committed", WAIT_S)
+        assert asked == []
+
+
 def test_a_prepared_store_has_the_room_pages_and_streams_of_its_first_puts(cluster: ProcessCluster) -> None:
     """When wait() returns both versions are leased and entered, on the peer too; a put asks for nothing any more."""
     with ranks(cluster, 2) as stores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from memstore.testing.ranks.dcp_ranks import DcpFleet, run
 from memstore.testing.ranks.rank_process import RankNursery
 
 PROGRAM = SUPPORT.joinpath("dcp_programs.py")
+TRAINING = SUPPORT.joinpath("sharded_training.py")
 HOSTS = ("h1", "h2", "h3", "h4")
 RANK_HOSTS = {2: "h1 h2", 3: "h1 h2 h3", 4: "h1 h2 h3 h4", 6: "h1 h2 h3 h1 h2 h3", 8: "h1 h2 h3 h1 h2 h3 h1 h2"}
 
@@ -46,6 +48,39 @@ def test_what_is_loaded_is_what_stock_dcp_loads(saved: tuple[DcpFleet, Path], wo
     changed = set().union(*(reply["changed"] for reply in replies))
     assert {".placed.few", ".placed.uneven", ".fsdp_tp.optim.state.1.up.weight.exp_avg_sq"} < changed
     assert len(changed) > 65  # all but what is empty, or the same for every seed
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_named_optimizer_is_loaded_by_other_ranks(
+    saved: tuple[DcpFleet, Path], dcp_nursery: RankNursery, tmp_path: Path, optimizer: str
+) -> None:
+    """Its state of what is frozen too, none of what had none, in other groups; DCP alone would leave it out (D270)."""
+    fleet = DcpFleet(saved[0].cluster, dcp_nursery, TRAINING, tmp_path, job=f"named-{optimizer}")
+    ranks = fleet.launch(["h1", "h2"])
+    one = run(ranks, "save", step=1, optimizer=optimizer)
+    fleet.leave(ranks)
+    ranks = fleet.launch(["h1", "h2", "h3"])
+    for groups in (1, 2):
+        for reply in run(ranks, "load", groups=groups, optimizer=optimizer):
+            assert (reply["digest"], reply["count"]) == (one[0]["digest"], 4)
+            assert "ManifestMismatch: the optimizer's group of 'body.weight' was stored with" in reply["error"]
+            assert "load_dcp(states, reader)" in reply["error"]
+    fleet.leave(ranks)
+
+
+def test_sharded_training_goes_on_bit_for_bit(
+    saved: tuple[DcpFleet, Path], dcp_nursery: RankNursery, tmp_path: Path
+) -> None:
+    """Frozen at the restore and thawed, a head without state yet, a put before the first step; FSDP2 and FSDP1."""
+    fleet = DcpFleet(saved[0].cluster, dcp_nursery, TRAINING, tmp_path, job="sharded")
+    ranks = fleet.launch(["h1", "h2"])
+    kinds = [("FSDP2", row) for row in ("frozen", "without state yet", "before the first step")]
+    kinds += [("FSDP1", "before the first step"), ("FSDP1", "trained"), ("FSDP1, flat", "trained")]
+    rows = itertools.product(kinds, ("AdamW", "SGD"), ("itself", "by name"))
+    for step, ((kind, row), optimizer, form) in enumerate(rows):
+        replies = run(ranks, "restored", kind=kind, optimizer=optimizer, form=form, step=step, row=row)
+        assert replies == [{"is_equal": True, "left": []}] * 2, (kind, row, optimizer, form)
+    fleet.leave(ranks)
 
 
 def test_training_goes_on_with_any_number_of_ranks(tmp_path: Path, dcp_nursery: RankNursery) -> None:

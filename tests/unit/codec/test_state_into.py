@@ -13,7 +13,6 @@ import torch
 from overlap_case import WAIT_S, one_host, one_rank
 
 import memstore
-from memstore.adapters.torch import AppState
 from memstore.core.format.layout import decode_layout
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.decode import check_into, decode_state, matched
@@ -120,18 +119,6 @@ def test_stepped_optimizer_goes_back_to_fresh() -> None:
     other, stepped = trained(2, seed=1)
     decode_state(*stored({"m": model, "o": optimizer}), into={"m": other, "o": stepped})
     assert stepped.state_dict()["state"] == {}
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_app_state_resumes(steps: int) -> None:
-    """AppState gives a fresh process a place for every byte."""
-    model, optimizer = trained(3)
-    other, fresh = trained(steps, seed=1)
-    into = {"app": AppState(other, fresh), "epoch": 0}
-    got = decode_state(*stored({"app": AppState(model, optimizer), "epoch": 5}), into=into)
-    assert got["epoch"] == into["epoch"] == 5
-    assert equal(model.state_dict(), other.state_dict())
-    assert equal(optimizer.state_dict()["state"], fresh.state_dict()["state"])
 
 
 def test_schedulers_scalers_and_metadata() -> None:
