@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
@@ -35,6 +36,7 @@ from memstore.inplace.gloo_sockets import GlooSockets
 from memstore.inplace.meeting import LOOK_S, Meeting, Place, connect
 from memstore.inplace.membership import NONE
 from memstore.inplace.phases import Leaving, in_place_of, met_text
+from memstore.inplace.settings import ProcessSettings
 from memstore.inplace.verdict import may_be_loss
 from memstore.inplace.watcher import Watcher
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
@@ -113,6 +115,7 @@ class _Reentry:
         self.watcher = Watcher(self.meeting, self._free)
         self.generation = NONE
         self.leaving: Leaving | None = None  # of the generation before; None: this process was in none
+        self.settings = ProcessSettings.now()  # as the function was entered for the first time
         self.aborting: threading.Thread | None = None  # of this generation; what is computed from then on is void
 
     def run(self, function: Callable[[], R]) -> R:
@@ -154,7 +157,7 @@ class _Reentry:
                     self.leaving = Leaving(failed_s, over_s, time.monotonic())
                 is_first = False
                 # The frames of the exception are gone now, and with them the model if no cycle holds it.
-                threading.Thread(target=gc.collect, name="memstore-collect", daemon=True).start()
+                threading.Thread(target=_collect, name="memstore-collect", daemon=True).start()
         finally:
             self.watcher.close()
             allow_links()
@@ -183,6 +186,8 @@ class _Reentry:
         if nccl.has_nccl():
             nccl.make_communicator(place.gpu)
         self.sockets.made()
+        if not is_first:
+            self.settings.put_back()
 
     def _launch(self, number: int, before: int, met_s: float) -> Launch:
         """Return what connect() is to know of a generation that has met and made its process group."""
@@ -244,6 +249,13 @@ class _Reentry:
                 return False
             time.sleep(LOOK_S)
         return True
+
+
+def _collect() -> None:
+    """Free what only cycles hold, and give the system the memory between what is left: the next entry needs as much."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_groups() -> None:

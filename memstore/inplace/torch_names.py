@@ -23,6 +23,8 @@ NAMES = {
     (f"{FSDP}._fully_shard", "FSDPModule", "_get_fsdp_state"): "FSDP2's state of a module",
     (f"{FSDP}._fully_shard", "FSDPModule", "reset_iter_state"): _RESET,
     (f"{FSDP}._fsdp_state", "FSDPState", "_fsdp_param_groups"): "where the process groups are",
+    (f"{FSDP}._fsdp_state", "FSDPState", "_state_ctx"): "switches of FSDP2, put back",
+    (f"{FSDP}._fsdp_param_group", "FSDPParamGroup", "reduce_grads"): "the same",
     (f"{FSDP}._fsdp_state", "FSDPState", "_is_root"): "only a root can be reset, once it has run",
     (f"{FSDP}._fsdp_param_group", "FSDPParamGroup", "fsdp_params"): _RESET,
     (f"{FSDP}._fsdp_param_group", "FSDPParamGroup", "mesh_info"): "holds process groups",
@@ -46,4 +48,5 @@ NAMES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "logger"): "it holds the reducer",
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_comm_hooks"): "registered again",
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_use_python_reducer"): "its hooks would stay",
+    ("torch.amp", "GradScaler", "_per_optimizer_states"): "stages of a step that broke off, forgotten",
 }  # fmt: skip

@@ -75,8 +75,8 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
 def test_fsdp_goes_on_with_its_tensors_on_the_gpu(cluster: EmbeddedCluster) -> None:
     """A rank dies in a backward; the others keep parameters and moments where they lie."""
     ends = {
-        job: group(hang_after_s=10.0).run(reuse_job.train, cluster.config.store, job, lost, SharedGpu())
-        for job, lost in (("fsdp-unbroken", []), ("fsdp-broken", [1]))
+        job: group(hang_after_s=10.0).run(reuse_job.train, cluster.config.store, job, 1, at, SharedGpu())
+        for job, at in (("fsdp-unbroken", ()), ("fsdp-broken", ("backward",)))
     }
     for rank, (end, other) in enumerate(zip(ends["fsdp-broken"], ends["fsdp-unbroken"], strict=True)):
         assert (end.generation, end.restored_step) == (1, reuse_job.FAULT_AT - 1)

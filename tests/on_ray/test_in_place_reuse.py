@@ -1,8 +1,8 @@
-"""A rank of FSDP2 is lost in a backward: the others go on with the tensors they have."""
+"""A rank of FSDP2 is lost: the others go on with the tensors they have, and as their replacement does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -22,18 +22,20 @@ def cluster() -> Iterator[EmbeddedCluster]:
         yield made
 
 
-def run(cluster: EmbeddedCluster, job: str, lost: list[int]) -> list[ReuseEnd]:
+def run(cluster: EmbeddedCluster, job: str, at: Sequence[str]) -> list[ReuseEnd]:
     """Train a new job; return what each rank returned."""
     group = InPlaceGroup(RANKS, actor_options={"scheduling_strategy": "SPREAD"}, hang_after_s=10.0)
-    return group.run(train, cluster.config.store, job, lost)
+    return group.run(train, cluster.config.store, job, LOST, at)
 
 
 def test_the_others_keep_every_tensor_and_no_loss_changes(cluster: EmbeddedCluster) -> None:
-    """Parameters and moments lie where they lay, and hold what the replacement's hold: all losses are equal."""
-    unbroken = run(cluster, "unbroken", [])
-    broken = run(cluster, "broken", [LOST])
-    for rank, (end, other) in enumerate(zip(broken, unbroken, strict=True)):
-        assert end.generation == 1
-        assert end.restored_step == FAULT_AT - 1
-        assert end.losses == {step: other.losses[step] for step in range(FAULT_AT, STEPS)}
+    """Parameters and moments lie where they lay, and hold what the replacement's hold: all losses are equal.
+
+    The scaler's step begins again behind its unscale_(), and dropout is on although an evaluation broke off.
+    """
+    at = ("backward", "clip", "evaluation")
+    unbroken = run(cluster, "unbroken", ())
+    for rank, (end, other) in enumerate(zip(run(cluster, "broken", at), unbroken, strict=True)):
+        assert (end.generation, end.restored_step) == (len(at), FAULT_AT + len(at) - 1)
+        assert end.losses == {step: other.losses[step] for step in range(FAULT_AT + len(at), STEPS)}
         assert end.kept_count == (0 if rank == LOST else end.tensors_count)

@@ -39,21 +39,32 @@ class ReuseEnd:
     tensors_count: int
 
 
-def build(device: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
-    """Return a model, the same on every rank, and its optimizer."""
+def build(device: str) -> tuple[nn.Sequential, torch.optim.AdamW, torch.amp.GradScaler]:
+    """Return a model, the same on every rank, its optimizer, and the optimizer's scaler."""
     torch.manual_seed(3)
     model = nn.Sequential(
-        *[nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(3)]
+        *[nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True) for _ in range(3)]
     ).to(device)
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=8.0)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), scaler
 
 
 @reentrant
-def train(store_name: str, job: str, lost: Sequence[int] = (), device: str = "cpu") -> ReuseEnd:
-    """Train to the end; ranks in `lost` end their processes at step FAULT_AT of generation 0, in a backward."""
+def train(store_name: str, job: str, lost: int = -1, at: Sequence[str] = (), device: str = "cpu") -> ReuseEnd:
+    """Train to the end.
+
+    Args:
+        store_name: The store to put into.
+        job: The job's name.
+        lost: Rank that ends its process in each of the first generations, at step FAULT_AT in the first, at the next
+            one in the second.
+        at: By generation, where: in the "backward"; "clip": before the gradients' norm, which follows unscale_(); in
+            the "evaluation" after the step.
+        device: Where the model lies.
+    """
     now = generation()
     if now is None:
         raise RuntimeError("the function is to be called in a generation")
@@ -61,26 +72,48 @@ def train(store_name: str, job: str, lost: Sequence[int] = (), device: str = "cp
     losses: dict[int, str] = {}
     config = memstore.Config(store=store_name, interface="127.0.0.1", connect_timeout_s=60)
     with memstore.connect(job, config=config) as store:
-        model, optimizer = reuse(lambda: build(device), store)
-        state = {"model": model, "optim": optimizer}
+        model, optimizer, scaler = reuse(lambda: build(device), store)
+        state = {"model": model, "optim": optimizer, "scaler": scaler}
         got = store.get(into=state)
         there = pointers(model, optimizer)
         kept_count = len(there & now.kept.get("pointers", set()))
         for step in range(got.step + 1 if got else 0, STEPS):
             torch.manual_seed(step * store.world_size + store.rank)
             inputs = torch.randn(2, 4, WIDTH).to(device)
-            if now.number == 0 and step == FAULT_AT and store.rank in lost:
+            fault = at[now.number] if step == FAULT_AT + now.number < FAULT_AT + len(at) else ""
+            is_lost = store.rank == lost
+            if is_lost and fault == "backward":
                 store.flush()
                 model[1].register_full_backward_pre_hook(lambda *_: os._exit(1))
             loss = (model(inputs) - inputs).square().mean()
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if is_lost and fault == "clip":
+                store.flush()
+                os._exit(1)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             losses[step] = float(loss.detach()).hex()
             now.kept["pointers"] = pointers(model, optimizer)
             store.put(step, state)
+            if step % 2 == 0:
+                _evaluate(model, inputs, store if is_lost and fault == "evaluation" else None)
         dist.barrier()
     return ReuseEnd(os.getpid(), now.number, losses, got.step if got else None, kept_count, len(there))
+
+
+def _evaluate(model: nn.Module, inputs: torch.Tensor, lost: memstore.Store | None) -> None:
+    """Evaluate without a `finally`: what the forward raises when a rank is lost leaves the others in eval mode."""
+    model.eval()
+    torch.set_grad_enabled(False)
+    if lost is not None:
+        lost.flush()
+        os._exit(1)
+    model(inputs)
+    torch.set_grad_enabled(True)
+    model.train()
 
 
 def pointers(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[int]:

@@ -108,6 +108,79 @@ def test_a_model_in_the_middle_of_a_forward_begins_the_next_one(kept: dict[str, 
         assert group.mesh_info.shard_process_group is dist.group.WORLD
 
 
+def test_the_switches_of_fsdp_are_as_the_build_left_them(kept: dict[str, Any]) -> None:
+    """A loss amid accumulated batches: no gradient would be reduced any more, on the ranks that stay."""
+
+    def build() -> torch.nn.Module:
+        return fully_shard(torch.nn.Linear(2, 2))
+
+    with entered(0, kept):
+        model = reuse(build, History())
+        model(torch.ones(1, 2))
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
+        model.set_gradient_divide_factor(7.0)
+    with entered(1, kept):
+        assert reuse(build, History()) is model
+        state = model._get_fsdp_state()
+        (group,) = state._fsdp_param_groups
+        assert (group.reduce_grads, group.all_reduce_grads, group.gradient_divide_factor) == (True, True, None)
+        assert state._state_ctx.is_last_backward
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+
+
+def test_ddp_has_the_hooks_and_the_mode_of_its_build(kept: dict[str, Any]) -> None:
+    """It is wrapped again, for which what trains is what the build left."""
+
+    def hook(*_: object) -> None:
+        pass
+
+    def build() -> DistributedDataParallel:
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+        model.register_forward_hook(hook)
+        return model
+
+    with entered(0, kept):
+        model = reuse(build, History())
+        model.eval()
+        model.module.requires_grad_(False)
+        model.register_forward_pre_hook(hook)
+        model.register_comm_hook(None, allreduce_hook)
+    with entered(1, kept):
+        assert reuse(build, History()) is model
+        assert [*model._forward_hooks.values(), *model._forward_pre_hooks.values(), *model._comm_hooks] == [hook]
+        assert all(module.training for module in model.modules())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        model.register_comm_hook(None, allreduce_hook)
+
+
+def test_what_a_build_draws_is_drawn_once(kept: dict[str, Any]) -> None:
+    """A rank that stays goes on with the random numbers that a replacement has after its build."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.Linear(2, 2)
+
+    drawn = []
+    for number in range(2):
+        with entered(number, kept):
+            reuse(build, History())
+            drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_build_that_draws_nothing_leaves_the_functions_own_seed(kept: dict[str, Any]) -> None:
+    """The function has seeded by its generation before."""
+    drawn = []
+    for number in range(2):
+        with entered(number, kept):
+            torch.manual_seed(number)
+            reuse(lambda: torch.nn.Dropout(0.5), History())
+            drawn.append(torch.rand(3).tolist())
+    assert drawn[1] == torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
+
+
 def test_a_loss_while_ddp_is_wrapped_again_is_met_by_the_next_generation(
     kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
