@@ -21,6 +21,7 @@
     ├─ CommitError                  the level asked for cannot be reached any more (R15)
     │  └─ StepConflict              a step going backwards along the lineage
     ├─ RecoveryError                a get that cannot return a whole step (R23)
+    │  ├─ LoadError                 an object did not take its state: what raised, what was written by then
     │  ├─ StepDropped               newer steps were committed while a reader copied it out
     │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
     ├─ DrillError                   a drill could not cause its fault: no verdict
@@ -122,6 +123,10 @@ class StepConflict(CommitError):
 
 class RecoveryError(MemstoreError):
     """No whole step can be restored; lists each step and what it lacks, newest first (R23)."""
+
+
+class LoadError(RecoveryError):
+    """An object of `into=` did not take the state that was brought for it; nothing was adopted (R23)."""
 
 
 class StepDropped(RecoveryError):

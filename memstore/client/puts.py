@@ -24,18 +24,23 @@ from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
 from memstore.core.wire.replies import Joined, PutInterval
-from memstore.errors import ClosedError, GrowthRefused, MemstoreError, StepConflict
-from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of
+from memstore.errors import ClosedError, CommitError, GrowthRefused, MemstoreError, StepConflict
+from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of, plan_digest
 from memstore.shell.codec.interpreter import copying, waiting
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import slot_stream
 from memstore.shell.threads.answers import is_answered
+from recovery.inventory import ShardId
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("memstore")
 TICKETS_KEPT = 64
+STEPS_GROW = (
+    "Steps must strictly increase through the whole run: where a counter begins again in each epoch, put "
+    "step + epoch * steps_per_epoch; to go back use store.rewind(step)"
+)
 RESERVE_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
@@ -57,6 +62,7 @@ class Puts:
         self.last_step = self._floor = -1
         self.overlap = Overlap(self)
         self.shared_shard: SharedShard | None = None
+        self.unusable = ""  # why the state that a get() was to fill holds no step; "": none failed
         self._plans: dict[str, PlanMemory] = {}  # of the state, and of rank_state
 
     @property
@@ -120,7 +126,7 @@ class Puts:
         ticket = self._same_step(step)
         if ticket is not None:
             self.overlap.wait()  # a fence, as every put
-            return ticket
+            return self._put_again(ticket, state, rank_state)
         memory = self.overlap.steady_memory(overlap)
         plan = self.planned(state, rank_state)
         room = self._open_put(step, plan.nbytes, began_s)
@@ -140,6 +146,26 @@ class Puts:
             room.is_over = room.is_over or not room.is_filled_late
             room.ticket.stall_s = time.monotonic() - began_s
         return room.ticket
+
+    def _put_again(self, ticket: Ticket, state: Any, rank_state: Any) -> Ticket:
+        """Return the newest step's ticket to a put of the same state; of a step that was given up, to any.
+
+        Raises:
+            StepConflict: The state is another one: this step has its bytes, and no second ones.
+        """
+        if ticket.level in TERMINAL:
+            return ticket
+        plan = self.planned(state, rank_state)
+        with contextlib.suppress(CommitError, TimeoutError), waiting():
+            ticket.wait("sealed", self.config.stall_budget_s)  # its holder names the digest then
+        shard = ShardId(self.job, self.link.attempt, ticket.step, self.rank)
+        if ticket.level in TERMINAL or plan_digest(plan, shard, self.world_size, self.chunk_bytes) == ticket.digest:
+            return ticket
+        what = "with another state" if ticket.digest else "and is not sealed yet, so that the states cannot be compared"
+        raise StepConflict(
+            f"job {self.job!r} rank {self.rank}: step {ticket.step} was put already, {what}: {ticket!r}. {STEPS_GROW}",
+            step=ticket.step, last_step=self.last_step,
+        )  # fmt: skip
 
     def planned(self, state: Any, rank_state: Any) -> StatePlan:
         """Lay out what this rank puts of it; for CUDA tensors slots are pinned from now on. UnsupportedState."""
@@ -186,10 +212,19 @@ class Puts:
     def _open_put(self, step: int, nbytes: int, began_s: float) -> PendingPut:
         if self.link.closed.is_set():
             raise ClosedError(f"the store of job {self.job!r} is closed: connect again")
+        self.check_usable()
         known = self._same_step(step)
         if known is not None:
             raise StepConflict(f"job {self.job!r} rank {self.rank}: step {step} was put already: {known!r}", step=step)
         return PendingPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
+
+    def check_usable(self) -> None:
+        """Raise CommitError while the state of this rank may be half written by a get() that failed."""
+        if self.unusable:
+            raise CommitError(
+                f"job {self.job!r} rank {self.rank}: get() failed here, and nothing is put of what it left behind "
+                f"({self.unusable}). Call store.get() on every rank again, or connect(..., fresh=True) to start over"
+            )
 
     def _begin(self, room: PendingPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
         """Take room for a put, or skip it: it is over then."""
@@ -263,13 +298,13 @@ class Puts:
     # -- tickets ------------------------------------------------------------------------------
 
     def _same_step(self, step: int) -> Ticket | None:
+        """Return the ticket of the newest step, None for a newer one; StepConflict for an older one."""
         check_step(step)
         with self._lock:
-            known = self.tickets.get(step)
+            known = self.tickets.get(step) if step == self.last_step else None
         if known is None and step <= self.last_step:
             raise StepConflict(
-                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self.last_step}: "
-                "steps must strictly increase; to go back use store.rewind(step)",
+                f"job {self.job!r} rank {self.rank}: step {step} does not follow step {self.last_step}. {STEPS_GROW}",
                 step=step, last_step=self.last_step,
             )  # fmt: skip
         return known
@@ -295,6 +330,7 @@ class Puts:
             older = [t for s, t in self.tickets.items() if s < step]
         self._resume_step = max(self._resume_step, event.resume)
         if ticket is not None:
+            ticket.digest = event.digest or ticket.digest
             ticket.raise_level(level, event.reason, degraded=event.degraded)
         for room in self._open:
             # A child of this process has submitted it, or it will not be submitted any more.

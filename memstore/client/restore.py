@@ -10,7 +10,7 @@ import torch
 
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import Manifest
-from memstore.errors import MemstoreError, ProtocolError
+from memstore.errors import LoadError, MemstoreError, ProtocolError
 from memstore.shell.codec.decode import build_state, matched
 from memstore.shell.codec.verified_stream import CheckedStream, ChunkSource
 
@@ -47,10 +47,14 @@ class OpenShard:
             )
         self._stream.has_written = False
         match = matched(layout, into, name)
+        is_written = False
         try:
             state = build_state(layout, _Shifted(self._stream, offset), match)
+        except LoadError:
+            is_written = True
+            raise
         finally:
-            if into is not None and self._stream.has_written:
+            if into is not None and (is_written or self._stream.has_written):
                 self._written.append("into=" if name == "state" else f"{name}_into=")
         self.not_filled += [] if match is None else match.plain.not_filled
         return state
@@ -60,12 +64,14 @@ class OpenShard:
         """Name, in an error raised in here, the given states that were written to and are unusable."""
         try:
             yield
-        except MemstoreError as exc:
-            if self._written:
-                given = " and ".join(f"the state given as {name}" for name in self._written)
-                unusable = f"{given} {'is' if len(self._written) == 1 else 'are'} unusable: restart this process"
-                raise type(exc)(f"{exc}; {unusable}") from exc
-            raise
+        except Exception as exc:
+            if not self._written:
+                raise
+            given = " and ".join(f"the state given as {name}" for name in self._written)
+            way = "repair that object and call get() again" if isinstance(exc, LoadError) else "restart this process"
+            unusable = f"{given} {'is' if len(self._written) == 1 else 'are'} unusable: {way}"
+            kind, said = (type(exc), str(exc)) if isinstance(exc, MemstoreError) else (LoadError, repr(exc))
+            raise kind(f"{said}; {unusable}", is_unusable=True) from exc
 
     @property
     def repaired_count(self) -> int:

@@ -41,6 +41,17 @@ Read = Callable[[Sequence[int]], ShardRead]
 
 
 @dataclass(frozen=True)
+class Resized:
+    """Where the state of a shard lies in a step that another number of ranks put."""
+
+    step: int
+    attempt: int
+    writer: int  # the rank whose shard has it
+    agreed: StepAgreed | None  # None: of get(step=), on which no rank waits for another
+    shard: SharedShard  # this rank's
+
+
+@dataclass(frozen=True)
 class SharedShard:
     """What this rank shares with others, in the present attempt."""
 
@@ -98,37 +109,37 @@ class SharedShard:
 
     # -- another world size ---------------------------------------------------------------------
 
-    def get_resized(self, link: HolderLink, request: Get, into: Any) -> tuple[OpenShard, ShardPlaced, Any] | None:
-        """Return the shared state of a step that another number of ranks put, under as many shards (R27, R34).
+    def find_resized(self, link: HolderLink, request: Get) -> Resized | None:
+        """Return where the state lies of a step that another number of ranks put, under as many shards (R27, R34).
 
         Args:
             request: The get() that could not give this rank a shard; all ranks call this then.
-
-        Returns:
-            The writer's shard, the controller's answer for the step, and the state; None if there is none.
         """
         timeout_s = request.timeout_s
         ranges = ShardRanges(link, link.job, timeout_s)
         found = self._writer_elsewhere(link, ranges, request.step)
         agreed: StepAgreed | None = None
         if found is not None and request.step is None:
-            reply = collective(link, replace(request, is_agreement=True), timeout_s)
+            reply = collective(link, replace(request, is_agreement=True, then_loads=True), timeout_s)
             if not isinstance(reply, StepAgreed):
                 return None
             agreed = reply
             if (agreed.step, agreed.attempt) != found[:2]:  # a late host brought a newer one, of other writers
                 found = self._writer_elsewhere(link, ranges, agreed.step, agreed.attempt)
-        if found is None:
-            return None
-        step, attempt, writer = found
-        wanted = ReadStep(job=link.job, step=step, of_attempt=attempt, rank=writer)
+        return None if found is None else Resized(*found, agreed, self)
+
+    def load_resized(
+        self, link: HolderLink, found: Resized, into: Any, timeout_s: float
+    ) -> tuple[OpenShard, ShardPlaced, Any]:
+        """Return the writer's shard, the controller's answer for the step, and the shared state."""
+        wanted = ReadStep(job=link.job, step=found.step, of_attempt=found.attempt, rank=found.writer)
         with copying(), ShardRead(link, wanted, timeout_s) as read:
             staged = OpenShard(read, read.manifest())
             part = shared_part(staged, self.shard, self.shards)
             _check(part, into)
             with staged.naming_partial_writes():
                 state = _load(staged, part, into)
-                return staged, _of_all(read.answer(), agreed), state
+                return staged, _of_all(read.answer(), found.agreed), state
 
     def _writer_elsewhere(
         self, link: HolderLink, ranges: ShardRanges, step: int | None, attempt: int | None = None

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard, restore_line
+from memstore.client.checkpoint import Checkpoint, open_shard, restore_line
 from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation, bytes_to_come
 from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
-from memstore.client.shared_shard import SharedShard, check_shard
+from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import Ticket, check_process, check_step
+from memstore.client.whole_get import WholeGet
 from memstore.config import Config, check_given_whole, check_seconds, check_whole
-from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -33,8 +33,7 @@ from memstore.core.wire.rank_messages import (
     StepLevel,
 )
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
-from memstore.core.wire.reports import IntoChecked, IntoError
-from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError, WorldSizeError
+from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
@@ -67,8 +66,7 @@ class Store(PinVerbs):
         self._trained = TrainedWord(link)
         self.marks = CollectiveMarks(link)
         self._take_attempt(joined)
-        self._into: Any = None
-        self._own_into: Any = None
+        self._whole_get = WholeGet(link, self.puts)
         self._is_closed = False
         self._pid = os.getpid()
         self._one_get = threading.Lock()
@@ -228,6 +226,7 @@ class Store(PinVerbs):
         """
         self._check_open()
         nbytes = check_whole("state", state) if isinstance(state, numbers.Integral) else None
+        self.puts.check_usable()
         with self._under_way.only("prepare()"):
             if nbytes is None:
                 nbytes = self.puts.planned(state, rank_state).nbytes + bytes_to_come((state, rank_state))
@@ -241,23 +240,13 @@ class Store(PinVerbs):
             case StepLevel():
                 self.puts.on_level(event)
             case CheckInto():
-                self._on_check(event)
+                self._whole_get.check(event)
             case RoomGrown():
                 self.puts.on_room(event)
             case ReplicasDiffer() if self.shared_shard is not None and event.attempt == self.attempt:
                 self.shared_shard.name_differing(self._link, event, self.puts.wait_committed)
             case AttemptFenced():
                 self.puts.fail_all(str(self._link.fenced_error()))
-
-    def _on_check(self, order: CheckInto) -> None:
-        error: IntoError | None = None
-        try:
-            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self.shared_shard)
-        except MemstoreError as exc:
-            error = IntoError(error=type(exc).__name__, message=str(exc))
-        except Exception as exc:
-            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
-        self._link.notify(IntoChecked(job=self.job, round=order.round, rank=self.rank, error=error))
 
     # -- get ----------------------------------------------------------------------------------
 
@@ -271,7 +260,8 @@ class Store(PinVerbs):
             step: Read this step instead; adopts nothing (R22).
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
-                fail once it has begun, the error says that the state is unusable.
+                fail once it has begun, the error says that the state is unusable, get() fails on all ranks, none of
+                them adopts the step, and puts are refused until a get() succeeds.
             rank_state_into: Filled with what this rank put as rank_state=, before `into` and likewise.
             must_exist: Raise RecoveryError instead of returning None.
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
@@ -280,6 +270,7 @@ class Store(PinVerbs):
             None only for a job without history, and after `connect(fresh=True)`.
 
         Raises:
+            LoadError: an object of `into` did not take its state, on this rank.
             RecoveryError, WorldSizeError, ManifestMismatch, FencedError, PeerTimeout; ConfigError: in mid-put.
         """
         self._check_open()
@@ -295,24 +286,12 @@ class Store(PinVerbs):
                 return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
 
     def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
-        step, timeout_s = request.step, request.timeout_s
-        self._into, self._own_into = into, rank_state_into
-        try:
-            answer = collective(self._link, request, timeout_s)
-        except WorldSizeError:
-            found = self.shared_shard.get_resized(self._link, request, into) if self.shared_shard else None
-            if found is None:
-                raise
-            return self._restored(step, checkpoint(*found), found[1])
-        finally:
-            self._into = self._own_into = None
-        if not isinstance(answer, ShardPlaced):
-            if must_exist:
-                raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
-            return None
-        read = ShardRead(self._link, None, timeout_s, answer)
-        got = open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
-        return self._restored(step, got, answer)
+        found = self._whole_get.run(request, into, rank_state_into)
+        if found is not None:
+            return self._restored(request.step, *found)
+        if must_exist:
+            raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
+        return None
 
     def _restored(self, step: int | None, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
         if step is None:

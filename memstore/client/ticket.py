@@ -37,6 +37,7 @@ class Ticket:
         self.level = "pending"
         self.degraded = False
         self.reason = ""
+        self.digest = ""  # of the shard, once its holder has sealed it
         self._torn = ""
         self._commands = commands  # names the store in what an error tells to run
         self._changed = SafeCondition()

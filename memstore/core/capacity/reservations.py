@@ -97,9 +97,13 @@ class Reservations:
         may_put = attempt.is_released or is_rewound or attempt.is_fresh or attempt.has_put
         has_history = job.has_history or job.name in self.state.stories
         if has_history and not may_put:
+            failed = attempt.failed_load
+            what = (
+                f"that this attempt could not load ({failed[1]})" if failed else "that this attempt has not asked for"
+            )
             self.out.refuse(
                 call, "CommitError",
-                f"job {job.name!r} has checkpoints that this attempt has not asked for: putting now would evict them. "
+                f"job {job.name!r} has checkpoints {what}: putting now would evict them. "
                 "Call store.get() on every rank first, or connect(..., fresh=True) to start over",
             )  # fmt: skip
             return

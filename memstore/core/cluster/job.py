@@ -59,7 +59,8 @@ class Attempt:
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
     has_restored: bool = False  # its get decided, or it is a rewind
-    is_released: bool = False  # and every rank may have the decided step
+    is_released: bool = False  # and every rank has loaded the decided step
+    failed_load: tuple[int, str] | None = None  # the last get() that failed once its bytes were handed out: round, why
     has_put: bool = False
     fetch_until_s: float = 0.0  # for so long its ranks may be fetching what a get released
     has_freed_unrestorable: bool = False  # at its first put: older steps that no rank can restore are freed (R10)

@@ -7,12 +7,13 @@ from typing import Literal
 
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.rank_calls import RankCalls
-from memstore.core.wire.calls import Get, ReadRanges, ReadStep
+from memstore.core.wire.calls import Get, ReadRanges, ReadStep, ShardLoaded
+from memstore.core.wire.replies import RestoreReport
 from memstore.core.wire.reports import StageEnded
 from recovery.inventory import ShardId, StepId
 from recovery.planner import RecoveryPlan
 
-Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "releasing"]
+Phase = Literal["gathering", "listing", "waiting", "deciding", "staging", "checking", "loading", "releasing"]
 
 
 @dataclass(slots=True)
@@ -38,6 +39,9 @@ class Round:
     withdrawn: set[int] = field(default_factory=set)  # ranks that asked and could not wait
     ran_out_on: str = ""  # the awaited host, if all ranks had asked when the first of them withdrew
     is_agreement: bool = False  # all ranks ask for the step and for no bytes: it may have another world size (R27)
+    then_loads: bool = False  # of an agreement: the ranks read bytes on their own and say when they have them
+    report: RestoreReport | None = None  # since the bytes were handed out
+    loads: RankCalls[ShardLoaded] = field(default_factory=RankCalls)  # of ranks that have loaded theirs
     # rank of the step -> the host that brings its shard together
     staging_hosts: dict[int, str] = field(default_factory=dict)
     unread: str = ""  # why durable storage could not be listed: then nothing is certain to be missing
@@ -50,6 +54,16 @@ class Round:
     def is_adopting(self) -> bool:
         """A get without a step adopts what it returns; get(step=S) only reads (R22)."""
         return self.only_step is None
+
+    @property
+    def is_loading(self) -> bool:
+        """True once the ranks were sent their bytes: a failure leaves some of their states half written."""
+        return self.phase == "loading" or len(self.loads) > 0
+
+    @property
+    def waiting(self) -> RankCalls[Get] | RankCalls[ShardLoaded]:
+        """The calls of the ranks that wait for an answer now."""
+        return self.loads if self.is_loading else self.calls
 
     @property
     def is_due(self) -> bool:
@@ -65,3 +79,4 @@ class Read:
     shard: ShardId
     verdict: str  # which tier its bytes come from
     why: str
+    report: RestoreReport | None = None  # of the get() whose answer was lost on its way

@@ -22,6 +22,7 @@ from memstore.core.wire.calls import (
     Get,
     ReserveRoom,
     Rewind,
+    ShardLoaded,
     SkipStep,
     Withdraw,
 )
@@ -63,6 +64,7 @@ class Inputs:
             AssignRanks: lambda call: p.mesh_orders.ask(state.now, call),
             Get: lambda call: p.rounds.get(state.now, call),
             Withdraw: p.rounds.withdraw,
+            ShardLoaded: lambda call: p.rounds.loaded(state.now, call),
             Rewind: p.rewinds.ask,
             ReserveRoom: p.room.reserve,
             AskPutInterval: p.put_interval_rounds.ask,

@@ -26,6 +26,7 @@ class RollCalls:
         self.state, self.view, self.room, self.attempts, self.mesh_orders = state, view, room, attempts, mesh_orders
         self._looks: dict[str, Callable[[Job, Attempt], tuple[list[int], str] | None]] = {
             "get": lambda job, attempt: awaited_by_get(state, job, attempt),
+            "shard_loaded": lambda job, attempt: awaited_by_get(state, job, attempt),
             "assign_ranks": self._mesh_order,
             "reserve": self._reserve,
         }

@@ -21,6 +21,7 @@ def awaited_by_get(state: ClusterState, job: Job, attempt: Attempt) -> tuple[lis
         "deciding": "hosts to write down what is restored",
         "staging": f"{named_hosts(bringing)} to have the bytes",
         "checking": f"{named_ranks(attempt, missing_ranks(attempt.world_size, active.checked))} to compare into=",
+        "loading": f"{named_ranks(attempt, missing_ranks(attempt.world_size, active.loads))} to load the bytes",
         "releasing": "hosts to write down that it is over",
     }[active.phase]
 

@@ -4,7 +4,8 @@ gathering --all ranks--> listing (durable markers) --> planning --fact replicate
     |                                                    |  ^                       |
     |                                             wait for hosts (grace)   a source failed: next plan
     '--deadline--> failed                                                           v
-                                   releasing <--every rank's check passed-- checking (into=)
+       releasing <--every rank has loaded-- loading <--every rank's check passed-- checking (into=)
+                                               '--a rank could not load, or died--> failed: adopts nothing
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from memstore.core.restore.awaited import awaited_text, ran_out_text
 from memstore.core.restore.single_read import SingleReads, Wanted
 from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
 from memstore.core.targets.targets import ClusterView
-from memstore.core.wire.calls import Get, Withdraw
-from memstore.core.wire.replies import Noted, NothingStored, StepAgreed
+from memstore.core.wire.calls import Get, ShardLoaded, Withdraw
+from memstore.core.wire.replies import GetAgain, Noted, NothingStored, RestoreReport, StepAgreed
 from memstore.core.wire.reports import IntoChecked, StageEnded
 from recovery.inventory import Inventory, StepId
 from recovery.lineage import in_lineage
@@ -91,7 +92,7 @@ class Rounds:
             attempt.rounds_count += 1
             active = self.state.rounds[name] = Round(name, attempt.attempt_number, attempt.rounds_count, only_step, now)
         if not active.calls:
-            active.is_agreement = is_agreement
+            active.is_agreement, active.then_loads = is_agreement, request.then_loads
         if active.only_step != only_step or active.is_agreement != is_agreement:
             verbs = {True: "agree_on_step()", False: "get()"}
             self.out.refuse(
@@ -102,7 +103,10 @@ class Rounds:
             return
         active.calls[rank] = call
         active.withdrawn.discard(rank)
-        self.attempt_open(now, name)
+        if active.report is None:
+            self.attempt_open(now, name)
+        elif active.plan is not None and active.plan.step is not None:
+            self._hand_out_again(call, active.plan.step, active.report)
 
     def attempt_open(self, now: float, name: str) -> None:
         """Plan as soon as all ranks ask and every holder is fenced: from those inventories only (R21)."""
@@ -129,6 +133,13 @@ class Rounds:
             self.out.answer(call, StepAgreed(step=attempt.parent_step, attempt=attempt.parent, report=None))
             return
         self.reads.read(call, Wanted(attempt.parent_step, attempt.parent, call.request.rank))
+
+    def _hand_out_again(self, call: Call[Get], step: StepId, report: RestoreReport) -> None:
+        """Send a rank whose answer was lost what the others were sent: they may have loaded it by now."""
+        if call.request.is_agreement:
+            self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
+        else:
+            self.reads.read(call, Wanted(step.step, step.attempt, call.request.rank, report=report))
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
@@ -303,9 +314,10 @@ class Rounds:
     def _is_no_verdict(attempt: Attempt | None) -> bool:
         """Return whether the end of an attempt says nothing of the step that it restored (R25).
 
-        All its ranks closed it, or it began in place because ranks were lost; what replaces ranks limits their number.
+        All its ranks closed it, or some rank never loaded the step, or it began in place because ranks were lost; what
+        replaces ranks limits their number.
         """
-        return attempt is not None and (attempt.phase == "closed" or attempt.is_in_place)
+        return attempt is not None and (attempt.phase == "closed" or attempt.is_in_place or not attempt.is_released)
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
         """Bind the lineage to the replicated decision, then stage (R22, R23)."""
@@ -343,8 +355,23 @@ class Rounds:
         if active is not None:
             self._act(now, active, self.staging.checked(now, active, report))
 
+    def loaded(self, now: float, call: Call[ShardLoaded]) -> None:
+        """Take a rank's word that its state has what it was sent, or why not; answered once all ranks have (R23)."""
+        request, found = call.request, attempt_of(self.state, self.out, call)
+        if found is None:
+            return
+        attempt, active = found[1], self.state.rounds.get(request.job)
+        if active is not None and active.number == request.round and active.report is not None:
+            self._act(now, active, self.staging.loaded(now, active, call))
+        elif attempt.failed_load is not None and attempt.failed_load[0] >= request.round:
+            self.out.refuse(call, "RecoveryError", attempt.failed_load[1])
+        elif attempt.is_released or not request.is_adopting:
+            self.out.answer(call, Noted())
+        else:
+            self.out.answer(call, GetAgain())  # another controller sent the bytes, and no rank's get() has returned
+
     def apply_released(self, now: float, fact: RestoreReleased, *, is_replay: bool) -> None:
-        """Let ranks go on: enough journals say that everything was staged, so no rank can get another step (R23)."""
+        """Let ranks go on: enough journals say that every rank has loaded, so no rank can get another step (R23)."""
         job = self.state.jobs.get(fact.job)
         if job is not None and fact.attempt in job.attempts:
             job.attempts[fact.attempt].is_released = True
@@ -373,7 +400,9 @@ class Rounds:
         self.state.rounds.pop(active.job, None)
         if is_end:
             self.out.emit(RoundFailed(active, name, message))
-        active.calls.refuse_all(self.out, name, message)
+        if active.is_loading:
+            self.state.jobs[active.job].attempts[active.attempt].failed_load = (active.number, message)
+        active.waiting.refuse_all(self.out, name, message)
 
     def forget(self, name: str) -> None:
         """End the rounds of a removed job."""
@@ -396,8 +425,11 @@ class Rounds:
         """Go on to the next candidate if a rank of an older attempt reports the restoring step torn (R25)."""
         active = self.state.rounds.get(job.name)
         under_way = ("deciding", "staging", "checking")
-        if active is not None and active.phase in under_way and active.plan and active.plan.step == step:
+        is_here = active is not None and active.plan is not None and active.plan.step == step
+        if active is not None and is_here and active.phase in under_way:
             self.plan_again(now, active)
+        elif active is not None and is_here and active.phase == "loading":
+            self.fail(active, "RecoveryError", f"step {step.step} was found torn while it was loaded: call get() again")
 
     def abort(self, job: str, name: str, message: str) -> None:
         """End a round that can no longer mean anything."""
@@ -433,15 +465,16 @@ class Rounds:
                 self._plan(now, active)
             elif active.phase == "waiting":
                 self._plan(now, active, is_grace_over=waited_s > self.state.rules.recovery_grace_s)
-            elif active.phase in ("staging", "checking"):
+            elif active.phase in ("staging", "checking", "loading"):
                 dead = [c.host_id for c in active.calls.values() if not self.state.hosts.is_live(c.host_id)]
                 limit_s = max(c.request.timeout_s for c in active.calls.values())
                 if dead:
                     why = f"host {dead[0]} died while the step was being restored: restart"
                     self.fail(active, "RecoveryError", why)
                 elif waited_s > limit_s:
-                    done = active.staged if active.phase == "staging" else active.checked
-                    late = listed([r for r in sorted(active.staging_hosts) if r not in done])
+                    done = {"staging": active.staged, "checking": active.checked, "loading": active.loads}[active.phase]
+                    ranks = active.staging_hosts if active.phase == "staging" else active.calls
+                    late = listed([r for r in sorted(ranks) if r not in done])
                     why = f"{active.phase} took more than {limit_s:g} s on ranks {late}: raise timeout_s of get()"
                     self.fail(active, "RecoveryError", why)
                 elif active.phase == "checking":

@@ -17,7 +17,7 @@ from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkListener, ChunkRange, ReadChunks, ReadShard, Run
-from memstore.core.wire.replies import ChunksStaged, ShardStaged
+from memstore.core.wire.replies import ChunksStaged, RestoreReport, ShardStaged
 from memstore.core.wire.reports import ReadEnded
 from recovery.inventory import ShardId, StepId
 from recovery.lineage import in_lineage
@@ -44,6 +44,7 @@ class Wanted:
     chunks: tuple[ChunkRange, ...] | None = None  # None: all of them
     listener: ChunkListener | None = None
     is_repair: bool = False
+    report: RestoreReport | None = None  # of the get() that asks once more
 
 
 def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
@@ -127,7 +128,7 @@ class SingleReads:
             self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks, is_repair=wanted.is_repair))
         else:
             self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
-        self.state.reads[self._count] = Read(call, shard, result.verdict, result.why)
+        self.state.reads[self._count] = Read(call, shard, result.verdict, result.why, wanted.report)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:
         """Return the plan to bring all ranks' shards to one host; none for another world size (R27)."""
@@ -165,5 +166,6 @@ def _reply(read: Read, report: ReadEnded) -> ShardStaged | ChunksStaged:
     if report.is_partial:
         return ChunksStaged(step=step, attempt=attempt, verdict=verdict, why=why, read=report.read)
     return ShardStaged(
-        step=step, attempt=attempt, verdict=verdict, why=why, shard=report.shard, digest=report.digest, report=None
-    )
+        step=step, attempt=attempt, verdict=verdict, why=why, shard=report.shard, digest=report.digest,
+        report=read.report,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Bring the decided step to every rank's host, verify, check and adopt it; then answer all ranks. Pure (R23-R26).
+"""Bring the decided step to every rank's host, verify, check and hand it out; adopt it once loaded. Pure (R23-R26).
 
 Works on one round and returns its outcome; `rounds.py` owns the rounds and acts on that.
 
-staging --every rank's shard verified--> checking (into=) --all agree--> releasing --fact replicated--> answered
-   '--a source lacks chunks--> planned again under a new number (`rounds.py`)
+staging --every rank's shard verified--> checking (into=) --all agree--> loading: ranks are sent their bytes
+   '--a source lacks chunks--> planned again            .--every rank has loaded--'   '--one could not--> failed
+       under a new number (`rounds.py`)                 '--> releasing --fact replicated--> answered
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundReleased
 from memstore.core.cluster.facts import RestoreReleased, StepCommitted
+from memstore.core.cluster.job import Call
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.paths import place_of
 from memstore.core.journal.replication import Journal
 from memstore.core.repair.repair import Repair
+from memstore.core.wire.calls import ShardLoaded
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import OrderCheck, Run, StageShard
-from memstore.core.wire.replies import PhaseSeconds, RestoreReport, ShardStaged, StepAgreed
+from memstore.core.wire.replies import Noted, PhaseSeconds, RestoreReport, ShardStaged, StepAgreed
 from memstore.core.wire.reports import IntoChecked, StageEnded
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep
-from recovery.inventory import Copy, ShardId
+from recovery.inventory import Copy, ShardId, StepId
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
 FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
@@ -46,7 +49,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The get is over: ranks may be answered."""
+    """The get is over: every rank has loaded the step, and may be answered."""
 
 
 Outcome = PlanAgain | Failed | Released | None
@@ -96,8 +99,10 @@ class Staging:
         active.staged[report.rank] = report
         if len(active.staged) < len(active.staging_hosts):
             return None
-        if active.is_agreement:
+        if active.is_agreement and not active.then_loads:
             return self._adopt(now, active)
+        if active.is_agreement:
+            return self._hand_out(now, active)
         active.enter(now, "checking")
         self._order_checks(now, active)
         return None
@@ -150,10 +155,20 @@ class Staging:
         if report.error is not None:
             return Failed(report.error.error, f"rank {report.rank}: {report.error.message}")
         active.checked.add(report.rank)
-        return self._adopt(now, active) if len(active.checked) == len(active.calls) else None
+        return self._hand_out(now, active) if len(active.checked) == len(active.calls) else None
+
+    def loaded(self, now: float, active: Round, call: Call[ShardLoaded]) -> Outcome:
+        """Take a rank's word that it has loaded what it was sent, or why not; its call waits for all others."""
+        request = call.request
+        active.loads[request.rank] = call
+        if request.problem is not None:
+            why = f"get() failed on rank {request.rank} while its state was loaded, so no rank goes on from this step"
+            return Failed("RecoveryError", f"job {active.job!r}: {why}: {request.problem}")
+        is_complete = len(active.loads) == len(active.calls) and active.phase == "loading"
+        return self._adopt(now, active) if is_complete else None
 
     def _adopt(self, now: float, active: Round) -> Outcome:
-        """Adopt the verified step as this attempt's own, then answer all ranks (R22)."""
+        """Adopt the step that every rank has loaded as this attempt's own (R22)."""
         job, result = self.state.jobs[active.job], active.plan
         attempt = job.attempts[active.attempt]
         if result is None or result.step is None:
@@ -174,40 +189,67 @@ class Staging:
         self.journal.record(RestoreReleased(job.name, attempt.attempt_number))
         return None
 
-    def release(self, now: float, active: Round) -> None:
-        """Answer every rank with its shard and the slots of its bytes."""
+    def _hand_out(self, now: float, active: Round) -> Outcome:
+        """Send every rank its shard and the slots of its bytes; no get() returns before all ranks have loaded."""
         job, result = self.state.jobs[active.job], active.plan
         if result is None or result.step is None:
-            raise ValueError("a release needs a plan")
+            raise ValueError("bytes are handed out of a plan")
         attempt = job.attempts[active.attempt]
-        before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
-        trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
-        trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
         for member in attempt.members.values():
             member.last_active_s = now
         if result.bytes_peer:
             attempt.fetch_until_s = now + FETCH_S
-        step, attempt_id = result.step.step, result.step.attempt
-        report = RestoreReport(
+        active.report = self._report(now, active)
+        self._answer(active, result.step)
+        active.enter(now, "loading")
+        return None
+
+    def release(self, now: float, active: Round) -> None:
+        """Let every rank's get() return."""
+        job, result = self.state.jobs[active.job], active.plan
+        if result is None or result.step is None:
+            raise ValueError("a release needs a plan")
+        attempt = job.attempts[active.attempt]
+        for member in attempt.members.values():
+            member.last_active_s = now
+        report = active.report = active.report or self._report(now, active)
+        self.out.emit(RoundReleased(active, result.step, report))
+        if active.is_loading:
+            active.loads.answer_all(self.out, Noted())
+        else:
+            self._answer(active, result.step)
+        if active.is_adopting and not active.is_agreement:
+            self.room.grow(job, attempt)
+        self.repair.consider(now, job)
+
+    def _report(self, now: float, active: Round) -> RestoreReport:
+        job, result = self.state.jobs[active.job], active.plan
+        if result is None or result.step is None:
+            raise ValueError("a report needs a plan")
+        attempt = job.attempts[active.attempt]
+        before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
+        trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
+        trained_step = max((trained_step, *(s.step for s in (*job.copies, *job.commits))))
+        return RestoreReport(
             round=active.number, verdict=result.verdict, why=result.why, ranks_moved=tuple(result.ranks_moved),
             moved_bytes=result.moved_bytes,
             bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
             rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
-            steps_lost=max(0, trained_step - step),
+            steps_lost=max(0, trained_step - result.step.step),
             seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
             notes=tuple(active.notes[:10]),
         )  # fmt: skip
-        self.out.emit(RoundReleased(active, result.step, report))
+
+    def _answer(self, active: Round, step: StepId) -> None:
         for rank, call in active.calls.items():
             if active.is_agreement:
-                self.out.answer(call, StepAgreed(step=step, attempt=attempt_id, report=report))
+                self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=active.report))
                 continue
-            staged = active.staged[rank]
+            staged, report = active.staged[rank], active.report
+            if report is None:
+                raise ValueError("bytes are handed out with a report")
             reply = ShardStaged(
-                step=step, attempt=attempt_id, verdict=report.verdict, why=report.why, shard=staged.shard,
+                step=step.step, attempt=step.attempt, verdict=report.verdict, why=report.why, shard=staged.shard,
                 digest=staged.digest, report=report,
             )  # fmt: skip
             self.out.answer(call, reply)
-        if active.is_adopting and not active.is_agreement:
-            self.room.grow(job, attempt)
-        self.repair.consider(now, job)

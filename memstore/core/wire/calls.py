@@ -15,6 +15,7 @@ from memstore.core.wire.replies import (
     DrainNoted,
     Events,
     Forked,
+    GetAgain,
     Joined,
     LastCopies,
     NoRollCall,
@@ -124,6 +125,18 @@ class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, ta
     timeout_s: float
     is_agreement: bool = False
     """The step alone is asked for, and no bytes."""
+    then_loads: bool = False
+    """Of an agreement: the ranks read bytes themselves, and say with ShardLoaded that they have."""
+
+
+class ShardLoaded(RankRequest[Noted | GetAgain], frozen=True, tag="shard_loaded"):
+    """Say that the rank's state has what its get() was given, or why not; answered once all ranks have (R23)."""
+
+    round: Positive
+    is_adopting: bool
+    """The get() named no step."""
+    problem: str | None
+    """Why its state could not be loaded, once the bytes were handed out."""
 
 
 class Withdraw(RankRequest[Noted], frozen=True, tag="withdraw"):
@@ -322,6 +335,7 @@ RankCall = (
     | RetireStep
     | ReportDiffering
     | CloseStore
+    | ShardLoaded
     | RollCall
     | ReadStep
     | ReadRanges

@@ -245,6 +245,8 @@ class StepLevel(Message, frozen=True, tag="level"):
     degraded: bool = False
     resume: Unsigned = 0
     """All ranks put again from this step on (R12)."""
+    digest: str = ""
+    """Of the rank's shard, once it is sealed: the same step is taken again only with this one (R12)."""
 
 
 class CheckInto(Message, frozen=True, tag="check_into"):

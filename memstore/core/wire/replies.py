@@ -122,6 +122,10 @@ class StepAgreed(Message, frozen=True, tag="step_agreed"):
     """None: the attempt had agreed before."""
 
 
+class GetAgain(Message, frozen=True, tag="get_again"):
+    """This controller knows nothing of the get() that a rank has loaded: every rank of it asks once more (R23)."""
+
+
 class ShardStaged(Message, frozen=True, tag="shard_staged"):
     """A shard is whole on the rank's host; or, of a get of all ranks, the rest of it was digested where it is."""
 
@@ -325,6 +329,7 @@ PassedReply = (
     | NoRollCall
     | NothingStored
     | StepAgreed
+    | GetAgain
     | Status
     | StepList
     | Events

@@ -12,7 +12,7 @@ import torch
 
 from memstore.core.format.layout import Flag, Layout, TensorSpec, decode_layout, is_dense
 from memstore.core.format.object_tree import Node, Tag
-from memstore.errors import ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
+from memstore.errors import LoadError, ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
 from memstore.shell.codec.byte_stream import ByteStream
 from memstore.shell.codec.match import StateMatch
 from memstore.shell.codec.walk import FACTORIES
@@ -159,9 +159,20 @@ class StateBuild:
             assign(self._values[id(node)] if isinstance(node, Node) else node)
 
     def load(self) -> None:
-        """Hand every Stateful object its state, inner ones first."""
-        for stateful, value in self._loads:
-            stateful.load_state_dict(value)
+        """Hand every Stateful object its state, inner ones first.
+
+        Raises:
+            LoadError: One of them did not take it.
+        """
+        for number, (stateful, value) in enumerate(self._loads):
+            try:
+                stateful.load_state_dict(value)
+            except Exception as exc:
+                done = [type(each).__name__ for each, _ in self._loads[:number]]
+                raise LoadError(
+                    f"{type(stateful).__name__}.load_state_dict() raised {type(exc).__name__}: {exc} (written by then: "
+                    f"all tensors{', ' if done else ''}{', '.join(done)})"
+                ) from exc
 
     def _fill(self, spec: TensorSpec, target: Any, leaf: Leaf) -> None:
         if spec.extent is None or self._stream is None:

@@ -9,6 +9,7 @@ between them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,15 @@ import numpy as np
 import torch
 
 from memstore.core.format.layout import decode_layout, encode_layout, packed
-from memstore.core.format.manifest import LAYOUT_BYTES_MAX
+from memstore.core.format.manifest import (
+    LAYOUT_BYTES_MAX,
+    Chunk,
+    Manifest,
+    chunk_hasher,
+    chunk_sizes,
+    encode_manifest,
+    shard_digest,
+)
 from memstore.core.format.tensor_paths import name_at
 from memstore.errors import UnsupportedState
 from memstore.shell.codec.known_state import KnownSources, KnownState
@@ -29,6 +38,7 @@ from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.placed_sources import PlacedSources
 from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
+from recovery.inventory import ShardId
 
 LARGE_BYTES = 64 << 10
 LARGE_ALIGNMENT_BYTES = 64  # a cache line
@@ -254,6 +264,36 @@ def copy_all_but(plan: StatePlan, stream: SlotStream, late: Container[int]) -> N
         move_all(moves)  # while device copies are under way
     finally:
         ordered.wait()  # also if a move raises: the caller gives the slots back
+
+
+def plan_digest(plan: StatePlan, shard: ShardId, world_size: int, chunk_bytes: int) -> str:
+    """Return the digest that the shard would have if the planned state were put now; stores nothing (R14)."""
+    digests: list[bytes] = []
+    hasher, left = chunk_hasher(), chunk_bytes
+
+    def feed(data: memoryview) -> None:
+        nonlocal hasher, left
+        while data.nbytes:
+            hasher.update(data[:left])
+            data, left = data[left:], left - min(left, data.nbytes)
+            if not left:
+                digests.append(hasher.digest())
+                hasher, left = chunk_hasher(), chunk_bytes
+
+    end = 0
+    for offset, source in plan.placed:
+        feed(memoryview(bytes(offset - end)))
+        if source.address is not None:
+            feed(memoryview((ctypes.c_ubyte * source.nbytes).from_address(source.address)).cast("B"))
+        else:
+            feed(memoryview(dense_bytes(source.owner).cpu().numpy().data))
+        end = offset + source.nbytes
+    feed(memoryview(bytes(plan.nbytes - end)))
+    if left < chunk_bytes:
+        digests.append(hasher.digest())
+    chunks = map(Chunk, digests, chunk_sizes(plan.nbytes, chunk_bytes))
+    manifest = Manifest(shard, world_size, plan.layout, plan.nbytes, chunk_bytes, tuple(chunks))
+    return shard_digest(encode_manifest(manifest))
 
 
 def _empty_row(leaf: Leaf) -> list[Any]:

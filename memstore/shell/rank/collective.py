@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, Withdraw
+from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, ShardLoaded, Withdraw
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
-from memstore.core.wire.replies import Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
+from memstore.core.wire.replies import GetAgain, Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
 from memstore.errors import PeerTimeout
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.answers import answer_of
@@ -24,7 +24,9 @@ NEXT_WORD_S = 30.0
 ANSWER_S = 5.0  # the controller answers within this if it is there
 OPEN_S = 30.0  # once all ranks have come: storage is listed and hosts refuse older ranks, each with a limit of its own
 # What people call these requests; others by their tag.
-_NAMES: Mapping[type[RankCall], str] = {Join: "connect to", ReserveRoom: "room for the puts of"}
+_NAMES: Mapping[type[RankCall], str] = {
+    Join: "connect to", ReserveRoom: "room for the puts of", ShardLoaded: "the end of get of",
+}  # fmt: skip
 CALL_SLACK_S = 10.0  # the controller's own deadline comes first and names the missing ranks
 
 
@@ -82,6 +84,25 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
     return answer
 
 
+def loaded_with_all(link: HolderLink, request: ShardLoaded, limit_s: float) -> bool:
+    """Say that this rank has loaded what its get() was given; False if every rank is to ask again.
+
+    Raises:
+        PeerTimeout: Not every rank said so within `limit_s`.
+        RecoveryError: Some rank could not load its state.
+    """
+    future, roll = link.call_soon(request), RollCall(link, request, limit_s)
+    roll.wait([future], limit_s + CALL_SLACK_S)
+    if not future.done():
+        link.forget_call(future)
+        raise PeerTimeout(
+            f"get of job {request.job!r}: this rank has loaded, and after {limit_s:g} s get() still waits for "
+            f"the others: {roll.words or 'no word of them'} ({link.commands('memstore status')}); raise timeout_s",
+            operation="get", limit_s=limit_s,
+        )  # fmt: skip
+    return not isinstance(answer_of(future), GetAgain)
+
+
 def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:
     """Send a call that cannot be withdrawn.
 
@@ -111,7 +132,7 @@ class RollCall:
     """
 
     def __init__(
-        self, link: HolderLink, request: Join | Rewind | AssignRanks | Get | ReserveRoom, limit_s: float
+        self, link: HolderLink, request: Join | Rewind | AssignRanks | Get | ShardLoaded | ReserveRoom, limit_s: float
     ) -> None:
         """The call is made already; `limit_s` is what the log says."""
         self._link, self._verb, self._job, self._limit_s = link, tag_of(request), request.job, limit_s

@@ -31,7 +31,7 @@ from memstore.core.wire.messages import (
     HostUp,
     Report,
 )
-from memstore.core.wire.replies import HostVerified, Joined, Skipped, decode_passed
+from memstore.core.wire.replies import GetAgain, HostVerified, Joined, ShardStaged, Skipped, decode_passed
 from memstore.core.wire.status_rows import HostStats
 from memstore.testing.controller.durable import Durable, list_markers, persist
 from memstore.testing.requests import reply_fields
@@ -65,6 +65,9 @@ class FakeRank:
     reasons: dict[int, str] = field(default_factory=dict)
     resume_step: int = 0
     into_error: tuple[str, str] | None = None
+    loads: bool = True  # False: it is at it until the test says more
+    is_loading: bool = False  # its get brought bytes, and is not over
+    load_error: str | None = None  # why it cannot load what its next get() brings
     is_fenced: bool = False
 
     def raise_level(self, step: int, level: str, reason: str = "", *, is_degraded: bool = False) -> None:
@@ -158,6 +161,9 @@ class FakeHolder:
         verb = tag_of(request)
         if error is not None or data is None:
             rank.errors.setdefault(verb, []).append((str(error[0]), str(error[1])) if error is not None else ("", ""))
+            if isinstance(request, calls.ShardLoaded):
+                rank.is_loading = False
+                rank.errors.setdefault("get", []).append(rank.errors[verb][-1])
             return
         reply = rank.last_reply = decode_passed(request, data)
         rank.answers.setdefault(verb, []).append(reply_fields(reply, data))
@@ -166,6 +172,23 @@ class FakeHolder:
             rank.resume_step = max(rank.resume_step, reply.resume_step)
         elif isinstance(reply, Skipped):
             rank.resume_step = max(rank.resume_step, reply.resume)
+        elif isinstance(reply, ShardStaged) and reply.report is not None and isinstance(request, calls.Get):
+            rank.is_loading = True
+            self._load(rank, request, reply.report.round)
+        elif isinstance(request, calls.ShardLoaded):
+            rank.is_loading = isinstance(reply, GetAgain)
+            if rank.is_loading:
+                again = calls.Get(job=rank.job, attempt=rank.attempt, rank=rank.rank, step=None, timeout_s=60.0)
+                self.call(rank, again)
+
+    def _load(self, rank: FakeRank, request: calls.Get, number: int) -> None:
+        if rank.is_dead or not rank.loads:
+            return
+        word = calls.ShardLoaded(
+            job=rank.job, attempt=rank.attempt, rank=rank.rank, round=number, is_adopting=request.step is None,
+            problem=rank.load_error,
+        )  # fmt: skip
+        self.call(rank, word)
 
     def seal(self, rank: FakeRank, step: int, spec: ShardSpec) -> None:
         """Report a step that a rank has submitted and push it to the targets (R13)."""

@@ -314,7 +314,7 @@ class ControllerWorld(EventQueue):
             self.call(rank, "get", step=step, timeout_s=limit_s, is_agreement=is_agreement)
         self.run_until(
             lambda: all(
-                len(r.answers.get("get", ())) + len(r.errors.get("get", ())) > n
+                len(r.answers.get("get", ())) + len(r.errors.get("get", ())) > n and not (r.is_loading and r.loads)
                 for r, n in zip(ranks, before, strict=True)
             ),
             limit_s,

@@ -101,8 +101,8 @@ def test_whole_numbers_of_numpy_and_torch_are_numbers(pair: tuple[Store, Reader]
 
 
 SECONDS: dict[str, Call] = {
-    "ticket": lambda store, reader, value: store.put(1, {}).wait("committed", value),
-    "put": lambda store, reader, value: store.put(1, {}, timeout_s=value),
+    "ticket": lambda store, reader, value: store.put(1, state(1)).wait("committed", value),
+    "put": lambda store, reader, value: store.put(1, state(1), timeout_s=value),
     "wait_before_step": lambda store, reader, value: store.wait_before_step(timeout_s=value),
     "flush": lambda store, reader, value: store.flush(timeout_s=value),
     "get of a rank": lambda store, reader, value: store.get(1, rank=0, timeout_s=value),
@@ -183,7 +183,7 @@ def test_what_is_no_config_is_refused_by_its_type() -> None:
 def test_a_time_that_is_over_is_no_time_left(pair: tuple[Store, Reader]) -> None:
     """What a caller computes as `deadline - now` may be negative: the call ends as with 0."""
     with pytest.raises(TimeoutError, match="after 0 s"):
-        pair[0].put(1, {}).wait("durable", -3.0)
+        pair[0].put(1, state(1)).wait("durable", -3.0)
 
 
 def test_a_question_that_no_message_can_hold_names_its_fault(pair: tuple[Store, Reader]) -> None:

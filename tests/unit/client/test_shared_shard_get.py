@@ -177,7 +177,10 @@ def test_a_step_that_came_while_ranks_asked_is_read_from_its_own_writers(monkeyp
     monkeypatch.setattr(module, "ShardRead", read)
     monkeypatch.setattr(module, "collective", lambda *_: StepAgreed(step=7, attempt=2, report=None))
     link = cast(HolderLink, SimpleNamespace(job="job", folder=Path("h0")))
+    mine = SharedShard(0, 1, (0,), 1)
+    found = mine.find_resized(link, Get(job="job", attempt=1, rank=1, step=None, timeout_s=1.0))
+    assert found is not None
     with pytest.raises(RecoveryError, match="far enough"):
-        SharedShard(0, 1, (0,), 1).get_resized(link, Get(job="job", attempt=1, rank=1, step=None, timeout_s=1.0), None)
+        mine.load_resized(link, found, None, 1.0)
     assert asked == [(None, None), (2, 7)]
     assert reads == [ReadStep(job="job", step=7, of_attempt=2, rank=1)]

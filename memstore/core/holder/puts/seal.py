@@ -98,7 +98,7 @@ def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[st
     if known is None:
         return why
     before = state.shared_shards.put_sealed(known, shared_count(put.ready))
-    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed")
+    sealed = StepLevel(attempt=shard.attempt, step=shard.step, level="sealed", digest=known.spec.digest)
     yield from ranks.send_level(state, put.link, sealed)
     report_copy(state, known, _measured(put.ready, state.now(), before))
     yield from equal_ranks.compare(state, shard)

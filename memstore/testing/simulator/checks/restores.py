@@ -20,6 +20,9 @@ class Restores:
     def __init__(self, world: World, observed: Observed, generations: Generations) -> None:
         self.world, self.observed, self.generations = world, observed, generations
         self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
+        self._failed: set[tuple[str, int]] = set()  # (key, round) of gets in which some rank could not load
+        self._returned: set[tuple[str, int]] = set()  # of gets that returned on some rank
+        self._last_failed: dict[str, bool] = {}  # key -> whether the last get that brought bytes failed
         self._processes: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
 
     def ordered(self, rank: Rank, answer: Joined) -> None:
@@ -72,6 +75,28 @@ class Restores:
         if answer.whole not in self.observed.contents.get(shard, []):
             raise Violation("I3", f"rank {rank.rank} was given bytes for {got} that no rank put")
         return got.step
+
+    def loaded(self, rank: Rank, number: int, *, is_failed: bool) -> None:
+        """Look at a rank that has loaded what its get brought, or could not."""
+        if is_failed:
+            self._failed.add((rank.key, number))
+            self._last_failed[rank.key] = True
+            self._compare(rank, number)
+
+    def returned(self, rank: Rank, number: int) -> None:
+        """Look at a rank whose get returns: every rank has loaded what that get brought (R23)."""
+        self._returned.add((rank.key, number))
+        self._last_failed[rank.key] = False
+        self._compare(rank, number)
+
+    def _compare(self, rank: Rank, number: int) -> None:
+        if (rank.key, number) in self._failed & self._returned:
+            raise Violation("R23", f"rank {rank.rank}: a rank goes on from round {number}, and one could not load it")
+
+    def may_put(self, rank: Rank) -> None:
+        """Look at a rank that was given room: what it puts takes the place of the step that its get adopted (R23)."""
+        if self._last_failed.get(rank.key):
+            raise Violation("R23", f"rank {rank.rank} may put over a step that a rank of its launch could not load")
 
     def chosen(self, rank: Rank, answer: NothingStored | ShardPlaced | StepAgreed) -> StepId | None:
         """Look at the step that a get or an agreement chose (I1, I2).

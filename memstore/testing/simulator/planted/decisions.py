@@ -11,7 +11,8 @@ from unittest.mock import PropertyMock, patch
 from msgspec import structs
 
 from memstore.core.capacity.retention import Retention
-from memstore.core.cluster.job import Job
+from memstore.core.cluster.job import Call, Job
+from memstore.core.cluster.reading import Round
 from memstore.core.commit.commits import StepCommits
 from memstore.core.controller.machine import ControllerMachine
 from memstore.core.durable.write_state import MARKER
@@ -23,10 +24,11 @@ from memstore.core.restore import rounds
 from memstore.core.restore.staging import Staging
 from memstore.core.targets import targets
 from memstore.core.targets.targets import ClusterView
+from memstore.core.wire.calls import ShardLoaded
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.messages import SendOrder
 from memstore.core.wire.orders import Run, StageShard
-from memstore.core.wire.replies import Skipped
+from memstore.core.wire.replies import Noted, Skipped
 from memstore.core.wire.reports import SliceWritten
 from memstore.testing.simulator.planted.bug import BETWEEN_STEPS, planted, row
 from memstore.testing.simulator.world.scenario import Fault
@@ -305,3 +307,20 @@ ROWS = (
         "Repair goes on waiting for a host that came back without its memory.",
         SPARE_HOST_LOST, replicas=3, world_size=2, **BETWEEN_STEPS),
 )  # fmt: skip
+
+
+LOAD_FAILS = Fault(4.0, "load-fails", rank=1)
+
+
+@planted("adopts-before-loaded", "R23", "R23", LOAD_FAILS, at=(Staging, "_hand_out"))
+def adopts_before_loaded(real: Any, self: Staging, now: float, active: Round) -> Any:
+    """A step counts as adopted when its bytes are handed out, not when every rank has loaded them."""
+    outcome = real(self, now, active)
+    self.state.jobs[active.job].attempts[active.attempt].is_released = True
+    return outcome
+
+
+@planted("get-returns-alone", "R23", "R23", LOAD_FAILS, at=(rounds.Rounds, "loaded"))
+def get_returns_alone(real: Any, self: rounds.Rounds, now: float, call: Call[ShardLoaded]) -> Any:
+    """A rank's get returns once it has loaded itself, whatever becomes of the others."""
+    return real(self, now, call) if call.request.problem else self.out.answer(call, Noted())

@@ -248,7 +248,12 @@ class InPlaceRank(SimRank):
 
     def get(self) -> Generator[Wait, None, int | None]:
         """Restore; return the step to go on after, or None if the get failed."""
-        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+        while True:
+            answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+            if answer is None or (yield from self.all_loaded(answer)):
+                break
+            if self.why:
+                return None
         if answer is None:
             return None
         if self not in self.world.ranks:

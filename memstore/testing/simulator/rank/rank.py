@@ -27,7 +27,7 @@ from memstore.core.wire.rank_messages import (
     SlotsLeased,
     StepLevel,
 )
-from memstore.core.wire.replies import Joined, Skipped
+from memstore.core.wire.replies import Joined, Noted, NothingStored, Skipped, StepAgreed
 from memstore.testing.controller.holder import LEVELS
 from memstore.testing.requests import request_of
 from memstore.testing.simulator.checks.checker import Checker
@@ -39,7 +39,7 @@ from recovery.inventory import ShardId
 
 CHUNKS = 3
 STALL_BUDGET_S = 1.0
-JOIN_S, GET_S, RESERVE_S = 25.0, 60.0, 40.0
+JOIN_S, GET_S, LOADED_S, RESERVE_S = 25.0, 60.0, 70.0, 40.0
 THAW_POLL_S = 0.1
 RANGES_S = 30.0  # how long a read of ranges may take
 TOGETHER_EVERY = 5  # one in so many steps every rank reads the same shard
@@ -209,12 +209,13 @@ class SimRank:
             self.joined(answer)
         if not is_fresh:
             got = yield from self.get()
-            if got is None:
+            if got is None and "while its state was loaded" not in self.why:
                 return
-            step = got
+            step = got or 0  # after an error of its load_state_dict() a script may begin from scratch: no put is taken
         self.is_restored = True
         if (yield from self._call("reserve", RESERVE_S, slots=self.chunks_count)) is None:
             return
+        self.checker.restores.may_put(self)
         while True:
             step += 1
             yield from self._put(step)
@@ -279,8 +280,31 @@ class SimRank:
 
     def get(self) -> Generator[Wait, None, int | None]:
         """Restore; return the step to go on after, or None if the get failed."""
-        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
-        return None if answer is None else self.checker.restores.restored(self, answer)
+        while True:
+            answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S)
+            if answer is None or (yield from self.all_loaded(answer)):
+                return None if answer is None else self.checker.restores.restored(self, answer)
+            if self.why:
+                return None
+
+    def all_loaded(
+        self, answer: NothingStored | ShardRead | StepAgreed, problem: str | None = None
+    ) -> Generator[Wait, None, bool]:
+        """Say that it has loaded what it was sent, or why not; False if it is to ask again, or the get failed (R23)."""
+        placed = answer.placed if isinstance(answer, ShardRead) else answer
+        report = None if isinstance(placed, NothingStored) else placed.report
+        if report is None:
+            return True
+        if self.world.failing_loads and self.rank == self.world_size - 1:
+            self.world.failing_loads -= 1
+            problem = "it could not"
+        self.checker.restores.loaded(self, report.round, is_failed=problem is not None)
+        word = yield from self._call(
+            "shard_loaded", LOADED_S, round=report.round, is_adopting=True, problem=problem
+        )  # fmt: skip
+        if isinstance(word, Noted):
+            self.checker.restores.returned(self, report.round)
+        return isinstance(word, Noted)
 
     def _call(self, verb: str, limit_s: float, **body: Any) -> Generator[Wait, None, Answer]:
         """Ask and wait; return the answer, None if the call failed."""

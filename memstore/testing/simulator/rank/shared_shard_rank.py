@@ -13,7 +13,7 @@ from typing import Any
 
 from memstore.core.format.manifest import Manifest, decode_manifest
 from memstore.core.format.shared_layout import Part, SharedShardLayout
-from memstore.core.wire.replies import Joined
+from memstore.core.wire.replies import Joined, NothingStored
 from memstore.testing.simulator.checks.checker import Checker
 from memstore.testing.simulator.rank.dealing import Dealer
 from memstore.testing.simulator.rank.rank import GET_S, SimRank, chunk_of
@@ -102,6 +102,13 @@ class SharedShardRank(SimRank):
 
     def get(self) -> Generator[Wait, None, int | None]:
         """Restore both parts; with another world size the shared one alone."""
+        while True:
+            step = yield from self._get_once()
+            if step is not None or self.why:
+                return step
+
+    def _get_once(self) -> Generator[Wait, None, int | None]:
+        """Ask once; None if the get failed, or, without a reason, if every rank is to ask again."""
         answer = yield from self._answer("get", GET_S, step=None, timeout_s=GET_S)
         if isinstance(answer, CallFailed):
             if answer.error.startswith("WorldSizeError"):
@@ -111,16 +118,17 @@ class SharedShardRank(SimRank):
             if answer.error.startswith("ManifestMismatch"):
                 self.dealer.refused(self.shard_of)
             return None
-        step = self.checker.restores.restored(self, answer)
         if not isinstance(answer, ShardRead):
-            return step
+            return self.checker.restores.restored(self, answer)
         mine, placed = self._layout_of(answer), answer.placed
         if mine.shared is not None:
             found: ShardRead | None = answer
         else:
             found = yield from self._read(self._near(mine.writers), placed.step, placed.attempt)
-        if found is None:
+        is_over = yield from self.all_loaded(answer, "the writer's shard did not come" if found is None else None)
+        if found is None or not is_over:
             return None
+        step = self.checker.restores.restored(self, answer)
         self._loaded(StepId(placed.attempt, step), found, answer.whole[mine.own.first_chunk :])
         return step
 
@@ -128,22 +136,29 @@ class SharedShardRank(SimRank):
         opened = yield from self._read(0, None, None)
         if opened is None:
             return None
-        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S, is_agreement=True)
+        answer = yield from self._call("get", GET_S, step=None, timeout_s=GET_S, is_agreement=True, then_loads=True)
         if answer is None:
             return None
-        step = self.checker.restores.chosen(self, answer)
-        if step is None:
-            return 0
-        if step != StepId(opened.placed.attempt, opened.placed.step):
-            opened = yield from self._read(0, step.step, step.attempt)
-            if opened is None:
-                return None
-        writer = self._near(self._layout_of(opened).writers_by_shard[self.shard])
-        found = yield from self._read(writer, step.step, step.attempt)
-        if found is None:
+        if isinstance(answer, NothingStored):
+            return 0 if self.checker.restores.chosen(self, answer) is None else None
+        step = StepId(answer.attempt, answer.step)
+        found = yield from self._read_shared(opened, step)
+        is_over = yield from self.all_loaded(answer, "the writer's shard did not come" if found is None else None)
+        if found is None or not is_over:
             return None
+        self.checker.restores.chosen(self, answer)
         self._loaded(step, found, None)
         return step.step
+
+    def _read_shared(self, opened: ShardRead, step: StepId) -> Generator[Wait, None, ShardRead | None]:
+        """Read what a writer of the step shares; `opened` may be of another step, which is no longer the newest."""
+        if step != StepId(opened.placed.attempt, opened.placed.step):
+            again = yield from self._read(0, step.step, step.attempt)
+            if again is None:
+                return None
+            opened = again
+        writer = self._near(self._layout_of(opened).writers_by_shard[self.shard])
+        return (yield from self._read(writer, step.step, step.attempt))
 
     def _read(self, rank: int, step: int | None, attempt: int | None) -> Generator[Wait, None, ShardRead | None]:
         found: ShardRead | None = yield from self._call("read_step", GET_S, rank=rank, step=step, of_attempt=attempt)

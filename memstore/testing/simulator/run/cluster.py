@@ -74,6 +74,7 @@ class Cluster:
         self.ranks: list[SimRank] = []
         self.processes: list[InPlaceProcess] = []  # of a job that recovers in place, the lost ones too
         self.in_recovery: list[Callable[[], None]] = []  # what happens while the next lost rank is replaced
+        self.failing_loads = 0  # so many of the next gets fail as a rank loads what they brought
         self.late_launch_s = 0.0  # by which the next replacement is late
         self.checker = Checker(self)
         for n in range(scenario.hosts):

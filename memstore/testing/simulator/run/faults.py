@@ -189,6 +189,13 @@ def _put_raises(cluster: Cluster, each: Fault) -> None:
         rank.raises = each.count
 
 
+@fault("load-fails")
+def _load_fails(cluster: Cluster, each: Fault) -> None:
+    """End a rank; in the launch that follows one of its ranks cannot load what its get brings, and all try to put."""
+    cluster.failing_loads += 1
+    _kill_rank(cluster, each)
+
+
 @fault("differ")
 def _differ(cluster: Cluster, each: Fault) -> None:
     """Let a writer put other bytes than the ranks with the same shard, for some steps (R34)."""

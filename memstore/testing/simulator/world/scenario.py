@@ -113,6 +113,7 @@ RANGE_SEEDS = (0, 2)  # modulo 5
 STREAM_SEEDS = (4, 8, 24, 34, 37)  # modulo 40
 LINK_SEEDS = (0, 32, 34, 39)  # modulo 40
 RAISE_SEEDS = (2, 8, 35)  # modulo 40
+LOAD_SEEDS = (1, 9, 25, 38, 53, 57)  # modulo 80
 PACE_SEEDS = (0, 35, 37)  # modulo 40
 MANIFEST_SEEDS = (2, 8, 10, 24, 32)  # modulo 40
 HELLO_SEEDS = (0, 5, 39)  # modulo 40
@@ -240,6 +241,13 @@ def _links(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind=kind) for kind in kinds]
 
 
+def _loads(seed: int) -> list[Fault]:
+    """Draw launches in which a rank cannot load what its get brings."""
+    rng = random.Random(f"loads {seed}")
+    count = rng.randrange(1, 4) if seed % 80 in LOAD_SEEDS else 0
+    return [replace(_fault(rng), kind="load-fails") for _ in range(count)]
+
+
 def _hellos(seed: int) -> list[Fault]:
     """Draw links that are served after the process has connected again."""
     rng = random.Random(f"hellos {seed}")
@@ -284,4 +292,5 @@ def _fault(rng: random.Random) -> Fault:
 # Each draws from a stream of its own.
 MORE = (
     _notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence, _in_place, _reads,
+    _loads,
 )  # fmt: skip

@@ -27,6 +27,7 @@ class World(Protocol):
     durable: DurableStorage
     memories: dict[str, Memory]  # by host
     drains: dict[str, float]  # host -> the moment at which Ray will end it
+    failing_loads: int  # so many of the next gets fail as a rank loads what they brought
     has_kv: bool  # Ray's key-value store answers
     term: int  # the highest that a controller has taken
 

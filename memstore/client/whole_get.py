@@ -1,0 +1,122 @@
+"""A get() that all ranks make, on one of them (R23, R26).
+
+asked --the controller has every rank compare into=--> handed out --loaded--> waiting for the others --all have--> over
+                                                            '--not loaded--> failed on all ranks: none adopts the step
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard
+from memstore.client.puts import Puts
+from memstore.client.shared_shard import Resized, check_shard
+from memstore.core.format.manifest import decode_manifest
+from memstore.core.wire.calls import Get, ShardLoaded
+from memstore.core.wire.rank_messages import CheckInto
+from memstore.core.wire.replies import RestoreReport, ShardPlaced
+from memstore.core.wire.reports import IntoChecked, IntoError
+from memstore.errors import MemstoreError, WorldSizeError
+from memstore.shell.rank.collective import collective, loaded_with_all
+from memstore.shell.rank.holder_link import HolderLink
+from memstore.shell.rank.shard_read import ShardRead
+
+
+class WholeGet:
+    """Asks with all ranks, loads what comes, and goes on only if every rank has loaded."""
+
+    def __init__(self, link: HolderLink, puts: Puts) -> None:
+        self._link, self._puts = link, puts
+        self._into: Any = None
+        self._own_into: Any = None
+
+    def run(self, request: Get, into: Any, own_into: Any) -> tuple[Checkpoint, ShardPlaced] | None:
+        """Return this rank's checkpoint once all ranks have theirs, and the controller's answer; None: no history.
+
+        Args:
+            into: As in `Store.get`.
+            own_into: Its rank_state_into=.
+
+        Raises:
+            What `Store.get` raises.
+        """
+        self._into, self._own_into = into, own_into
+        try:
+            while True:
+                found = self._find(request)
+                if found is None:
+                    return None
+                report = _report_of(found)
+                with self._telling(request, report):
+                    loaded = self._load(found, request.timeout_s)
+                if report is None or self._is_over(request, report):
+                    self._puts.unusable = ""
+                    return loaded
+        finally:
+            self._into = self._own_into = None
+
+    def check(self, order: CheckInto) -> None:
+        """Compare the state given as into= with a shard's manifest, and send the controller what came of it."""
+        error: IntoError | None = None
+        try:
+            check_shard(decode_manifest(order.manifest), self._into, self._own_into, self._puts.shared_shard)
+        except MemstoreError as exc:
+            error = IntoError(error=type(exc).__name__, message=str(exc))
+        except Exception as exc:
+            error = IntoError(error="ManifestMismatch", message=f"into= cannot be compared: {exc!r}")
+        link = self._link
+        link.notify(IntoChecked(job=link.job, round=order.round, rank=link.rank, error=error))
+
+    def _find(self, request: Get) -> ShardPlaced | Resized | None:
+        """Ask with all ranks; return where this rank's bytes lie, None on a job without history."""
+        try:
+            answer = collective(self._link, request, request.timeout_s)
+        except WorldSizeError:
+            shared = self._puts.shared_shard
+            found = shared.find_resized(self._link, request) if shared is not None else None
+            if found is None:
+                raise
+            return found
+        return answer if isinstance(answer, ShardPlaced) else None
+
+    def _load(self, found: ShardPlaced | Resized, timeout_s: float) -> tuple[Checkpoint, ShardPlaced]:
+        if isinstance(found, ShardPlaced):
+            read = ShardRead(self._link, None, timeout_s, found)
+            return open_shard(read, self._into, rank_state_into=self._own_into, timeout_s=timeout_s), found
+        staged, answer, state = found.shard.load_resized(self._link, found, self._into, timeout_s)
+        return checkpoint(staged, answer, state), answer
+
+    @contextlib.contextmanager
+    def _telling(self, request: Get, report: RestoreReport | None) -> Iterator[None]:
+        """Send all ranks an error in here: no get() returns, and no rank adopts the step."""
+        try:
+            yield
+        except BaseException as exc:
+            if report is not None:  # None: the others' get() is over
+                self._link.call_soon(self._word(request, report, f"{type(exc).__name__}: {exc}"))
+            is_half_written = getattr(exc, "is_unusable", False) or not isinstance(exc, Exception)
+            if is_half_written and not (self._into is None and self._own_into is None):
+                self._puts.unusable = str(exc) or type(exc).__name__
+            raise
+
+    def _is_over(self, request: Get, report: RestoreReport) -> bool:
+        """Wait until all ranks have loaded; False if they are to ask again."""
+        try:
+            return loaded_with_all(self._link, self._word(request, report), request.timeout_s)
+        except MemstoreError as exc:
+            if not (self._into is None and self._own_into is None):
+                self._puts.unusable = str(exc)  # it holds what no rank goes on from
+            raise
+
+    def _word(self, request: Get, report: RestoreReport, problem: str | None = None) -> ShardLoaded:
+        is_adopting = request.step is None
+        return ShardLoaded(**self._puts.who(), round=report.round, is_adopting=is_adopting, problem=problem)
+
+
+def _report_of(found: ShardPlaced | Resized) -> RestoreReport | None:
+    """Return the report of the get() that handed the bytes out; None where no rank waits for another."""
+    if isinstance(found, ShardPlaced):
+        return found.report
+    return found.agreed.report if found.agreed is not None else None
