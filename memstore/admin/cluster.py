@@ -29,8 +29,9 @@ from memstore.shell.arena.arena import Arena
 from memstore.shell.arena.folder import held_bytes, read_secret
 from memstore.shell.arena.lock import is_held, owner
 from memstore.shell.arena.memory_limits import gib
+from memstore.shell.host.identity import HOST_LABEL
 from memstore.shell.net.tls import Tls
-from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name
+from memstore.shell.on_ray.actors import NAMESPACE, ControllerActor, controller_name, live_nodes
 from memstore.shell.on_ray.reach import REACH_S, wait_for_gcs, wants_token
 from memstore.shell.rank.admin_link import any_tool, host_folders, store_root
 
@@ -41,6 +42,7 @@ POLL_S = 0.1
 LEAST_S = 0.1  # for the last part of an operation with one limit
 ASK_S = 30.0
 LOOK_S = 3.0  # for all other stores, which are asked beside one another
+OURS = "Name the right cluster in RAY_ADDRESS or address=, or the right host in MEMSTORE_HOST"
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,47 @@ def start(config: Config | None = None, *, address: str | None = None, timeout_s
     return status(config=config)
 
 
-def ensure_started(config: Config) -> None:
-    """Start the store unless it runs. A rank checks the configuration's fields later. Needs a joined Ray."""
-    _wait_started(_controller(config) or _create(config), time.monotonic() + START_S, START_S, config)
+def ensure_started(config: Config, hosts: Collection[str] = ()) -> None:
+    """Start the store unless it runs. A rank checks the configuration's fields later. Needs a joined Ray.
+
+    Raises:
+        PeerUnreachable: No node of the cluster on this machine can be one of `hosts`, so nothing was started; or none
+            of the hosts that run is.
+    """
+    actor = _controller(config)
+    if actor is None:
+        _refuse_elsewhere(config, hosts)
+        actor = _create(config)
+    _wait_started(actor, time.monotonic() + START_S, START_S, config)
+    up = sorted({*_describe(actor, time.monotonic() + ASK_S, ASK_S)["hosts"].values()})
+    if hosts and not {*hosts} & {*up}:
+        raise PeerUnreachable(
+            f"store {config.store!r} runs there on {', '.join(up[:10])}{' and more' if len(up) > 10 else ''}, and none "
+            f"of them is this process's host {' or '.join(sorted(hosts)[:10])}. {OURS}"
+        )
+
+
+def _refuse_elsewhere(config: Config, hosts: Collection[str]) -> None:
+    """Raise PeerUnreachable if the `host` labels of this machine's nodes say that each is another host than `hosts`."""
+    nodes = live_nodes()
+    here = {n["NodeManagerHostname"] for n in nodes if n["NodeID"] == ray.get_runtime_context().get_node_id()}
+    labels = [(n.get("Labels") or {}).get(HOST_LABEL) for n in nodes if n["NodeManagerHostname"] in here]
+    names = sorted(label for label in labels if label)
+    if hosts and labels and len(names) == len(labels) and not {*hosts} & {*names}:
+        raise PeerUnreachable(
+            f"store {config.store!r} was not started there: the cluster's nodes on this machine are "
+            f"{', '.join(names[:10])}, and this process's host is {' or '.join(sorted(hosts)[:10])}. {OURS}"
+        )
+
+
+def is_on_ray(config: Config) -> bool:
+    """Say whether the store runs on the joined cluster."""
+    return _controller(config) is not None
+
+
+def joined_address() -> str:
+    """Return the address of the joined cluster's GCS."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def join_ray(
@@ -154,9 +194,12 @@ def _create(config: Config) -> Any:
     parse_put_every(config.put_every)
     parse_every(config.durable_every)
     Tls.load(config)  # raise faults of the files here, not in an actor
-    others = _stores_on_ray()
+    others = stores_on_ray()
     if others:
-        log.warning("memstore: starting a new store %r on a Ray cluster that runs %s", config.store, ", ".join(others))
+        log.warning(
+            "memstore: starting a new store %r on the Ray cluster at %s, which runs %s",
+            config.store, joined_address(), ", ".join(others),
+        )  # fmt: skip
     head = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
@@ -180,7 +223,7 @@ def nodes_by_host(config: Config) -> dict[str, int]:
     return dict(Counter(described["hosts"].values()))
 
 
-def _stores_on_ray() -> list[str]:
+def stores_on_ray() -> list[str]:
     """Return the names of the stores whose controller runs on the Ray cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [str(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE]
@@ -190,7 +233,7 @@ def _stores_on_ray() -> list[str]:
 
 def stores_having(job: str, config: Config) -> list[str]:
     """Return the other stores of the Ray cluster that know a job, of those that answer within `LOOK_S`."""
-    names = [name for name in _stores_on_ray() if name != config.store]
+    names = [name for name in stores_on_ray() if name != config.store]
     actors = {name: _controller(config.with_fields({"store": name})) for name in names}
     asked = {a.ask.remote(AskStatus(), LOOK_S): name for name, a in actors.items() if a is not None}
     answered = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)[0] if asked else []
@@ -297,7 +340,7 @@ def status(*, address: str | None = None, config: Config | None = None) -> Clust
     if address is not None:
         join_ray(address, limit_s=config.connect_timeout_s, config=config)
     fields = status_fields(with_commands(ask(AskStatus(), config=config), config))
-    ray_address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
+    ray_address = joined_address() if ray.is_initialized() else ""
     del fields["serving_s"]
     return ClusterStatus(store=config.store, ray=ray_address, version=installed_version(), **fields)
 

@@ -75,7 +75,7 @@ def open_link(
                     folder = holder_folder(config, start.node_labels if start is not None else None)
                     link = HolderLink(folder, nonce=nonce, job=job, rank=launch.rank)
                     if is_new and launch.rank == 0:
-                        warn_of_new_store(config, job)
+                        warn_of_new_store(config, job, start.where if start is not None else "")
                     return link
                 except (TransportError, ConfigError) as exc:
                     problem = exc
@@ -86,6 +86,10 @@ def open_link(
             if start is None and (is_new or waited_s > min(START_AFTER_S, limit_s / 2)):
                 start = begin_start(config, address=address, may_create=may_create, limit_s=limit_s - waited_s)
             elif start is not None and not is_over and start.poll():
+                if start.then is not None:
+                    start.give_up()
+                    start = start.then()
+                    continue
                 is_over = True
                 _check_start(start, problem, is_new=is_new)
             time.sleep(RETRY_S)
@@ -94,29 +98,32 @@ def open_link(
             start.give_up()
 
 
-def warn_of_new_store(config: Config, job: str) -> None:
-    """Say loudly that a store was begun, and which others are here: its name may be mistyped."""
+def warn_of_new_store(config: Config, job: str, where: str) -> None:
+    """Say loudly that a store was begun, on which cluster, and which others are here: its name may be mistyped."""
     others = others_here(config, job)
+    on = f" on {where}" if where else ""
     more = f"; {others}" if others else ""
-    log.warning("memstore: store %r was not on this machine and has been started%s", config.store, more)
+    log.warning("memstore: store %r was not on this machine and has been started%s%s", config.store, on, more)
 
 
 def _check_start(start: StoreStart, problem: MemstoreError | None, *, is_new: bool) -> None:
     """Raise the error of a start, unless waiting may help: a holder that was here may still come back."""
     if start.error is None:
         return
-    if is_new or isinstance(start.error, ConfigError):
-        raise start.error
+    error = type(start.error)(f"{start.where}: {start.error}") if start.where else start.error
+    if is_new or isinstance(error, ConfigError):
+        raise error
     if isinstance(problem, ConfigError):  # several holders are here, and Ray does not name ours either
         raise problem
-    log.warning("memstore: the holder is not back, and Ray cannot start one: %s", start.error)
+    log.warning("memstore: the holder is not back, and Ray cannot start one: %s", error)
 
 
 def _not_there(config: Config, problem: MemstoreError | None, start: StoreStart | None) -> PeerUnreachable:
     """Return the error of a rank that found no holder in time: the folder it watched, and how far Ray came."""
     asked = ""
     if start is not None:
-        asked = f" Ray, asked to start it: {start.error}." if start.error is not None else f" Ray: {start.doing}."
+        asked = f" {start.where or 'Ray'}: {start.error or start.doing}."
+        asked = asked[:1] + asked[1].upper() + asked[2:]
     return PeerUnreachable(
         f"no holder of store {config.store!r} on this machine within {config.connect_timeout_s:g} s "
         f"(connect_timeout_s){f': {problem}' if problem is not None else ''}.{asked}"
@@ -143,7 +150,7 @@ def connect(
         rank: This process's rank; default from Ray Train, torch.distributed or RANK.
         world_size: Number of ranks; default from Ray Train, torch.distributed or WORLD_SIZE.
         attempt: A string equal on all ranks and new for every launch, where the launcher gives none.
-        address: Ray cluster to start the store in if it is absent.
+        address: Ray cluster to start an absent store in, and no other; default: the joined one, else RAY_ADDRESS.
         config: Job fields that differ from the store's defaults, and store fields to find or start the store.
         fresh: Start over, once and not again in place: older steps are dropped after the first commit unless pinned.
         takeover: Fence a launch of the job that is still alive.

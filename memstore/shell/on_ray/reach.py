@@ -76,6 +76,15 @@ def wait_for_gcs(address: str | None, limit_s: float, say: Callable[[str], None]
         has_said = True
 
 
+def is_there(place: str) -> bool:
+    """Say whether something listens where a GCS was."""
+    host, _, port = place.rpartition(":")
+    with contextlib.suppress(OSError, OverflowError, ValueError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+        return True
+    return False
+
+
 def wants_token(error: BaseException) -> bool:
     """Say whether Ray could not join because the cluster's token is missing here: its own words hide it in a cause."""
     cause: BaseException | None = error

@@ -32,7 +32,6 @@ class Rank(CommandedRank):
         os.close(log)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
         shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
-        forget_ray()
         super().__init__(channel)
         self.seed, self.kib, self.is_overlapped = 0, 64, False
         self.tensors: dict[str, Any] = {}
@@ -136,22 +135,6 @@ class Rank(CommandedRank):
                 rows.append({"rank": rank, "step": got.step, "attempt": got.attempt, "problem": problem,
                              "nbytes": nbytes, "why": got.source_reason})  # fmt: skip
         return {"rows": rows}
-
-
-def forget_ray() -> None:
-    """Let a rank that finds no holder wait for one; without this it would try to start a store on Ray."""
-    import memstore.client.connect
-    from memstore.client.store_start import StoreStart
-
-    class NoStart(StoreStart):
-        """A start that never ends."""
-
-        def poll(self) -> bool:
-            return False
-
-    if not hasattr(memstore.client.connect, "begin_start"):
-        raise AttributeError("connect starts stores in another way now: change forget_ray")
-    memstore.client.connect.begin_start = lambda *args, **kwargs: NoStart("nothing is started")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from click.testing import CliRunner
 
 import memstore
 import memstore.client.connect
-from memstore.admin.cluster import create_local_ray, remove_leftovers
+from memstore.admin.cluster import create_local_ray, ensure_started, remove_leftovers, stores_on_ray
 from memstore.cli import main
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config
 from memstore.errors import MemstoreError, PeerTimeout, PeerUnreachable
+from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.on_ray.reach import wait_for_gcs, wants_token
 from memstore.testing.clusters.embedded import EmbeddedCluster
 from memstore.testing.clusters.processes import ProcessCluster
@@ -77,7 +78,7 @@ def left(tmp_path: Path) -> Iterator[ProcessCluster]:
     """A store whose only holder was killed, with its socket gone."""
     with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S) as cluster:
         cluster.kill_holder("h1")
-        (cluster.arena("h1").parent / "holder.sock").unlink(missing_ok=True)
+        (cluster.arena("h1") / "holder.sock").unlink(missing_ok=True)
         yield cluster
 
 
@@ -101,14 +102,41 @@ def test_a_rank_connects_as_soon_as_its_holder_is_back(
             assert store.get() is None
         back.join()
         left.kill_holder("h1")
-        (left.arena("h1").parent / "holder.sock").unlink(missing_ok=True)
+        (left.arena("h1") / "holder.sock").unlink(missing_ok=True)
 
 
 def test_a_rank_whose_holder_stays_away_has_its_error_in_time(left: ProcessCluster, silent: str) -> None:
     error = refused(lambda: memstore.connect("train", rank=0, world_size=1, config=left.config))
     assert isinstance(error, PeerUnreachable)
     assert f"within {LIMIT_S:g} s (connect_timeout_s)" in str(error)
-    assert f"Ray's GCS at {silent}" in str(error)
+    assert f"The Ray cluster at {silent} (from RAY_ADDRESS)" in str(error)
+
+
+def test_a_rank_starts_nothing_in_a_cluster_that_merely_runs_here(
+    left: ProcessCluster, silent: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither where its host's folder is, though that is away, nor as one of several ranks of a new store (D289)."""
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr("memstore.shell.on_ray.reach.gcs_address", lambda _: silent)
+    error = refused(lambda: memstore.connect("train", rank=0, world_size=1, config=left.config))
+    assert "no Ray cluster was given to this process" in str(error)
+    assert silent not in str(error)
+    new = Config(store=scratch_store_name(), arena_dir=str(tmp_path / "new"), connect_timeout_s=LIMIT_S)
+    error = refused(lambda: memstore.connect("train", rank=0, world_size=2, config=new))
+    assert f"Ray cluster at {silent}, found on this machine" in str(error)
+
+
+def test_a_rank_asks_the_cluster_in_which_its_hosts_folder_lived(
+    left: ProcessCluster, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's address is in the folder, so that connect() starts the store again where it was."""
+    monkeypatch.delenv("RAY_ADDRESS")
+    lock = ArenaLock.take(left.arena("h1"), timeout_s=THREAD_S, cluster=silent)
+    try:
+        error = refused(lambda: memstore.connect("train", rank=0, world_size=2, config=left.config))
+    finally:
+        lock.release()
+    assert f"Ray cluster at {silent}, in which h1 lived" in str(error)
 
 
 def test_where_no_store_was_the_silent_ray_is_named(silent: str, tmp_path: Path) -> None:
@@ -198,6 +226,19 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         status = memstore.status(config=config)
         assert [host["status"] for host in status.hosts] == ["live", "live"]
         assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("outside", 0)]
+        del env["RAY_ADDRESS"]
+        elsewhere = code.replace(name, f"{name}n").replace("world_size=1", "world_size=2, attempt='a'")
+        run = subprocess.run(
+            [sys.executable, "-c", elsewhere], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert "no Ray cluster was given to this process to start store" in run.stderr
+        assert f"the one at {cluster.address} on this machine does not run it" in run.stderr
+        with pytest.raises(PeerUnreachable, match="nodes on this machine are h1, h2, and this process's host is mine"):
+            ensure_started(Config(store=f"{name}n"), ["mine"])
+        with pytest.raises(PeerUnreachable, match="runs there on h1, h2, and none of them is this process's host mine"):
+            ensure_started(config, ["mine"])
+        assert stores_on_ray() == [name]  # nothing was started (D289)
+        env["RAY_ADDRESS"] = cluster.address
         mistyped = Config(store=f"{name}x")
         run = subprocess.run(
             [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
@@ -208,7 +249,9 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         remove_leftovers(mistyped)
         assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
         assert f"job 'outside' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
-        assert f"starting a new store '{mistyped.store}' on a Ray cluster that runs {name}" in run.stderr
+        where = f"the Ray cluster at {cluster.address}"
+        assert f"starting a new store '{mistyped.store}' on {where}, which runs {name}" in run.stderr
+        assert f"has been started on {where} (from RAY_ADDRESS)" in run.stderr
 
 
 def test_a_cluster_that_wants_a_token_is_reported_from_one_that_is_not_there() -> None:
@@ -250,7 +293,7 @@ def test_a_ray_cluster_of_its_own_leaves_the_seeded_random_numbers_alone() -> No
 
 
 def test_a_ray_that_ends_with_the_process_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """One rank without any Ray brings its own: it learns that the store ends with it, and the remedy."""
 
@@ -261,7 +304,7 @@ def test_a_ray_that_ends_with_the_process_is_reported(
     monkeypatch.setattr("memstore.shell.on_ray.reach.gcs_address", nowhere)
     monkeypatch.setattr("memstore.admin.cluster.create_local_ray", lambda: None)
     monkeypatch.setattr("memstore.client.store_start.StartInThread", lambda _config: StoreStart("nothing"))
-    begin_start(Config(store="mine"), address=None, may_create=True, limit_s=LIMIT_S)
-    assert "no Ray cluster runs on this machine" in caplog.text
+    begin_start(Config(store="mine", arena_dir=str(tmp_path)), address=None, may_create=True, limit_s=LIMIT_S)
+    assert "no Ray cluster was given to this process" in caplog.text
     assert "Both end with this process" in caplog.text
-    assert "`ray start --head`, then `memstore up --store mine`" in caplog.text
+    assert f"`ray start --head`, then `memstore up --store mine --arena-dir {tmp_path}`" in caplog.text
