@@ -3,11 +3,13 @@
 Frame: u32 length, u64 xxh3-64 of the payload, payload; little-endian. The payload is the caller's.
 A journal is read up to the first record that is torn or damaged; the rest is cut off and counted.
 No fsync: like the arena it outlives processes, not machines. A fact is safe because it is
-in the journals of several hosts.
+in the journals of several hosts. The file has pages ahead of its end, so that commits go on for a while where others
+have filled the file system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import struct
@@ -21,9 +23,13 @@ import xxhash
 from memstore.errors import CapacityError, ClosedError
 from memstore.shell.arena.folder import is_at, open_file
 
+AHEAD_NBYTES = 64 << 10
 JOURNAL_NAME = "journal"
 RECORD_NBYTES_MAX = 64 << 20
 _FRAME = struct.Struct("<IQ")
+_FALLOC_KEEP_SIZE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
 class Journal:
@@ -35,6 +41,8 @@ class Journal:
         self.dropped_nbytes = dropped_nbytes  # cut off when it was opened: a torn or damaged tail
         self._fd = fd
         self._renaming = threading.Lock()
+        self._ahead_nbytes = 0  # the file has its pages up to here
+        self._allocate_ahead()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Journal:
@@ -69,6 +77,7 @@ class Journal:
         """
         self._check_open()
         self.nbytes += _write(self._fd, self.path, self.nbytes, _framed(records))
+        self._allocate_ahead()
 
     def rewrite(self, records: Sequence[bytes]) -> None:
         """Replace the whole journal by these payloads, at once: readers see the old one or the new one.
@@ -90,7 +99,8 @@ class Journal:
             temporary.unlink(missing_ok=True)
             raise
         os.close(old)
-        self.nbytes = len(data)
+        self.nbytes, self._ahead_nbytes = len(data), 0
+        self._allocate_ahead()
 
     def is_current(self) -> bool:
         """Say whether the file that is written is the one of its name."""
@@ -102,6 +112,12 @@ class Journal:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def _allocate_ahead(self) -> None:
+        if self.nbytes + AHEAD_NBYTES // 2 <= self._ahead_nbytes:
+            return
+        if _libc.fallocate(self._fd, _FALLOC_KEEP_SIZE, self.nbytes, AHEAD_NBYTES) == 0:  # else there is no room
+            self._ahead_nbytes = self.nbytes + AHEAD_NBYTES
 
     def _check_open(self) -> None:
         if self._fd < 0:

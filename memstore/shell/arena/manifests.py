@@ -2,7 +2,8 @@
 
 Written under a temporary name, then renamed, so a manifest is there whole or not at all. No fsync:
 the folder is on tmpfs like the arena, and outlives processes, not machines. Each is kept open: what a
-cleaner removes is read, and written again, all the same (`folder_guard.py`).
+cleaner removes is read, and written again, all the same (`folder_guard.py`). A few files with pages of their own are
+kept in reserve: a put whose slots are claimed needs no room of a file system that others have filled.
 """
 
 from __future__ import annotations
@@ -20,10 +21,64 @@ from memstore.errors import CapacityError, ConfigError
 from memstore.shell.arena.folder import check_level, is_at, open_file
 from recovery.inventory import ShardId
 
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 MANIFESTS_NAME = "manifests"
 MANIFEST_NBYTES_MAX = 256 << 20  # a manifest of a million tensors has about 100 MB
 _NAME = re.compile(r"[0-9a-f]{40}")
 _TEMPORARY = ".new-"
+_SPARE = ".spare-"
+SPARES_COUNT = 16
+SPARE_NBYTES = 8192  # of one that no manifest was before
+SPARES_NBYTES_MAX = 16 << 20  # of all, once removed manifests have taken the places of the first ones
+
+
+class _Spares:
+    """Files that have their pages already: a manifest is written into one where the file system has no page left.
+
+    A removed manifest takes the place of a smaller one, so that the next manifests of a job find files of their size.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sizes: dict[str, int] = {}  # bytes of allocated pages by name
+
+    def fill(self) -> None:
+        """Make the missing ones while the file system has room."""
+        free = [name for name in (f"{_SPARE}{number}" for number in range(SPARES_COUNT)) if name not in self._sizes]
+        for name in free:
+            fd = open_file(self._path, name, os.O_RDWR | os.O_CREAT)
+            try:
+                if not os.fstat(fd).st_blocks:  # else it is from an earlier life
+                    os.posix_fallocate(fd, 0, SPARE_NBYTES)
+                self._sizes[name] = os.fstat(fd).st_blocks * 512
+            except OSError as error:
+                (self._path / name).unlink(missing_ok=True)
+                if error.errno not in NO_ROOM:
+                    raise
+                return
+            finally:
+                os.close(fd)
+
+    def take(self, nbytes: int) -> str | None:
+        """Return the name of the smallest one whose pages hold `nbytes`; it is no spare any more."""
+        fitting = [(size, name) for name, size in self._sizes.items() if size >= nbytes]
+        if not fitting:
+            return None
+        name = min(fitting)[1]
+        del self._sizes[name]
+        return name
+
+    def keep(self, path: Path, nbytes: int) -> bool:
+        """Make a file that is to be removed a spare, where one lacks or is smaller; False if it is not wanted."""
+        free = next((f"{_SPARE}{n}" for n in range(SPARES_COUNT) if f"{_SPARE}{n}" not in self._sizes), None)
+        smallest = min(self._sizes, key=self._sizes.__getitem__, default="")
+        name = free or smallest
+        others = sum(size for known, size in self._sizes.items() if known != name)
+        if others + nbytes > SPARES_NBYTES_MAX or (free is None and nbytes <= self._sizes[smallest]):
+            return False
+        os.replace(path, self._path / name)
+        self._sizes[name] = nbytes
+        return True
 
 
 class ManifestFolder:
@@ -37,6 +92,7 @@ class ManifestFolder:
         self.skipped: dict[str, str] = {}  # file name -> why the last `load_all` did not read it
         self.problem = ""  # why the last `save` found no room, while there is none
         self._wanted_nbytes = 0
+        self._spares = _Spares(path)
 
     @classmethod
     def open(cls, folder: Path) -> ManifestFolder:
@@ -44,7 +100,9 @@ class ManifestFolder:
         path = folder / MANIFESTS_NAME
         path.mkdir(mode=0o700, exist_ok=True)
         check_level(path)
-        return cls(path)
+        made = cls(path)
+        made._spares.fill()
+        return made
 
     @staticmethod
     def name_of(shard: ShardId, digest: str) -> str:
@@ -71,8 +129,9 @@ class ManifestFolder:
         try:
             self._write(temporary, data, target)
         except CapacityError as error:
-            self.problem, self._wanted_nbytes = str(error), len(data)
-            raise
+            if not self._write_spare(data, target):
+                self.problem, self._wanted_nbytes = str(error), len(data)
+                raise
         self.problem = ""
 
     def _write(self, path: Path, data: bytes, target: Path) -> None:
@@ -89,15 +148,32 @@ class ManifestFolder:
             self._keep(target.name, fd)
         except OSError as error:
             path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
             raise CapacityError(
                 f"no room for a manifest of {len(data)} bytes in {self.path}: the file system is full; free room there",
                 needed_bytes=len(data),
             ) from error
 
+    def _write_spare(self, data: bytes, target: Path) -> bool:
+        """Write a manifest into a spare file, which needs no room, and rename it; False if none is large enough."""
+        name = self._spares.take(len(data))
+        if name is None:
+            return False
+        fd = open_file(self.path, name, os.O_RDWR)
+        try:
+            os.pwrite(fd, data, 0)
+            os.ftruncate(fd, len(data))
+            (self.path / name).rename(target)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._keep(target.name, fd)
+        return True
+
     def look_for_room(self) -> None:
-        """Forget the `problem` once a manifest of that size would fit again."""
+        """Make the spare files that lack; forget the `problem` once a manifest of that size would fit again."""
+        self._spares.fill()
         if not self.problem:
             return
         probe = self.path / (_TEMPORARY + "room")  # removed by `load_all` if we die now
@@ -118,6 +194,8 @@ class ManifestFolder:
                 if name.startswith(_TEMPORARY):
                     (self.path / name).unlink(missing_ok=True)
                     continue
+                if name.startswith(_SPARE):
+                    continue
                 data = self._read(name)
             except FileNotFoundError:
                 continue
@@ -132,7 +210,13 @@ class ManifestFolder:
 
     def remove(self, name: str) -> None:
         """Remove a manifest; none of that name is fine. The caller frees the slots afterwards (R7)."""
-        self._file(name).unlink(missing_ok=True)
+        path = self._file(name)
+        with self._reading:
+            fd = self._fds.get(name, -1)
+            is_there = fd >= 0 and is_at(path, os.fstat(fd))
+            is_kept = is_there and self._spares.keep(path, os.fstat(fd).st_blocks * 512)
+        if not is_kept:
+            path.unlink(missing_ok=True)
         self._drop(name)
 
     def is_whole(self) -> bool:

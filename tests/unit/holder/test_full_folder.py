@@ -16,6 +16,7 @@ from memstore.core.wire.orders import JournalAppend, JournalReplace, Order, Push
 from memstore.core.wire.reports import FactsWritten, Heartbeat, Inventory, decode_holder_message
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.errors import CapacityError, PeerTimeout
+from memstore.shell.arena.journal_file import AHEAD_NBYTES, Journal
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.holder.holder import Holder
 from memstore.shell.host.identity import HostIdentity, read_boot_id
@@ -28,7 +29,7 @@ from recovery.inventory import ShardId
 M = TypeVar("M")
 WAIT_S = 60.0
 SECRET = b"s" * 32
-LARGE = b"x" * 5000  # more than the journal's last page still takes
+LARGE = b"x" * (AHEAD_NBYTES + 5000)  # more than the journal's pages still take
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -151,10 +152,38 @@ def test_a_manifest_without_room_is_reported_until_there_is_some(small_tmpfs: Pa
     filler.end()
     folder.look_for_room()
     assert folder.problem == ""
-    assert list(folder.path.iterdir()) == []
+    assert [path for path in folder.path.iterdir() if not path.name.startswith(".spare-")] == []
     folder.save(name, b"small")
     assert list(folder.load_all()) == [(name, b"small")]
     folder.close()
+
+
+def test_manifests_need_no_room_where_the_slots_are_claimed(small_tmpfs: Path) -> None:
+    """With no page left some are saved, for ever as old ones go, and the journal takes the commits; all is adopted."""
+    folder, journal = ManifestFolder.open(small_tmpfs), Journal.open(small_tmpfs / "journal")
+    names = [ManifestFolder.name_of(ShardId("j", 1, step, 3), "ab") for step in range(100)]
+    for name in names[:8]:
+        folder.save(name, bytes(50_000))
+    for name in names[:8]:
+        folder.remove(name)
+    filler = FullFileSystem(small_tmpfs)
+    filler.start()
+    for step, name in enumerate(names):
+        folder.save(name, bytes(50_000 if step % 2 else 2000))
+        journal.append([bytes(200)])
+        if step >= 8:
+            folder.remove(names[step - 8])
+    folder.close()
+    adopted = ManifestFolder.open(small_tmpfs)
+    assert {name: len(data) for name, data in adopted.load_all()} == {
+        name: 50_000 if step % 2 else 2000 for step, name in enumerate(names) if step >= 92
+    }
+    assert adopted.skipped == {}
+    adopted.save(ManifestFolder.name_of(ShardId("j", 1, 100, 3), "ab"), b"small")
+    assert len(journal.records()) == len(names)
+    filler.end()
+    journal.close()
+    adopted.close()
 
 
 def test_removed_files_wait_for_room_before_a_byte_is_moved(holder: Holder, small_tmpfs: Path) -> None:
