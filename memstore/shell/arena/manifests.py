@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ MANIFESTS_NAME = "manifests"
 MANIFEST_NBYTES_MAX = 256 << 20  # a manifest of a million tensors has about 100 MB
 _NAME = re.compile(r"[0-9a-f]{40}")
 _TEMPORARY = ".new-"
-_SPARE = ".spare-"
+SPARES_NAME = "spares"
 SPARES_COUNT = 16
 SPARE_NBYTES = 8192  # of one that no manifest was before
 SPARES_NBYTES_MAX = 16 << 20  # of all, once removed manifests have taken the places of the first ones
@@ -40,45 +42,65 @@ class _Spares:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # bytes of allocated pages by name
+        self._names = map(str, itertools.count())
+
+    def adopt(self) -> None:
+        """Take over those of an earlier holder, and make the missing ones."""
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        check_level(self._path)
+        for name in os.listdir(self._path):
+            status = os.lstat(self._path / name)
+            if name.isdecimal() and stat.S_ISREG(status.st_mode):
+                self._sizes[name] = status.st_blocks * 512
+        self._names = map(str, itertools.count(1 + max(map(int, self._sizes), default=-1)))
+        self.fill()
 
     def fill(self) -> None:
         """Make the missing ones while the file system has room."""
-        free = [name for name in (f"{_SPARE}{number}" for number in range(SPARES_COUNT)) if name not in self._sizes]
-        for name in free:
-            fd = open_file(self._path, name, os.O_RDWR | os.O_CREAT)
-            try:
-                if not os.fstat(fd).st_blocks:  # else it is from an earlier life
+        with self._lock, contextlib.suppress(FileNotFoundError):  # a cleaner has removed the folder
+            while len(self._sizes) < SPARES_COUNT:
+                name = next(self._names)
+                fd = open_file(self._path, name, os.O_RDWR | os.O_CREAT)
+                try:
                     os.posix_fallocate(fd, 0, SPARE_NBYTES)
-                self._sizes[name] = os.fstat(fd).st_blocks * 512
-            except OSError as error:
-                (self._path / name).unlink(missing_ok=True)
-                if error.errno not in NO_ROOM:
-                    raise
-                return
-            finally:
-                os.close(fd)
+                    self._sizes[name] = SPARE_NBYTES
+                except OSError as error:
+                    (self._path / name).unlink(missing_ok=True)
+                    if error.errno not in NO_ROOM:
+                        raise
+                    return
+                finally:
+                    os.close(fd)
 
-    def take(self, nbytes: int) -> str | None:
-        """Return the name of the smallest one whose pages hold `nbytes`; it is no spare any more."""
-        fitting = [(size, name) for name, size in self._sizes.items() if size >= nbytes]
-        if not fitting:
-            return None
-        name = min(fitting)[1]
-        del self._sizes[name]
-        return name
+    def take(self, nbytes: int) -> Path | None:
+        """Return the smallest one whose pages hold `nbytes`; it is no spare any more."""
+        with self._lock:
+            name = min(
+                (n for n, size in self._sizes.items() if size >= nbytes), key=self._sizes.__getitem__, default=""
+            )
+            if not name:
+                return None
+            del self._sizes[name]
+        return self._path / name
 
     def keep(self, path: Path, nbytes: int) -> bool:
         """Make a file that is to be removed a spare, where one lacks or is smaller; False if it is not wanted."""
-        free = next((f"{_SPARE}{n}" for n in range(SPARES_COUNT) if f"{_SPARE}{n}" not in self._sizes), None)
-        smallest = min(self._sizes, key=self._sizes.__getitem__, default="")
-        name = free or smallest
-        others = sum(size for known, size in self._sizes.items() if known != name)
-        if others + nbytes > SPARES_NBYTES_MAX or (free is None and nbytes <= self._sizes[smallest]):
-            return False
-        os.replace(path, self._path / name)
-        self._sizes[name] = nbytes
-        return True
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            is_short = len(self._sizes) < SPARES_COUNT
+            smallest = "" if is_short else min(self._sizes, key=self._sizes.__getitem__)
+            others = sum(self._sizes.values()) - self._sizes.get(smallest, 0)
+            if others + nbytes > SPARES_NBYTES_MAX or nbytes <= self._sizes.get(smallest, 0):
+                return False
+            name = next(self._names)
+            path.rename(self._path / name)
+            self._sizes[name] = nbytes
+            if smallest:
+                del self._sizes[smallest]
+                (self._path / smallest).unlink(missing_ok=True)
+            return True
+        return False
 
 
 class ManifestFolder:
@@ -92,7 +114,7 @@ class ManifestFolder:
         self.skipped: dict[str, str] = {}  # file name -> why the last `load_all` did not read it
         self.problem = ""  # why the last `save` found no room, while there is none
         self._wanted_nbytes = 0
-        self._spares = _Spares(path)
+        self._spares = _Spares(path.parent / SPARES_NAME)
 
     @classmethod
     def open(cls, folder: Path) -> ManifestFolder:
@@ -101,7 +123,7 @@ class ManifestFolder:
         path.mkdir(mode=0o700, exist_ok=True)
         check_level(path)
         made = cls(path)
-        made._spares.fill()
+        made._spares.adopt()
         return made
 
     @staticmethod
@@ -157,14 +179,14 @@ class ManifestFolder:
 
     def _write_spare(self, data: bytes, target: Path) -> bool:
         """Write a manifest into a spare file, which needs no room, and rename it; False if none is large enough."""
-        name = self._spares.take(len(data))
-        if name is None:
+        spare = self._spares.take(len(data))
+        if spare is None or not spare.exists():
             return False
-        fd = open_file(self.path, name, os.O_RDWR)
+        fd = open_file(spare.parent, spare.name, os.O_RDWR)
         try:
             os.pwrite(fd, data, 0)
             os.ftruncate(fd, len(data))
-            (self.path / name).rename(target)
+            spare.rename(target)
         except BaseException:
             os.close(fd)
             raise
@@ -193,8 +215,6 @@ class ManifestFolder:
             try:
                 if name.startswith(_TEMPORARY):
                     (self.path / name).unlink(missing_ok=True)
-                    continue
-                if name.startswith(_SPARE):
                     continue
                 data = self._read(name)
             except FileNotFoundError:

@@ -1,6 +1,6 @@
 """One 64-byte record for every slot of the arena, in a mapped file that outlives the holder (R6, R7, R8).
 
-A 4 KiB file header (magic, format version, chunk size, claimed slots, the arena's id), then the
+A 4 KiB file header (magic, format version, chunk size, claimed slots, the arena's id, a checksum), then the
 records. The whole file is allocated when it is made, so that storing into it cannot meet a full
 file system, which would be a SIGBUS. References are not stored: they are recounted from manifests.
 """
@@ -18,19 +18,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ConfigError, IntegrityError
 from memstore.shell.arena.folder import commands_for, open_file
 
 SLOTS_NAME = "slots"
-FORMAT_VERSION = 2  # 2: the arena's id
+FORMAT_VERSION = 3  # 2: the arena's id; 3: a checksum
+DAMAGED_NAME = "slots.damaged"  # what was put aside
 HEADER_NBYTES = 4096
 RECORD_NBYTES = 64
 
 _MAGIC = b"MEMSLOTS"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, version, chunk_bytes, slots_count, arena_id
 _SLOTS_COUNT_AT = 16
+_CHECKSUM_AT = HEADER_NBYTES - 8  # the same in every version, of all before it but the slots' count
 _U64 = struct.Struct("<Q")
 _BODY = struct.Struct("<I16sIIQQd")  # after the state byte and three bytes of padding
 _BODY_AT = 4
@@ -85,11 +88,13 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
         IntegrityError: The file is not a slots file, or its numbers contradict its size.
         ConfigError: It has another format version.
     """
-    raw = os.pread(fd, _HEADER.size, 0)
+    raw = os.pread(fd, HEADER_NBYTES, 0)
     leftovers = _discard_command(path.parent)
-    if len(raw) < _HEADER.size or raw[:8] != _MAGIC:
+    is_ours = len(raw) == HEADER_NBYTES and raw[:8] == _MAGIC
+    checksum = raw[_CHECKSUM_AT:]
+    if not is_ours or (any(checksum) and checksum != _checksum(raw)):  # versions before 3 had none
         raise IntegrityError(f"{path} is not a slot table: its header is damaged; {leftovers} removes it")
-    _, version, chunk_bytes, slots_count, arena_id = _HEADER.unpack(raw)
+    _, version, chunk_bytes, slots_count, arena_id = _HEADER.unpack_from(raw)
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has format {version}, this memstore reads {FORMAT_VERSION}: run the version that wrote it,"
@@ -104,6 +109,10 @@ def read_file_header(fd: int, path: Path) -> FileHeader:
     return FileHeader(chunk_bytes, slots_count, arena_id)
 
 
+def _checksum(header: bytes) -> bytes:
+    return _U64.pack(xxhash.xxh3_64_intdigest(header[:_SLOTS_COUNT_AT] + header[_SLOTS_COUNT_AT + 8 : _CHECKSUM_AT]))
+
+
 def _discard_command(folder: Path) -> str:
     return commands_for(folder, f"`memstore down --leftovers --discard --host {folder.name}`")
 
@@ -111,8 +120,9 @@ def _discard_command(folder: Path) -> str:
 class SlotHeaders:
     """The holder's mapped table of slot records; one writer, which holds the arena's lock."""
 
-    def __init__(self, folder: Path, fd: int, header: FileHeader) -> None:
+    def __init__(self, folder: Path, fd: int, header: FileHeader, put_aside: str = "") -> None:
         self.path = folder / SLOTS_NAME
+        self.put_aside = put_aside  # why an earlier table was, "" if none
         self.chunk_bytes = header.chunk_bytes
         nbytes = os.fstat(fd).st_size
         self.capacity = (nbytes - HEADER_NBYTES) // RECORD_NBYTES
@@ -126,20 +136,30 @@ class SlotHeaders:
 
     @classmethod
     def open(cls, folder: Path, *, chunk_bytes: int, capacity: int) -> SlotHeaders:
-        """Create or adopt the table, with room for at least `capacity` records.
+        """Create or adopt the table, with room for at least `capacity` records; a damaged one is put aside first.
 
         Raises:
             ConfigError: The table was made for another chunk size.
             CapacityError: The file system has no room for the table.
-            IntegrityError: The file is damaged.
         """
-        path = folder / SLOTS_NAME
+        path, put_aside = folder / SLOTS_NAME, ""
         try:
             fd = open_file(folder, SLOTS_NAME, os.O_RDWR)
         except FileNotFoundError:
             fd = _create(folder, chunk_bytes, capacity)
         try:
-            header = read_file_header(fd, path)
+            try:
+                header = read_file_header(fd, path)
+            except IntegrityError:
+                nbytes = os.fstat(fd).st_size
+                path.replace(folder / DAMAGED_NAME)
+                os.close(fd)
+                fd = _create(folder, chunk_bytes, capacity)
+                header = read_file_header(fd, path)
+                put_aside = (
+                    f"{path} was no slot table any more ({nbytes} bytes, header damaged or missing): it was put aside "
+                    f"as {DAMAGED_NAME} and this host began empty; its shards come from their other copies"
+                )
             if header.chunk_bytes != chunk_bytes:
                 advice = f"give the data up with {_discard_command(folder)}"
                 raise ConfigError(
@@ -148,7 +168,7 @@ class SlotHeaders:
                 )
             if os.fstat(fd).st_size < HEADER_NBYTES + capacity * RECORD_NBYTES:
                 _allocate(fd, path, capacity)
-            return cls(folder, fd, header)
+            return cls(folder, fd, header, put_aside)
         finally:
             os.close(fd)
 
@@ -232,7 +252,10 @@ def _create(folder: Path, chunk_bytes: int, capacity: int) -> int:
     fd = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         _allocate(fd, folder / temporary, capacity)
-        os.pwrite(fd, _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0, secrets.token_bytes(16)), 0)
+        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, chunk_bytes, 0, secrets.token_bytes(16)).ljust(
+            _CHECKSUM_AT, b"\0"
+        )
+        os.pwrite(fd, header + _checksum(header), 0)
         os.rename(folder / temporary, folder / SLOTS_NAME)
     except BaseException:
         os.close(fd)

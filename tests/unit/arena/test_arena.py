@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from memstore.core.arena.slot_table import SlotState
 from memstore.errors import CapacityError, ClosedError, ConfigError, IntegrityError
@@ -17,7 +19,7 @@ from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.mapping import ArenaMapping
-from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_NBYTES, SlotHeader
+from memstore.shell.arena.slot_headers import DAMAGED_NAME, HEADER_NBYTES, RECORD_NBYTES, SlotHeader
 from memstore.testing.clusters.scratch_folder import scratch_folder
 from recovery.inventory import ShardId
 
@@ -162,24 +164,47 @@ def test_impossible_records_are_freed_and_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "data", "error"),
-    [
-        (0, b"NOTSLOTS", IntegrityError),
-        (8, b"\x01", ConfigError),
-        (8, b"\x03", ConfigError),
-        (16, b"\xff" * 8, IntegrityError),
-    ],
+    ("at", "data"),
+    [(0, b"NOTSLOTS"), (8, b"\x01"), (8, b"\x83"), (12, b"\xff"), (16, b"\xff" * 8), (30, b"\xff" * 2), (-1, b"")],
 )
-def test_damaged_table_is_refused(folder: Path, at: int, data: bytes, error: type[Exception]) -> None:
-    """A table with a damaged header or another version is refused, by holder and ranks alike."""
+def test_a_damaged_table_is_put_aside_and_the_host_begins_empty(folder: Path, at: int, data: bytes) -> None:
+    """Ranks refuse it; a holder renames it, says why, and serves a new arena. At -1: the file is empty."""
+    first = open_arena(folder)
+    first.grow(2)
+    first.close()
+    with (folder / "slots").open("r+b") as file:
+        file.seek(max(0, at))
+        file.write(data)
+        if at < 0:
+            file.truncate(0)
+    damaged = (folder / "slots").read_bytes()
+    with pytest.raises(IntegrityError):
+        ArenaMapping.open(folder)
+    arena = open_arena(folder)
+    assert "header damaged or missing" in arena.headers.put_aside
+    assert (folder / DAMAGED_NAME).read_bytes() == damaged
+    assert (arena.slots_count, arena.identity == first.identity) == (0, False)
+    arena.grow(1)
+    arena.close()
+    again = open_arena(folder)
+    assert (again.headers.put_aside, again.slots_count) == ("", 1)
+    again.close()
+
+
+@pytest.mark.parametrize("checksum", ["none", "right"])
+def test_a_table_of_another_version_is_refused(folder: Path, checksum: str) -> None:
+    """One without a checksum is of an earlier version; with one, what it says of its version is so."""
     open_arena(folder).close()
     with (folder / "slots").open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-    with pytest.raises(error):
+        header = bytearray(file.read(HEADER_NBYTES))
+        header[8] += 1 if checksum == "right" else -1
+        rest = header[:16] + header[24:-8]
+        header[-8:] = bytes(8) if checksum == "none" else struct.pack("<Q", xxhash.xxh3_64_intdigest(rest))
+        file.seek(0)
+        file.write(header)
+    with pytest.raises(ConfigError, match="run the version that wrote it"):
         open_arena(folder)
-    with pytest.raises(error):
-        ArenaMapping.open(folder)
+    assert not (folder / DAMAGED_NAME).exists()
 
 
 def test_seal_is_never_seen_with_another_digest(folder: Path) -> None:
