@@ -28,6 +28,7 @@ from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, Transpo
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
+from memstore.shell.native.extension import problem as native_problem
 from memstore.shell.rank.admin_link import ASK_S, Tool, store_root
 from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
@@ -181,8 +182,9 @@ def connect(
             ),
             limit_s=limit_s,
         )  # fmt: skip
-        if config.durable is None and launch.rank == 0:
-            log.warning("memstore %s: %s", job, DURABLE_OFF)
+        for words in (DURABLE_OFF if config.durable is None else "", native_problem()) if launch.rank == 0 else ():
+            if words:
+                log.warning("memstore %s: %s", job, words)
         store = Store(link, launch, config, joined, job=job)
         end_former(store)
         WATCH.watch(link, config.persist_on_sigterm_s)

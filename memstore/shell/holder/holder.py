@@ -67,6 +67,7 @@ from memstore.shell.holder.trained_steps import TrainedSteps
 from memstore.shell.host.descriptors import descriptor_stats
 from memstore.shell.host.identity import HostIdentity
 from memstore.shell.host.interface import resolve_interfaces
+from memstore.shell.native.extension import problem as native_problem
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_unix
 from memstore.shell.net.pacing import Pacing
@@ -140,6 +141,10 @@ class Holder:
         self.replicas.on_damaged = partial(report_copy, self.state)
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
+        found = [text for text in (self.replicas.arena.headers.put_aside, native_problem()) if text]
+        for text in found:
+            log.warning("host %s: %s", identity.host_id, text)
+        self.warnings = "; ".join([*filter(None, limit_words[1:]), *found])
         self._compose()
         self.listeners: list[Listener[Identity]] = []
         lock_file.describe(cluster=cluster, address=str(self._listen()))
@@ -316,13 +321,12 @@ class Holder:
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat of this moment."""
-        why, warning = self.limit_words
         counts: dict[str, Any] = {
             **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.send_gate.stats(),
             **descriptor_stats(),
         }  # fmt: skip
         stats = HostStats(
-            **counts, scrub=self.scrubber.found_count, limit_why=why, limit_warning=warning,
+            **counts, scrub=self.scrubber.found_count, limit_why=self.limit_words[0], limit_warning=self.warnings,
             received_bytes=self.peer_server.received_bytes,
             short_of_room=self.sessions.facts.problem or self.replicas.manifests.problem,
             behind_ranks=self.priority.behind,

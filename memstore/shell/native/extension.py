@@ -22,6 +22,17 @@ def _find() -> Any:
 built: Any = _find()  # None: Python does it all
 
 
+def problem() -> str:
+    """Return why the helper is not used, though nobody has turned it off, and what to do; "" if it is."""
+    if built is not None or os.environ.get("MEMSTORE_NATIVE") == "0":
+        return ""
+    return (
+        "memstore runs without its native helper, so copies are slower: it was not built, or not for this processor. "
+        "Install a C compiler and xxhash.h (package libxxhash-dev), then memstore again: `pip install "
+        "--force-reinstall --no-deps .` in the clone; or accept it with MEMSTORE_NATIVE=0"
+    )
+
+
 def is_there() -> bool:
     """Return whether the helper is used."""
     return built is not None
