@@ -182,9 +182,8 @@ def connect(
             ),
             limit_s=limit_s,
         )  # fmt: skip
-        for words in (DURABLE_OFF if config.durable is None else "", native_problem()) if launch.rank == 0 else ():
-            if words:
-                log.warning("memstore %s: %s", job, words)
+        if launch.rank == 0:
+            _say_what_lacks(config, job)
         store = Store(link, launch, config, joined, job=job)
         end_former(store)
         WATCH.watch(link, config.persist_on_sigterm_s)
@@ -192,6 +191,13 @@ def connect(
     except BaseException:
         link.close()
         raise
+
+
+def _say_what_lacks(config: Config, job: str) -> None:
+    """Log what a job may do without, and had better not."""
+    for words in (DURABLE_OFF if config.durable is None else "", native_problem()):
+        if words:
+            log.warning("memstore %s: %s", job, words)
 
 
 def _in_place_now(launch: Launch) -> InPlace | None:

@@ -51,7 +51,7 @@ SHELL: dict[str, str] = {
     "durable": "",
     "rank": "arena codec device host net tensors threads",
     "peer": "arena net threads transport",
-    "holder": "arena durable host net peer threads transport",
+    "holder": "arena durable host native net peer threads transport",
     "controller": "net",
     "on_ray": "arena controller holder host net rank",
 }

@@ -141,10 +141,7 @@ class Holder:
         self.replicas.on_damaged = partial(report_copy, self.state)
         for note in self.replicas.adoption_notes:
             log.info("host %s: %s", identity.host_id, note)
-        found = [text for text in (self.replicas.arena.headers.put_aside, native_problem()) if text]
-        for text in found:
-            log.warning("host %s: %s", identity.host_id, text)
-        self.warnings = "; ".join([*filter(None, limit_words[1:]), *found])
+        self.warnings = _warnings(identity.host_id, limit_words[1], self.replicas.arena.headers.put_aside)
         self._compose()
         self.listeners: list[Listener[Identity]] = []
         lock_file.describe(cluster=cluster, address=str(self._listen()))
@@ -351,3 +348,11 @@ class Holder:
         """Send the controller a last heartbeat, then end every connection."""
         self.sessions.beat(self.heartbeat)
         self.stop_serving()
+
+
+def _warnings(host_id: str, limit_warning: str, put_aside: str) -> str:
+    """Return what status says of the host for as long as its holder lives; what is new is logged."""
+    found = [text for text in (put_aside, native_problem()) if text]
+    for text in found:
+        log.warning("host %s: %s", host_id, text)
+    return "; ".join([*filter(None, [limit_warning]), *found])

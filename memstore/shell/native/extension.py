@@ -23,7 +23,7 @@ built: Any = _find()  # None: Python does it all
 
 
 def problem() -> str:
-    """Return why the helper is not used, though nobody has turned it off, and what to do; "" if it is."""
+    """Return why the helper is not used, unless it was turned off, and what to do; "" if it is."""
     if built is not None or os.environ.get("MEMSTORE_NATIVE") == "0":
         return ""
     return (
