@@ -358,6 +358,16 @@ def check_seconds(name: str, value: object) -> float:
     return min(max(found, 0.0), SECONDS_MAX)
 
 
+def check_limit(name: str, value: object) -> float:
+    """Return a time that something may take; ConfigError if it is no time, or none at all."""
+    found = check_seconds(name, value)
+    if found <= 0:
+        raise ConfigError(
+            f"{name}={value!r} is no limit: use a number of seconds above 0", field=name, value=str(value)
+        )
+    return found
+
+
 def check_whole(name: str, value: object, low: int = 0) -> int:
     """Return a step, rank, attempt or count as a plain int, numpy's too.
 

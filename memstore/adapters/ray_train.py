@@ -25,7 +25,7 @@ from ray.train.torch.config import TorchConfig, _set_torch_distributed_env_vars,
 from memstore.adapters.ray_train_losses import allow_losses_at_once, limit_wait_for_worker
 from memstore.adapters.ray_train_names import NAMES
 from memstore.adapters.ray_train_spares import Spares, spares_of
-from memstore.config import check_whole
+from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.failures import REPEATS, Failures
@@ -57,8 +57,11 @@ class InPlaceTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray is not typed
     spares: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a number of spares that is none."""
+        """Refuse a number of spares that is none, and times that are not above 0."""
         self.spares = check_whole("spares", self.spares)
+        self.hang_after_s = None if self.hang_after_s is None else check_limit("hang_after_s", self.hang_after_s)
+        self.leave_s, self.meet_s = check_limit("leave_s", self.leave_s), check_limit("meet_s", self.meet_s)
+        check_limit("timeout_s", self.timeout_s)
 
     @property
     def backend_cls(self) -> Any:

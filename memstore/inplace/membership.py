@@ -8,7 +8,8 @@
                                     waits for a generation newer than N
 
 What all ranks see is a board of numbers: `wanted` (the generation that ranks are to begin, set once its replacements
-are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N), `done/N`
+are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N; `here/N/W`:
+which ones, of those from W * WORD on, as bits), `done/N`
 (ranks whose function returned in it; plus BROKEN once it has lost one), `life/R` (the number of the process that is
 rank R now), `finished` (the generation in which all ranks had returned before one was lost), `closed/N` (ranks that put
 nothing more in generation N).
@@ -24,10 +25,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from memstore.core.cluster.text import listed
 from memstore.errors import FencedError, GatherTimeout
 
 NONE = -1
 BROKEN = 1 << 30  # more than ranks
+WORD = 32  # ranks in one number
 QUIET_S = 0.5  # ten looks of a watcher: a rank that has not closed its store by then is lost too, or had no group yet
 
 
@@ -114,7 +117,7 @@ class Coming:
     ) -> None:
         self.board, self.rank, self.life, self.world_size = board, rank, life, world_size
         self.after, self.meet_s = after, meet_s
-        self.mine, self.come = NONE, 0  # the generation that it came to, and how many ranks did
+        self.mine = NONE  # the generation that it came to
         self.deadline_s = now + meet_s
 
     def look(self, now: float) -> int | None:
@@ -128,20 +131,24 @@ class Coming:
             GatherTimeout: The others did not come within `meet_s` of the last replacement.
             FencedError: Another process is this rank now: this one was frozen, or cut off, and taken for lost.
         """
-        if now >= self.deadline_s:
-            raise GatherTimeout(self._who_lacks())
         if self.board.number("finished") != NONE:
             return NONE
         wanted = self.board.number("wanted")
-        if wanted <= self.after:
-            return None
+        if wanted > self.after and self._has_met(wanted, now):
+            return wanted
+        if now >= self.deadline_s:
+            raise GatherTimeout(self._who_lacks())
+        return None
+
+    def _has_met(self, wanted: int, now: float) -> bool:
         if wanted != self.mine:
             self.deadline_s = now + self.meet_s  # replacements may come one after another
             self._check_life()
             self.mine = wanted
+            word, bit = divmod(self.rank, WORD)
+            self.board.count(f"here/{wanted}/{word}", 1 << bit)
             self.board.count(f"here/{wanted}", 1)
-        self.come = self.board.count(f"here/{wanted}")
-        return wanted if self.come >= self.world_size else None
+        return self.board.count(f"here/{wanted}") >= self.world_size
 
     def _check_life(self) -> None:
         life = self.board.number(f"life/{self.rank}")
@@ -151,12 +158,20 @@ class Coming:
             )
 
     def _who_lacks(self) -> str:
-        came = f"{self.come} of {self.world_size} ranks came to generation {self.mine}"
-        what = came if self.mine > NONE else "nothing replaced it"
-        return (
-            f"rank {self.rank}: a rank of generation {self.after} was lost, and {what} within {self.meet_s:g} s: all "
-            "ranks must be restarted"
-        )
+        is_start, within = self.after == NONE, f"within {self.meet_s:g} s"
+        if self.mine == NONE:
+            what = f"the ranks were not asked to start {within}" if is_start else f"nothing replaced it {within}"
+        else:
+            absent, where = self._absent(), "the start" if is_start else f"generation {self.mine}"
+            who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {listed(absent)} have"
+            come = self.world_size - len(absent)
+            what = f"{come} of {self.world_size} ranks came to {where} {within}; {who} not come"
+        lost = "" if is_start else f"a rank of generation {self.after} was lost, and "
+        return f"rank {self.rank}: {lost}{what}: all ranks must be restarted"
+
+    def _absent(self) -> list[int]:
+        words = {word: self.board.count(f"here/{self.mine}/{word}") for word in range(-(-self.world_size // WORD))}
+        return [rank for rank in range(self.world_size) if not words[rank // WORD] >> rank % WORD & 1]
 
 
 class Closing:

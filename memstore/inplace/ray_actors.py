@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
 
-from memstore.config import check_whole
+from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
 from memstore.inplace.meeting import MeetingServer, Place
@@ -40,6 +40,9 @@ class InPlaceGroup:
             its own; then its process is killed and replaced, too.
         meet_s: Longest wait of the ranks for one another, such as for a replacement that Ray cannot place.
         collective_timeout_s: Of torch.distributed's collectives.
+
+    Raises:
+        ConfigError: A time is not above 0, or a count below 0.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class InPlaceGroup:
         self.world_size = check_whole("world_size", world_size, low=1)
         self.spares_count = check_whole("spares", spares)
         self._options = {"num_cpus": 1, **(actor_options or {}), "max_restarts": 0}
-        self._backend, self.hang_after_s, self.max_losses = backend, hang_after_s, max_losses
-        self._leave_s, self.meet_s, self._collective_timeout_s = leave_s, meet_s, collective_timeout_s
+        self._backend, self.max_losses = backend, check_whole("max_losses", max_losses)
+        self.hang_after_s = None if hang_after_s is None else check_limit("hang_after_s", hang_after_s)
+        self._leave_s, self.meet_s = check_limit("leave_s", leave_s), check_limit("meet_s", meet_s)
+        self._collective_timeout_s = check_limit("collective_timeout_s", collective_timeout_s)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank, again after each loss, and return what the ranks returned, by rank.

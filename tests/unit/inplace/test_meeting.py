@@ -133,10 +133,25 @@ def test_all_are_done_once_the_function_has_returned_on_each_rank(
 def test_a_meeting_to_which_a_rank_does_not_come_has_an_end(server: MeetingServer) -> None:
     """The error says who came, and what started the ranks restarts all of them."""
     server.begin(1)
-    with pytest.raises(GatherTimeout, match=r"1 of 2 ranks came to generation 1 within 0\.2 s: all ranks must"):
+    why = (
+        r"^rank 0: a rank of generation 0 was lost, and 1 of 2 ranks came to generation 1 within 0\.2 s; rank 1 has not"
+    )
+    with pytest.raises(GatherTimeout, match=why):
         rank(server, 0, meet_s=0.2).meet(0)
     with pytest.raises(GatherTimeout, match=r"nothing replaced it within 0\.2 s"):
         rank(server, 0, meet_s=0.2).meet(1)
+
+
+def test_a_start_to_which_a_rank_does_not_come_speaks_of_no_loss(server: MeetingServer) -> None:
+    """There was no generation before it. The error names who is missing."""
+    with pytest.raises(
+        GatherTimeout, match=r"^rank 0: the ranks were not asked to start within 0\.2 s: all ranks must"
+    ):
+        rank(server, 0, meet_s=0.2).meet(NONE)
+    server.begin(0)
+    why = r"^rank 0: 1 of 2 ranks came to the start within 0\.2 s; rank 1 has not come: all ranks must be restarted$"
+    with pytest.raises(GatherTimeout, match=why):
+        rank(server, 0, meet_s=0.2).meet(NONE)
 
 
 def test_a_process_that_replaces_a_rank_after_all_had_returned_meets_no_one(server: MeetingServer) -> None:

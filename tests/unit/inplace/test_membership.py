@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.membership import QUIET_S, Closing, Membership, is_over_for_all
+from memstore.core.cluster.text import listed
+from memstore.errors import GatherTimeout
+from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, Membership, is_over_for_all
 from memstore.testing.simulator.rank.in_place import SimBoard
 
 RANKS = 3
@@ -39,6 +42,22 @@ def test_before_the_first_generation_no_rank_is_done() -> None:
     assert not server.is_done()
     server.begin(0)
     assert not server.is_done()
+
+
+@given(st.sets(st.integers(0, 99), min_size=1, max_size=99))
+def test_a_meeting_that_fails_names_the_ranks_that_have_not_come(came: set[int]) -> None:
+    """Of any number of ranks."""
+    board = SimBoard()
+    Membership(board, 100).begin(0)
+    comings = [
+        Coming(board, rank=rank, life=NONE, world_size=100, after=NONE, meet_s=60.0, now=0.0) for rank in sorted(came)
+    ]  # fmt: skip
+    assert [coming.look(1.0) for coming in comings] == [None] * len(came)
+    with pytest.raises(GatherTimeout) as caught:
+        comings[0].look(61.0)
+    absent = sorted(set(range(100)) - came)
+    assert f"{len(came)} of 100 ranks came to the start within 60 s; rank" in str(caught.value)
+    assert f" {listed(absent)} ha" in str(caught.value)
 
 
 def test_a_rank_waits_until_all_but_the_lost_one_have_closed_their_stores() -> None:
