@@ -121,7 +121,7 @@ class MemstoreCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the job at once; committed steps stay."""
         if self.store is not None:
-            self.store.close()
+            self.store.close(error=exception)
             self.store = None
 
 

@@ -210,7 +210,8 @@ def _host(word: str) -> Callable[[Event], str]:
 def _rank_gone(what: str) -> Callable[[Event], str]:
     def text(e: Event) -> str:
         put = f"; it had put step {e['step']}" if e["step"] >= 0 else "; it had put nothing"
-        return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} {what} (pid {e['pid']}){put}"
+        why = f" by {e['why']}" if "why" in e else ""
+        return f"rank {e['rank']} of attempt {e['attempt']} on {e['host']} {what}{why} (pid {e['pid']}){put}"
 
     return text
 
@@ -246,11 +247,13 @@ LINES: dict[str, Callable[[Event], str]] = {
     "pinned": lambda e: f"step {e['step']} pinned as {e['name']}",
     "unpinned": lambda e: f"pin {e['name']} taken back",
     "closed": lambda e: f"attempt {e['attempt']} closed by all its ranks",
+    "ended": lambda e: f"attempt {e['attempt']} ENDED by {e['why']}",
     "removed": lambda e: "removed with all its copies in RAM",
     "dropped": lambda e: f"DROPPED: {e['why']}",
     "retired": lambda e: f"step {e['step']} (attempt {e['attempt']}) RETIRED: {e['why']}",
     "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
     "rank_dead": _rank_gone("is DEAD"),
+    "rank_ended": _rank_gone("was ENDED"),
     "rank_left": _rank_gone("left because another rank is lost, and goes on"),
     "host_joined": lambda e: "joined",
     "host_live": _host("live"),

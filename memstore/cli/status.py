@@ -160,10 +160,11 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             table.add_row(job.job, "-", ranks or "-", *["-"] * 6)
             continue
         is_open, step = newest.phase != "closed", newest.committed_step
+        alive = f"{newest.ranks_alive}/{newest.world_size}" if is_open else "ended !" if newest.ended_by else "closed"
         is_short = step is not None and newest.copies < newest.replicas
         table.add_row(
             job.job, str(job.attempt),
-            ranks or (f"{newest.ranks_alive}/{newest.world_size}" if is_open else "closed"),
+            ranks or alive,
             count_text(newest.training_step) if newest.training_step >= 0 else "-",
             "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
             at_risk(newest) if is_open else "-",

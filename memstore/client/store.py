@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from memstore.client.dcp.writer import DcpWriter
 
 log = logging.getLogger("memstore")
+ERROR_SHOWN = 300  # characters of the exception that ended training
 
 
 class Store(PinVerbs):
@@ -87,7 +88,7 @@ class Store(PinVerbs):
         if kind is None and not self._is_closed and os.getpid() == self._pid:  # else no level events follow
             with contextlib.suppress(MemstoreError, TimeoutError):
                 self.flush(timeout_s=self.config.stall_budget_s)
-        self.close()
+        self.close(error=error)
 
     def __repr__(self) -> str:
         return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
@@ -407,8 +408,13 @@ class Store(PinVerbs):
                 ticket.wait(level, limit_s)
                 return
 
-    def close(self) -> None:
-        """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing."""
+    def close(self, *, error: BaseException | None = None) -> None:
+        """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing.
+
+        Args:
+            error: The exception that training ends by, as a `with` block passes it: `status` and `events` name it, and
+                it counts as a death of the restored step (R25). Ctrl-C and sys.exit(0) are a good end.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -421,7 +427,7 @@ class Store(PinVerbs):
             self.puts.close()
             if not self._link.fenced_by:
                 with contextlib.suppress(MemstoreError):
-                    self._link.call(CloseStore(**self.puts.who()), CALL_SLACK_S)
+                    self._link.call(CloseStore(**self.puts.who(), error=_ended_by(error)), CALL_SLACK_S)
             self._link.close()
 
     def _check_open(self) -> None:
@@ -436,3 +442,12 @@ class Store(PinVerbs):
 
     def _check_process(self) -> None:
         check_process(f"this Store of job {self.job!r}", self._pid, f"; here memstore.reader({self.job!r}) reads")
+
+
+def _ended_by(error: BaseException | None) -> str:
+    """Return the exception as one line, "" for one that a person or the script ends a good run by."""
+    is_good = error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit))
+    if is_good or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:ERROR_SHOWN] if said else type(error).__name__

@@ -435,23 +435,28 @@ class Attempts:
         self.closes.pop(name, None)
 
     def close(self, call: Call[CloseStore]) -> None:
-        """Note that a rank closed its store; close the attempt and spend its key once all have."""
+        """Note that a rank closed its store, or left by an exception: it is gone. Close the attempt once all have."""
         job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
         self.out.answer(call, Noted())
         if job is None or attempt is None or attempt.attempt_number != call.request.attempt:
             return
-        ranks = self.closes.setdefault(job.name, set())
+        ranks, member = self.closes.setdefault(job.name, set()), attempt.members[rank]
         ranks.add(rank)
-        attempt.members[rank].is_gone = True
+        is_news, member.is_gone = not member.is_gone, True
+        if call.request.error:
+            kind, colon, said = call.request.error.partition(": ")
+            attempt.ended_by = attempt.ended_by or f"{kind} on rank {rank}{colon}{said}"
+            self.out.emit(RankGone(job, member, is_news, has_left=False, error=call.request.error))
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
-            self.journal.record(AttemptClosed(job.name, attempt.attempt_number))
+            self.journal.record(AttemptClosed(job.name, attempt.attempt_number, attempt.ended_by))
 
     def apply_closed(self, fact: AttemptClosed) -> None:
         """Close an attempt: no rank of it goes on."""
         job = self.state.jobs.get(fact.job)
         if job is not None and fact.attempt in job.attempts:
             job.attempts[fact.attempt].phase = "closed"
+            job.attempts[fact.attempt].ended_by = fact.ended_by
 
     def tick(self, now: float) -> None:
         """Check deadlines: of fences that a host has not answered, and of launches that miss ranks."""

@@ -58,6 +58,7 @@ class RankGone:
     member: AttemptMember
     is_news: bool  # False: it had closed its store, or is known to be dead
     has_left: bool  # it lives, and left because another rank is lost
+    error: str = ""  # the exception that ended its training
 
 
 @dataclass(frozen=True, slots=True)

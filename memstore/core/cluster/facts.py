@@ -125,6 +125,7 @@ class AttemptClosed(FactBase, frozen=True):
 
     job: str
     attempt: int
+    ended_by: str = ""  # "ValueError on rank 0: ...": the exception that ended it; "": it ended well
 
 
 class StepPinned(FactBase, frozen=True):

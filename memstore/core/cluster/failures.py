@@ -8,9 +8,11 @@ from memstore.core.schedule.put_interval import mean_time_between_failures_s
 
 
 def mtbf_s(state: ClusterState, job: Job) -> float:
-    """Return the mean time between failures, in seconds, from the attempts that ended without being closed."""
+    """Return the mean time between failures, in seconds, from the attempts that did not end well."""
     opened = [a.opened_s for a in job.attempts.values() if a.opened_s is not None]
     newest = job.newest_number
-    failures_count = sum(a.phase != "closed" for a in job.attempts.values() if a.attempt_number != newest)
+    failures_count = sum(
+        a.phase != "closed" or bool(a.ended_by) for a in job.attempts.values() if a.attempt_number != newest
+    )
     observed_s = state.age_s(min(opened, default=state.wall_s))
     return mean_time_between_failures_s(observed_s, failures_count)

@@ -58,6 +58,7 @@ class Attempt:
     members: dict[int, AttemptMember]
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
     phase: Literal["fencing", "open", "closed"] = "fencing"
+    ended_by: str = ""  # the exception by which its first rank left, and that rank; "": none has
     has_restored: bool = False  # its get decided, or it is a rewind
     is_released: bool = False  # and every rank has loaded the decided step
     failed_load: tuple[int, str] | None = None  # the last get() that failed once its bytes were handed out: round, why

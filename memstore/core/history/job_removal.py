@@ -77,7 +77,9 @@ class JobRemoval:
     def _is_over(self, job: Job) -> bool:
         """Return whether nothing is lost with the job's copies, and no process works on them."""
         attempt, newest = job.newest, job.newest_committed
-        if attempt is None or attempt.phase != "closed" or newest is None or newest not in job.markers or job.pins:
+        if attempt is None or attempt.phase != "closed" or attempt.ended_by:
+            return False
+        if newest is None or newest not in job.markers or job.pins:
             return False
         return not self.is_in_use(job)
 

@@ -19,9 +19,9 @@ TERM_SEQ = 10**9  # a term's numbers begin at term * TERM_SEQ + 1: they grow ove
 ROUTINE = frozenset({"put", "commit", "durable", "rank_left"})  # one or two for every step; one for every rank
 PROBLEMS = frozenset(
     {
-        "skip", "degraded", "restore_failed", "retired", "rank_dead", "host_suspect", "host_dead", "replicas_differ",
-        "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys", "not_expired", "scrub", "spill",
-        "files_lost",
+        "skip", "degraded", "restore_failed", "retired", "rank_dead", "rank_ended", "host_suspect", "host_dead",
+        "replicas_differ", "ended", "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys",
+        "not_expired", "scrub", "spill", "files_lost",
     }
 )  # fmt: skip
 KINDS = ROUTINE | PROBLEMS | {

@@ -201,7 +201,8 @@ class EventRecorder:
                 parent=fact.parent, fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],
             )  # fmt: skip
         elif isinstance(fact, f.AttemptClosed):
-            self.add("closed", job=fact.job, attempt=fact.attempt)
+            word = {"kind": "ended", "why": fact.ended_by} if fact.ended_by else {"kind": "closed"}
+            self.add(**word, job=fact.job, attempt=fact.attempt)
         elif isinstance(fact, f.StepPinned):
             self.add("pinned", job=fact.job, attempt=fact.attempt, step=fact.step, name=fact.name)
         elif isinstance(fact, f.StepUnpinned):
@@ -347,13 +348,15 @@ class EventRecorder:
 
     @never_raises
     def rank_gone(self, event: e.RankGone) -> None:
-        """Note, once, that a rank has not closed its store: its process ended, or left because another is lost."""
+        """Note, once, that a rank has not closed its store: its process ended or left, or an exception ended it."""
         if not event.is_news:
             return
         member, attempt = event.member, event.job.newest_number
+        kind = "rank_ended" if event.error else "rank_left" if event.has_left else "rank_dead"
+        word = {"kind": kind, "why": event.error} if event.error else {"kind": kind}
         self.add(
-            "rank_left" if event.has_left else "rank_dead", job=event.job.name, attempt=attempt, step=member.step,
-            rank=member.rank, host=member.host_id, pid=member.pid,
+            **word, job=event.job.name, attempt=attempt, step=member.step, rank=member.rank, host=member.host_id,
+            pid=member.pid,
         )  # fmt: skip
 
     @never_raises

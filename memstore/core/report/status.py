@@ -135,6 +135,7 @@ class StatusReport:
         short = looked.short if looked is not None else {}
         return AttemptStatus(
             phase=attempt.phase,
+            ended_by=attempt.ended_by,
             generation=attempt.generation,
             replaced=list(recovery.replaced) if recovery is not None else [],
             recovery_s=dict(recovery.seconds) if recovery is not None else {},

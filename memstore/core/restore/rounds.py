@@ -314,10 +314,10 @@ class Rounds:
     def _is_no_verdict(attempt: Attempt | None) -> bool:
         """Return whether the end of an attempt says nothing of the step that it restored (R25).
 
-        All its ranks closed it, or some rank never loaded the step, or it began in place because ranks were lost; what
-        replaces ranks limits their number.
+        It ended well, or some rank never loaded the step, or it began in place: what replaces ranks has a limit.
         """
-        return attempt is not None and (attempt.phase == "closed" or attempt.is_in_place or not attempt.is_released)
+        is_good_end = attempt is not None and attempt.phase == "closed" and not attempt.ended_by
+        return is_good_end or (attempt is not None and (attempt.is_in_place or not attempt.is_released))
 
     def apply_decided(self, now: float, fact: RestoreDecided, *, is_replay: bool) -> None:
         """Bind the lineage to the replicated decision, then stage (R22, R23)."""

@@ -194,6 +194,9 @@ class ReportDiffering(Request[Noted], frozen=True, tag="report_differing"):
 class CloseStore(RankRequest[Noted], frozen=True, tag="close"):
     """Leave the job."""
 
+    error: str = ""
+    """The exception that training ended by, in one line; "": it ended well (R20)."""
+
 
 class RollCall(Request[RollCalled | NoRollCall], frozen=True, tag="roll_call"):
     """Ask which ranks have come to a call that all make."""

@@ -224,6 +224,8 @@ class AttemptStatus(Part, frozen=True):
     """The newest attempt of a job, and its newest steps."""
 
     phase: str
+    ended_by: str
+    """The exception by which its first rank left, and that rank; "": none has."""
     generation: Unsigned
     replaced: list[ReplacedRow]
     recovery_s: dict[str, float]

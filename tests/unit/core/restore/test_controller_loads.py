@@ -110,7 +110,7 @@ def test_a_controller_that_dies_while_ranks_load_has_all_ask_again() -> None:
 
 
 def test_a_controller_that_dies_when_all_have_loaded_leaves_no_rank_behind() -> None:
-    """Once one get has returned the step is adopted: a rank whose answer was lost returns too, and asks no other rank."""
+    """Once one get has returned the step is adopted: a rank whose answer was lost returns as well."""
     world, _ = trained(3, last=2)
     ranks = world.launch(3)
     world.check_restored(world.get(ranks))
