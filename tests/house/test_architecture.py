@@ -305,7 +305,7 @@ BAD_SOURCES = [
     (pickle_complaints, "memstore/x.py", "import pickle", "msgpack"),
     (pickle_complaints, "memstore/shell/x.py", "import torch\ntorch.load('x')", "torch.load"),
     (pickle_complaints, "memstore/shell/x.py", "dist.broadcast_object_list([])", "broadcast_object_list"),
-    (length_complaints, "memstore/x.py", "\n" * 501, "501 lines"),
+    (length_complaints, "memstore/x.py", "\n" * 1001, "1001 lines"),
     (length_complaints, "placement/x.py", "def f():\n" + "    x = 1\n" * 60, "f() has 61 lines"),
     (length_complaints, "tests/test_x.py", "async def f():\n" + "    x = 1\n" * 80, "f() has 81 lines"),
     (name_complaints, "memstore/core/utils.py", '"""Doc."""', "'utils'"),
