@@ -16,17 +16,15 @@ from msgspec.structs import replace
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from memstore.core.format.layout import Layout, TensorSpec, byte_span, decode_layout
-from memstore.core.format.object_tree import Node, Tag
+from memstore.core.format.object_tree import BLOB_TAGS, MAPS, Node, Tag
 from memstore.errors import UnsupportedState
 from memstore.exchange.shard_bytes import ShardBytes, have_same_bytes
 from memstore.shell.codec.decode import StateBuild, guarded
 from memstore.shell.rank.range_read import Range
 
 Path = tuple[str | int, ...]
-MAPPINGS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
 TENSORS = (Tag.TENSOR, Tag.DTENSOR)
 _IN_TABLES = (Tag.TENSOR, Tag.ARRAY)
-_IN_BLOBS = (Tag.BYTES, Tag.BYTEARRAY, Tag.TEXT, Tag.INT)
 
 
 class PutShard(StateBuild):
@@ -47,8 +45,8 @@ class PutShard(StateBuild):
             return self.node(node.children[0])
         if isinstance(node, Node) and node.tag is Tag.SUBCLASS:
             raise UnsupportedState(
-                f"the state holds a {node.data[0]}, a tensor subclass, which no format has a place for: get it with "
-                "get(into=), and put its plain tensors"
+                f"the state holds a {node.data[0]}, a tensor subclass, which no format has a place for: take it with "
+                "memstore.reader(...).get(), and save its plain tensors"
             )
         return super().node(node)
 
@@ -102,7 +100,7 @@ def have_same_leaf(one: PutShard, node: Any, other: PutShard, other_node: Any) -
         return False
     if node.tag in _IN_TABLES:
         return _have_same_tensor(one, one.spec(node), other, other.spec(other_node))
-    if node.tag in _IN_BLOBS:
+    if node.tag in BLOB_TAGS:
         return one.blob(node.data) == other.blob(other_node.data)
     if node.data != other_node.data:
         return False
@@ -127,7 +125,7 @@ def _scalar_bits(value: Any) -> tuple[type, Any]:
 
 
 def _is_mapping(node: Any) -> bool:
-    return isinstance(node, Node) and node.tag in MAPPINGS
+    return isinstance(node, Node) and node.tag in MAPS
 
 
 def _is_entered(node: Any) -> bool:

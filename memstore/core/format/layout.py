@@ -1,13 +1,13 @@
 """How a state maps onto its stream of bytes: the tree of objects and the tables it points into.
 
-Pure. The stream holds the bytes of tensors, arrays and long strings; the layout holds everything
+Pure. The stream holds the bytes of tensors, arrays, long strings and lists of numbers; the layout holds everything
 else. It is one msgpack array, without pickle:
 
     [format, nbytes, extents, tensors, blobs, tree]
     extents   [[offset, nbytes], ...]     stored bytes that one or several tensors look into; in stream order
     tensors   [[extent | nil, offset, dtype, shape, strides | nil, flags, device | nil], ...]
               offset and strides in bytes, nil strides: row major; nil extent: no elements; nil device: cpu
-    blobs     [[offset, nbytes], ...]     bytes-like leaves and long strings
+    blobs     [[offset, nbytes], ...]     bytes-like leaves, long strings, long lists of numbers
     tree      a node, see `object_tree.py`
 
 A layout may come from anywhere (a peer, a disk). `decode_layout` checks every number before a reader
@@ -28,7 +28,7 @@ from memstore.core.format.manifest import LAYOUT_BYTES_MAX
 from memstore.core.format.object_tree import INT_LIMIT, Count, decode_node
 from memstore.errors import ProtocolError
 
-FORMAT = 1
+FORMAT = 2
 T = TypeVar("T")
 
 

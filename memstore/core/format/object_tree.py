@@ -7,7 +7,7 @@ Pure. Read `layout.py` first. A node is nil, bool, 64-bit integer, float or str 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,15 +28,18 @@ class Tag(enum.IntEnum):
     SET = 3  # children sorted by their packed bytes
     FROZENSET = 4
     SIZE = 5  # torch.Size
+    DEQUE = 6  # data: maxlen or nil; child: its items as a list, of any of the tags of one
     DICT = 10  # children: key, value, key, value, ...
     ORDERED = 11  # children: `_metadata` or nil, key, value, ...
     DEFAULT = 12  # data: name of the built-in default_factory or nil
+    COUNTER = 13
     TENSOR = 20  # data: index into tensors
     ARRAY = 21  # data: index into tensors
     SCALAR = 22  # data: [numpy dtype, bytes]
     DTENSOR = 23  # data: [mesh ranks, mesh shape, dim names | nil, placements, shape, strides]; child: local tensor
-    SUBCLASS = 24  # data: [class, [attribute, ...]]; children: inner tensors, then the flatten context
-    BYTES = 30  # data of BYTES, BYTEARRAY, TEXT, INT: the bytes, or an index into blobs
+    # data: [class, [attribute, ...], shape | nil, strides | nil, flags]; children: inner tensors, the flatten context
+    SUBCLASS = 24
+    BYTES = 30  # data of BYTES, BYTEARRAY, TEXT, INT and lists of numbers: the bytes, or an index into blobs
     BYTEARRAY = 31
     TEXT = 32  # utf-8 with surrogates passed
     INT = 33  # two's complement, little endian
@@ -49,8 +52,20 @@ class Tag(enum.IntEnum):
     ENUM = 50  # data: [class, member name, or value of a combined flag]
     DATACLASS = 51  # data: [class, [field, ...]]; children: the fields' values
     NAMEDTUPLE = 52
+    INT_LIST = 60  # long lists and tuples of numbers of one kind: signed 64-bit integers, little endian
+    INT_TUPLE = 61
+    FLOAT_LIST = 62  # little-endian doubles
+    FLOAT_TUPLE = 63
+    BOOL_LIST = 64  # a byte each
+    BOOL_TUPLE = 65
 
 
+MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT, Tag.COUNTER)
+# What each number of a block of numbers takes.
+NUMBER_BYTES = {
+    Tag.INT_LIST: 8, Tag.INT_TUPLE: 8, Tag.FLOAT_LIST: 8, Tag.FLOAT_TUPLE: 8, Tag.BOOL_LIST: 1, Tag.BOOL_TUPLE: 1,
+}  # fmt: skip
+BLOB_TAGS = frozenset({Tag.BYTES, Tag.BYTEARRAY, Tag.TEXT, Tag.INT, *NUMBER_BYTES})
 _TAGS: dict[int, Tag] = {int(tag): tag for tag in Tag}
 
 
@@ -60,6 +75,16 @@ class Node(NamedTuple):
     tag: Tag
     data: Any
     children: tuple[Any, ...] = ()
+
+
+def nodes_in(tree: Any) -> Iterator[Node]:
+    """Yield every tagged node of a tree, itself and below."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node):
+            yield node
+            waiting.extend(node.children)
 
 
 def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: int = 0) -> Any:
@@ -81,7 +106,7 @@ def decode_node(item: Any, are_arrays: Sequence[bool], blobs_count: int, depth: 
     if tag in (Tag.TENSOR, Tag.ARRAY):
         if data >= len(are_arrays) or are_arrays[data] != (tag is Tag.ARRAY):
             raise ValueError(f"a node names tensor {data} of {len(are_arrays)}, or one of the other kind")
-    elif tag in _BLOB_TAGS and type(data) is int and data >= blobs_count:
+    elif tag in BLOB_TAGS and type(data) is int and data >= blobs_count:
         raise ValueError(f"a node names blob {data} of {blobs_count}")
     # Most children are a dict's text keys: taken as they are, they cost no call.
     children = [
@@ -111,6 +136,10 @@ def _require(is_right: bool, what: str) -> None:
 
 def _plain(data: Any, count: int) -> None:
     _require(data is None, "a plain sequence")
+
+
+def _deque(data: Any, count: int) -> None:
+    _require((data is None or _checked_count(data, "maxlen") >= 0) and count == 1, "a deque of one list")
 
 
 def _pairs(data: Any, count: int) -> None:
@@ -166,7 +195,12 @@ def _record(data: Any, count: int) -> None:
 
 
 def _subclass(data: Any, count: int) -> None:
-    _record(data, count - 1)
+    name, attributes, shape, strides, flags = _checked_list(data, 5, "tensor subclass")
+    _record([name, attributes], count - 1)
+    for numbers in (shape, strides):
+        for number in () if numbers is None else _checked_list(numbers, None, "subclass numbers"):
+            _checked_count(number, "subclass number")
+    _require(type(flags) is int and 0 <= flags < 32, "a tensor subclass with flags")
 
 
 def _dtensor(data: Any, count: int) -> None:
@@ -183,18 +217,17 @@ def _dtensor(data: Any, count: int) -> None:
     _require(count == 1, "a DTensor of one local tensor")
 
 
-_BLOB_TAGS = frozenset({Tag.BYTES, Tag.BYTEARRAY, Tag.TEXT, Tag.INT})
-
 _SHAPES: dict[Tag, Callable[[Any, int], None]] = {
     **dict.fromkeys((Tag.LIST, Tag.TUPLE, Tag.SET, Tag.FROZENSET, Tag.SIZE), _plain),
-    Tag.DICT: _pairs,
+    Tag.DEQUE: _deque,
+    **dict.fromkeys((Tag.DICT, Tag.COUNTER), _pairs),
     Tag.ORDERED: _ordered,
     Tag.DEFAULT: _default,
     **dict.fromkeys((Tag.TENSOR, Tag.ARRAY), _index),
     Tag.SCALAR: _scalar,
     Tag.DTENSOR: _dtensor,
     Tag.SUBCLASS: _subclass,
-    **dict.fromkeys(_BLOB_TAGS, _bytes),
+    **dict.fromkeys(BLOB_TAGS, _bytes),
     Tag.COMPLEX: _complex,
     **dict.fromkeys((Tag.DTYPE, Tag.DEVICE, Tag.TORCH_LAYOUT, Tag.MEMORY_FORMAT), _name),
     Tag.ARRAY_DTYPE: _array_dtype,

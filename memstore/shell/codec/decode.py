@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from memstore.core.format.layout import Flag, Layout, TensorSpec, decode_layout, is_dense
-from memstore.core.format.object_tree import Node, Tag
+from memstore.core.format.object_tree import NUMBER_BYTES, Node, Tag, nodes_in
 from memstore.errors import LoadError, ManifestMismatch, MemstoreError, ProtocolError, UnsupportedState
 from memstore.shell.codec.byte_stream import ByteStream
 from memstore.shell.codec.match import StateMatch
@@ -78,6 +79,7 @@ def build_state(layout: Layout, stream: ByteStream, match: StateMatch | None, *,
     build = StateBuild(layout, stream, match, is_alias=is_alias)
     # Everything is built before the first live byte is written, and all are written, and verified if the stream
     # does that, before any load_state_dict(), which may read the tensors of another object.
+    guarded(build.bring_parts)
     state = guarded(lambda: build.node(layout.tree))
     guarded(build.fill)
     build.settle()
@@ -138,9 +140,20 @@ class StateBuild:
         self._loads.append((stateful, value))
         return stateful
 
+    def bring_parts(self) -> None:
+        """Bring the inner tensors of new tensor subclasses: their classes may look at the numbers."""
+        wrappers = [
+            node for node in nodes_in(self._layout.tree) if node.tag is Tag.SUBCLASS and id(node) not in self._places
+        ]
+        parts = [part for node in wrappers for part in nodes_in(node) if part.tag in (Tag.TENSOR, Tag.ARRAY)]
+        for part in parts:
+            self.build_tensor(part)
+        if parts:
+            self.settle()
+
     def fill(self) -> None:
         """Write every matched tensor and array."""
-        for node in _nodes(self._layout.tree):
+        for node in nodes_in(self._layout.tree):
             target = self._places.get(id(node))
             if target is not None and node.tag in (Tag.TENSOR, Tag.ARRAY):
                 self._fill(self._layout.tensors[node.data], target, self._leaf_of[id(node)])
@@ -367,17 +380,19 @@ def _default(build: StateBuild, node: Node) -> Any:
     return build.pairs(node.children, collections.defaultdict(factory))
 
 
+def _numbers(build: StateBuild, node: Node) -> Any:
+    raw, tag = build.blob(node.data), node.tag
+    if tag in (Tag.BOOL_LIST, Tag.BOOL_TUPLE):
+        return list(map(bool, raw)) if tag is Tag.BOOL_LIST else tuple(map(bool, raw))
+    numbers = array("q" if tag in (Tag.INT_LIST, Tag.INT_TUPLE) else "d")
+    numbers.frombytes(raw)
+    return numbers.tolist() if tag in (Tag.INT_LIST, Tag.FLOAT_LIST) else tuple(numbers)
+
+
 def _subclass(build: StateBuild, node: Node) -> Any:
-    raise ManifestMismatch(f"the state holds a {node.data[0]}: pass into= with a live one to fill")
-
-
-def _nodes(tree: Any) -> Iterator[Node]:
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Node):
-            yield node
-            waiting.extend(node.children)
+    name, attributes, *outside = node.data
+    *parts, context = build.items(node)
+    return subclasses.build_wrapper(name, dict(zip(attributes, parts, strict=True)), context, outside)
 
 
 _BUILDERS: dict[Tag, Callable[[StateBuild, Node], Any]] = {
@@ -386,7 +401,10 @@ _BUILDERS: dict[Tag, Callable[[StateBuild, Node], Any]] = {
     Tag.SET: lambda build, node: set(build.items(node)),
     Tag.FROZENSET: lambda build, node: frozenset(build.items(node)),
     Tag.SIZE: lambda build, node: torch.Size(build.items(node)),
+    Tag.DEQUE: lambda build, node: collections.deque(build.node(node.children[0]), node.data),
+    **dict.fromkeys(NUMBER_BYTES, _numbers),
     Tag.DICT: lambda build, node: build.pairs(node.children, {}),
+    Tag.COUNTER: lambda build, node: build.pairs(node.children, collections.Counter()),
     Tag.ORDERED: StateBuild.build_ordered,
     Tag.DEFAULT: _default,
     Tag.TENSOR: StateBuild.build_tensor,

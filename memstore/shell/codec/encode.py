@@ -12,9 +12,9 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from memstore.core.format.layout import decode_layout, encode_layout, packed
@@ -37,7 +37,7 @@ from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.geometry import Unknown, addresses_of
 from memstore.shell.tensors.memory import Component, Key, Leaf, TensorSource, components, dense_bytes
 from memstore.shell.tensors.placed_sources import PlacedSources
-from memstore.shell.tensors.slot_stream import SlotStream, address_of, move_all
+from memstore.shell.tensors.slot_stream import SlotStream, move_all
 from recovery.inventory import ShardId
 
 LARGE_BYTES = 64 << 10
@@ -104,16 +104,20 @@ class _Known:
         offsets = [offset for offset, _ in places.extents]
         self._sources = KnownSources(walk.leaves(), places.components, offsets, self._state.addresses)
         self._extents, self._tensors = packed(places.extents), packed(places.tensors)
-        self._end, self._layout = places.end, layout
+        self._end, self._layout, self._blob_sizes = places.end, layout, list(map(len, walk.blobs))
 
     def plan(self, state: object, name: str) -> StatePlan:
         """Lay out the state; Unknown if it is another one."""
-        owners, is_same = self._state.match(state)
+        owners, blobs, is_same = self._state.match(state)
         placed = self._sources.placed(owners, addresses_of(owners))
-        if not is_same:
-            self._layout = encode_layout(self._end, self._extents, self._tensors, [], self._state.tree)
+        sizes = list(map(len, blobs))
+        rows = _blob_rows(self._end, sizes)
+        end = self._end + sum(sizes)
+        if not is_same or sizes != self._blob_sizes:
+            self._layout = encode_layout(end, self._extents, self._tensors, rows, self._state.tree)
+            self._blob_sizes = sizes
             _check_length(self._layout, name)
-        return StatePlan(self._layout, self._end, placed)
+        return StatePlan(self._layout, end, placed.followed_by(rows, blobs))
 
 
 class PlanMemory:
@@ -154,7 +158,7 @@ class PlanMemory:
             self._last = None if None in walk.keys else (walk.keys, places)
         plan = _plan_of(walk, places, sources, name)
         # Not the first time: a state that has another structure at each put is not worth it.
-        if places.tensors == self._rows and not walk.blobs:
+        if places.tensors == self._rows:
             with contextlib.suppress(Unknown):
                 self._known = [_Known(state, walk, places, plan.layout)]
         self._rows = places.tensors
@@ -176,22 +180,24 @@ def _places_of(walk: StateWalk, name: str) -> _Places:
 
 
 def _plan_of(walk: StateWalk, places: _Places, sources: list[TensorSource], name: str) -> StatePlan:
-    placed = [(offset, source) for (offset, _), source in zip(places.extents, sources, strict=True)]
-    blobs, end = [], places.end
-    for blob in walk.blobs:
-        blobs.append((end, len(blob)))
-        placed.append((end, TensorSource(len(blob), address_of(np.frombuffer(blob, np.uint8)), blob)))
-        end += len(blob)
-    layout = encode_layout(end, places.extents, places.tensors, blobs, walk.tree)
+    placed = PlacedSources.of((offset, source) for (offset, _), source in zip(places.extents, sources, strict=True))
+    rows = _blob_rows(places.end, list(map(len, walk.blobs)))
+    end = sum(rows[-1]) if rows else places.end
+    layout = encode_layout(end, places.extents, places.tensors, rows, walk.tree)
     _check_length(layout, name)
-    return StatePlan(layout, end, PlacedSources.of(placed))
+    return StatePlan(layout, end, placed.followed_by(rows, walk.blobs))
+
+
+def _blob_rows(begin: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return offset and nbytes of each: one behind the other."""
+    return [(end - size, size) for end, size in zip(accumulate(sizes, initial=begin), (0, *sizes), strict=True)][1:]
 
 
 def _check_length(layout: bytes, name: str) -> None:
     if len(layout) > LAYOUT_BYTES_MAX:
         raise UnsupportedState(
             f"the {name}'s plain objects take {len(layout)} bytes and the limit is {LAYOUT_BYTES_MAX}; "
-            "put long lists of numbers as tensors or numpy arrays. Nothing was copied."
+            "put long lists of one kind of numbers, or as tensors or numpy arrays. Nothing was copied."
         )
 
 

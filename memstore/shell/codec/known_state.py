@@ -2,8 +2,9 @@
 
 The containers of one depth are read together: their lengths, their keys, the types of what they hold. So a state of
 thousands of tensors takes a few calls that run in C. Only what these columns describe fully is taken: dicts, ordered
-dicts, lists and tuples with text or whole numbers as keys; tensors, Parameters and DTensors of strided memory; plain
-scalars. Everything else is left to the walk, and so is every state in which a column differs. No tensor is kept alive.
+dicts, counters, lists and tuples with text or whole numbers as keys; tensors, Parameters and DTensors of strided
+memory; plain scalars; long lists of numbers, each as the block that it is stored as. Everything else is left to the
+walk, and so is every state in which a column differs. No tensor is kept alive.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from weakref import ref
 import numpy as np
 import torch
 
-from memstore.shell.codec.walk import fits_inline
+from memstore.shell.codec.walk import NUMBERS_MIN, fits_inline, number_block
 from memstore.shell.tensors.geometry import Geometry, Shapes, Unknown, addresses_of, require, types_of
 from memstore.shell.tensors.memory import Component, Leaf
 from memstore.shell.tensors.placed_sources import HostTable, PlacedSources, host_table
 
-_MAPS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
+_MAPS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple)
+_NUMBERS = frozenset((int, float, bool))
+ITEMS_MAX = 1 << 16  # of a list: one that is longer, and no block of numbers, costs more than a walk saves
 _CONTAINERS = frozenset((*_MAPS, *_SEQUENCES))
 _SCALARS = frozenset((int, float, bool, str, type(None)))
 _KEYS = frozenset((str, int))
@@ -48,11 +51,14 @@ class _Depth:
         require(set(self.key_types) <= _KEYS)
         dtensors = {kind for kind in found - _CONTAINERS - _SCALARS - _TENSORS if _is_dtensor(kind)}
         require(found <= _CONTAINERS | _SCALARS | _TENSORS | dtensors)
-        self.containers, self.scalars, self.tensors, self.dtensors = (
-            bytes(kind in kinds for kind in self.item_types)
-            for kinds in (_CONTAINERS, _SCALARS, _TENSORS, frozenset(dtensors))
+        self.numbers = bytes(map(_is_block, items))
+        self.scalars, self.tensors, self.dtensors = (
+            bytes(kind in kinds for kind in self.item_types) for kinds in (_SCALARS, _TENSORS, frozenset(dtensors))
         )
-        self.has = tuple(any(mask) for mask in (self.scalars, self.tensors, self.dtensors))
+        self.containers = bytes(
+            kind in _CONTAINERS and not block for kind, block in zip(self.item_types, self.numbers, strict=True)
+        )
+        self.has = tuple(any(mask) for mask in (self.scalars, self.tensors, self.dtensors, self.numbers))
         self.next_kinds = list(compress(self.item_types, self.containers))
 
     def _read(self, containers: list[Any]) -> tuple[list[int], list[Any], list[Any]]:
@@ -84,6 +90,17 @@ class _Depth:
             start = 2 if kind is OrderedDict else step - 1
             found += [(node[2], start + step * number) for number in range(length)]
         return found + [(node[2], 0) for node, kind in zip(nodes, self.kinds, strict=True) if kind is OrderedDict]
+
+
+def _is_block(item: Any) -> bool:
+    """Return whether an item is stored as a block of numbers; Unknown if it may become one, or is too long."""
+    if type(item) not in _SEQUENCES or len(item) < NUMBERS_MIN:
+        return False
+    if type(item[0]) not in _NUMBERS:
+        require(len(item) <= ITEMS_MAX)
+        return False
+    require(number_block(item) is not None)
+    return True
 
 
 def _is_dtensor(kind: type) -> bool:
@@ -127,17 +144,20 @@ class KnownState:
         self._root = type(state)
         require(self._root in _CONTAINERS)
         self._depths: list[_Depth] = []
-        slots: list[Slot] = []
+        slots, blobs = list[Slot](), list[int]()
         containers, kinds, nodes = [state], [self._root], [tree]
         while containers:
             depth = _Depth(containers, kinds)
             self._depths.append(depth)
             items, places = depth.open(containers), depth.slots(nodes)
             slots += compress(places, depth.scalars)
+            blobs += [inside[at][1] for inside, at in compress(places, depth.numbers)]
             containers, kinds = list(compress(items, depth.containers)), depth.next_kinds
             nodes = [inside[at] for inside, at in compress(places, depth.containers)]
-        tensors, dtensors, scalars = self._open(state)
+        tensors, dtensors, scalars, numbers = self._open(state)
         self._dtensors = _Meshes(dtensors)
+        self._number_kinds = [kind for kind, _ in numbers]
+        self._in_stream = sorted(range(len(blobs)), key=blobs.__getitem__)  # the depths have them in another order
         require(set(types_of(tensors)) <= _TENSORS)  # a DTensor may be made of wrappers
         self._leaves = [indices[id(tensor)] for tensor in tensors]  # of each place of a tensor
         firsts = {leaf: number for number, leaf in reversed(list(enumerate(self._leaves)))}
@@ -151,13 +171,13 @@ class KnownState:
         met = Counter(self.addresses)
         self._at_shared_address += [leaf for leaf, address in enumerate(self.addresses) if met[address] > 1]
 
-    def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return tensors, with the local ones of DTensors, the DTensors, and the plain scalars."""
-        tensors, dtensors, scalars = list[Any](), list[Any](), list[Any]()
+    def _open(self, state: Any) -> tuple[list[Any], list[Any], list[Any], list[tuple[type, bytes]]]:
+        """Return tensors, with the local ones of DTensors, the DTensors, the plain scalars, and blocks of numbers."""
+        tensors, dtensors, scalars, numbers = list[Any](), list[Any](), list[Any](), list[Any]()
         containers = [state]
         for depth in self._depths:
             items = depth.open(containers)
-            has_scalars, has_tensors, has_dtensors = depth.has
+            has_scalars, has_tensors, has_dtensors, has_numbers = depth.has
             if has_scalars:
                 scalars += compress(items, depth.scalars)
             if has_tensors:
@@ -166,8 +186,11 @@ class KnownState:
                 found = list(compress(items, depth.dtensors))
                 dtensors += found
                 tensors += map(_LOCAL, found)
+            if has_numbers:
+                numbers += map(number_block, compress(items, depth.numbers))
             containers = list(compress(items, depth.containers))
-        return tensors, dtensors, scalars
+        require(None not in numbers)
+        return tensors, dtensors, scalars, numbers
 
     def _owners(self, tensors: list[Any]) -> list[Any]:
         """Return the tensor of each leaf; Unknown if other places than before have the same tensor.
@@ -181,18 +204,19 @@ class KnownState:
             require(all(map(is_, tensors, map(owners.__getitem__, self._leaves))))
         return owners
 
-    def match(self, state: Any) -> tuple[list[torch.Tensor], bool]:
-        """Return the tensors of a state by leaf, and whether its plain values are those of the last.
+    def match(self, state: Any) -> tuple[list[torch.Tensor], list[bytes], bool]:
+        """Return the tensors of a state by leaf, its blocks of numbers, and whether the scalars are those of the last.
 
         Raises:
             Unknown: it is not this state with other numbers.
         """
         require(type(state) is self._root)
-        tensors, dtensors, scalars = self._open(state)
+        tensors, dtensors, scalars, numbers = self._open(state)
+        require([kind for kind, _ in numbers] == self._number_kinds)
         self._dtensors.check(dtensors)
         owners = self._owners(tensors)
         self._geometry.check(owners)
-        return owners, self._take(scalars)
+        return owners, [numbers[at][1] for at in self._in_stream], self._take(scalars)
 
     def _take(self, scalars: list[Any]) -> bool:
         """Put plain values into the tree; return whether they were there."""

@@ -1,15 +1,17 @@
 """Check a stored state against the live one that it is restored into, before a byte is written (R26).
 
 Paths, kinds, dtypes, shapes and ties must agree; plain values may differ, and go where `plain_places` says.
-What a Stateful object has no place for yet, such as the state of an optimizer that has not stepped, is left to its
-load_state_dict(); a module's entries, though, must all be there on both sides.
+What a Stateful object has no place for yet, such as the state of an optimizer that has not stepped, or has in another
+shape, is left to its load_state_dict(). A module's entries, though, must all be there on both sides, and what has the
+shapes of a model must have those that were stored: `stateful_shapes.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -17,9 +19,11 @@ import numpy as np
 import torch
 
 from memstore.core.format.layout import Layout, TensorSpec, may_overlap_itself, row_major
-from memstore.core.format.object_tree import Node, Tag
+from memstore.core.format.object_tree import MAPS, NUMBER_BYTES, Node, Tag, nodes_in
+from memstore.core.format.tensor_paths import children_of
 from memstore.errors import ManifestMismatch, UnsupportedState
-from memstore.shell.codec.plain_places import Place, PlainPlaces, entry, field, handled, is_mutable, item
+from memstore.shell.codec.plain_places import Place, PlainPlaces, entry, field, handled, is_live, is_mutable, item
+from memstore.shell.codec.stateful_shapes import entries_of_own_loading, fixed_memory, is_in
 from memstore.shell.codec.walk import StateWalk, is_stateful
 from memstore.shell.tensors import registry, subclasses
 from memstore.shell.tensors.memory import (
@@ -32,8 +36,10 @@ from memstore.shell.tensors.memory import (
     leaf_of_tensor,
 )
 
-_MAPS = (Tag.DICT, Tag.ORDERED, Tag.DEFAULT)
-_SEQUENCES = (Tag.LIST, Tag.TUPLE)
+_SEQUENCES = {
+    tag: list if tag.name.endswith("LIST") else tuple for tag in (Tag.LIST, Tag.TUPLE, *NUMBER_BYTES)
+}  # fmt: skip
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 _HOLDS_BYTES = (Tag.TENSOR, Tag.ARRAY, Tag.DTENSOR, Tag.SUBCLASS)
 Places = dict[int, Any]  # id of a node -> the live tensor, array or subclass to fill there
 
@@ -55,6 +61,8 @@ class StateMatch:
         self._layout, self._keys = layout, keys
         self._filled: list[tuple[str, int, Leaf]] = []  # path, index of the stored tensor, live target
         self._homeless: list[tuple[str, Node]] = []
+        self._owner: Any = None  # the object with load_state_dict() whose state is being compared
+        self._fixed: dict[int, frozenset[int]] = {}  # by id of such an object
         self._match(layout.tree, into, name, is_strict=True, place=None)
         for path, node in self._homeless:
             if self.mesh_of(node) is None:
@@ -87,10 +95,14 @@ class StateMatch:
             self._match_stateful(node, target, path)
         elif not isinstance(node, Node):
             self._match_leaf(node, target, path, is_strict=is_strict, place=place)
-        elif node.tag in _MAPS and isinstance(target, dict):
+        elif node.tag is Tag.COUNTER and type(target) is Counter and not _holds_bytes(node):
+            self.plain.take_counts(node, target, place)
+        elif node.tag in MAPS and isinstance(target, dict):
             self._match_dict(node, target, path, is_strict=is_strict, place=place)
-        elif node.tag in _SEQUENCES and type(target) is (list if node.tag is Tag.LIST else tuple):
-            self._match_items(node, target, path, is_strict=is_strict, place=place)
+        elif _SEQUENCES.get(node.tag) is type(target):
+            self._match_sequence(node, target, path, is_strict=is_strict, place=place)
+        elif node.tag is Tag.DEQUE and type(target) is deque:
+            self._match_sequence(node.children[0], target, path, is_strict=is_strict, place=place)
         elif node.tag in (Tag.DATACLASS, Tag.NAMEDTUPLE) and registry.registered(node.data[0]) is type(target):
             self._match_record(node, target, path, is_strict=is_strict, place=place)
         elif _holds_bytes(node):
@@ -103,15 +115,68 @@ class StateMatch:
             params = [param for group in target.param_groups for param in group["params"]]
             self.meshes += [param.device_mesh for param in params if subclasses.is_dtensor(param)]
             if type(target).load_state_dict is torch.optim.Optimizer.load_state_dict:
-                check_groups(node, target, path)
-        # A module's parameters all exist; other objects may still have to create their state.
-        self._match(node, target.state_dict(), path, is_strict=isinstance(target, torch.nn.Module), place=handled)
-        self.statefuls[id(node)] = target
+                self._check_groups(node, target, path)
         if not isinstance(node, Node):
             raise ManifestMismatch(f"{path} was stored as {_shown(node)} and is a {type(target).__name__} in `into`")
+        outer, self._owner = self._owner, target
+        if isinstance(target, torch.nn.Module):
+            self._match_module(node, target, path)
+        else:
+            self._match(node, target.state_dict(), path, is_strict=False, place=handled)
+        self._owner = outer
+        self.statefuls[id(node)] = target
+
+    def _match_module(self, node: Node, module: torch.nn.Module, path: str) -> None:
+        """Match a module, whose parameters all exist; other objects may still have to create their state."""
+        live = module.state_dict()
+        try:
+            if node.tag in MAPS and isinstance(live, dict):
+                self._match_dict(node, live, path, is_strict=False, place=handled, module=module)
+            else:
+                self._match(node, live, path, is_strict=True, place=handled)
+        except ManifestMismatch as error:
+            if _holds(node, (Tag.DTENSOR,)):
+                raise
+            raise ManifestMismatch(
+                f"{error}; to load what fits: got = store.get() without into=, take the entries that do not fit out of "
+                f"got.{path}, and pass it to load_state_dict(..., strict=False)"
+            ) from None
+
+    def _check_groups(self, node: Any, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Refuse an optimizer that has its parameters in other groups, or others of them, than was stored.
+
+        Its state is stored by the parameters' numbers: it would refuse the one, and take the other for its own.
+        """
+        stored = [_entries(group) for group in getattr(_entries(node).get("param_groups"), "children", ())]
+        counts = [self._count(group.get("params")) for group in stored]
+        live = [len(group["params"]) for group in optimizer.param_groups]
+        kind = f"the {type(optimizer).__name__} in `into`"
+        remedy = (
+            "build it as it was, or put memstore.adapters.torch.NamedOptimizer(model, optimizer), which goes by names"
+        )
+        if all(counts) and stored and counts != live:
+            raise ManifestMismatch(
+                f"{path} was stored with groups of {counts} parameters, and {kind} has {live}: {remedy}"
+            )
+        for number, (old, new) in enumerate(zip(stored, optimizer.param_groups, strict=False)):
+            pairs = zip(getattr(old.get("param_names"), "children", ()), new.get("param_names", ()), strict=False)
+            for was, now in pairs:
+                if was != now:
+                    raise ManifestMismatch(
+                        f"{path}: group {number} was stored with {was!r} where {kind} has {now!r}, which would take "
+                        f"its state: {remedy}"
+                    )
+
+    def _is_fixed(self, target: Any, is_strict: bool) -> bool:
+        """Return whether a live value must be what was stored: it is no business of a load_state_dict()."""
+        if is_strict or self._owner is None:
+            return True
+        if id(self._owner) not in self._fixed:
+            self._fixed[id(self._owner)] = fixed_memory(self._owner)
+        return is_in(target, self._fixed[id(self._owner)])
 
     def _match_leaf(self, node: Any, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
-        if is_strict and isinstance(target, torch.Tensor | np.ndarray):
+        if isinstance(target, torch.Tensor | np.ndarray) and self._is_fixed(target, is_strict):
             raise ManifestMismatch(f"{path} was stored as a plain object and is a {_shown(target)} in `into`")
         self.plain.take(node, target, path, place)
 
@@ -130,20 +195,28 @@ class StateMatch:
         if is_tuple:
             self.plain.rebuild(place, lambda: target._replace(**parts), since)
 
-    def _match_dict(self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place) -> None:
+    def _match_dict(
+        self, node: Node, target: dict[Any, Any], path: str, *, is_strict: bool, place: Place,
+        module: torch.nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        """Match the entries; those of a module must all be there, but for what it loads in its own way."""
         pairs = node.children[1:] if node.tag is Tag.ORDERED else node.children
         stored = self._by_live_key(zip(pairs[::2], pairs[1::2], strict=True), target)
+        one_sided = stored.keys() ^ target.keys()
+        if module is not None:
+            one_sided -= entries_of_own_loading(module, one_sided)
         for key, child in stored.items():
             where = f"{path}[{key!r}]"
             inner = entry(place, target, key)
             if key in target:
                 self._match(child, target[key], where, is_strict=is_strict, place=inner)
             elif _holds_bytes(child):
-                self._homeless_below(child, where, is_strict, "with tensors", None)
+                is_needed = is_strict or (module is not None and key in one_sided)
+                self._homeless_below(child, where, is_needed, "with tensors", None)
             else:
                 self.plain.take(child, None, where, inner)
-        missing = [key for key in target if key not in stored]
-        if missing and is_strict:
+        missing = [key for key in target if key in one_sided and key not in stored]
+        if missing and (is_strict or module is not None):
             raise ManifestMismatch(f"{path}[{missing[0]!r}] is in `into` and was not stored")
 
     def _by_live_key(self, pairs: Iterable[tuple[Any, Any]], target: dict[Any, Any]) -> dict[Any, Any]:
@@ -160,11 +233,35 @@ class StateMatch:
             stored[key] = child
         return stored
 
+    def _match_sequence(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
+        """Match a list, tuple or deque with one that is stored item by item, or as a block of numbers."""
+        count, is_refilled = self._count(node), type(target) is deque and not _holds_bytes(node)
+        if is_strict and count < len(target) and not is_refilled:  # live entries without a counterpart
+            raise ManifestMismatch(f"{path} was stored with {count} items and has {len(target)} in `into`")
+        if node.tag in NUMBER_BYTES or is_refilled:
+            self._match_whole(node, target, path, is_strict=is_strict, place=place)
+        else:
+            self._match_items(node, target, path, is_strict=is_strict, place=place)
+
+    def _match_whole(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
+        """Note that all items are assigned at once, around live tensors and objects."""
+        live = []
+        if not _PLAIN.issuperset(map(type, target)):
+            live = [index for index, each in enumerate(target) if is_live(each)]
+        for index in live:
+            self._match_leaf(None, target[index], f"{path}[{index}]", is_strict=is_strict, place=_within(place))
+        self.plain.take_items(node, target, frozenset(live), path, place)
+
+    def _count(self, node: Any) -> int:
+        """Return the items of a stored list; 0 of what is none."""
+        if not isinstance(node, Node) or node.tag not in NUMBER_BYTES:
+            return len(getattr(node, "children", ()))
+        nbytes = len(node.data) if isinstance(node.data, bytes) else self._layout.blobs[node.data][1]
+        return nbytes // NUMBER_BYTES[node.tag]
+
     def _match_items(self, node: Node, target: Sequence[Any], path: str, *, is_strict: bool, place: Place) -> None:
-        if is_strict and len(node.children) < len(target):  # the live entry has no counterpart in the checkpoint
-            raise ManifestMismatch(f"{path} was stored with {len(node.children)} items and has {len(target)} in `into`")
-        is_open, since = isinstance(target, list), len(self.plain.assignments)
-        parts = target if isinstance(target, list) else list(target)
+        is_open, since = isinstance(target, list | deque), len(self.plain.assignments)
+        parts = target if isinstance(target, list | deque) else list(target)
         for index, child in enumerate(node.children):
             where = f"{path}[{index}]"
             inner = item(place, parts, index) if is_open or place is not None else None
@@ -184,32 +281,42 @@ class StateMatch:
         if not isinstance(node, Node):
             return
         if node.tag is Tag.SUBCLASS:
-            raise ManifestMismatch(f"{path} was stored as a {node.data[0]} and `into` has none to fill")
+            try:
+                subclasses.wrapper_class(node.data[0])
+            except UnsupportedState as error:
+                raise ManifestMismatch(f"{path} has no place in `into`, and cannot be built: {error}") from None
         if node.tag is Tag.DTENSOR:
             self._homeless.append((path, node))
-        for index, child in enumerate(node.children):
-            self._homeless_below(child, f"{path}<{index}>", is_strict, stored, None)
+        for where, child in children_of(node, path):
+            self._homeless_below(child, where, is_strict, stored, None)
 
     def _match_tensor(self, node: Node, target: Any, path: str, *, is_strict: bool) -> None:
         is_tensor = isinstance(target, torch.Tensor)
-        if not is_strict and not is_tensor and not isinstance(target, np.ndarray):
-            self._homeless_below(node, path, is_strict, "", target)
+        is_array = isinstance(target, np.ndarray)
+        is_uninitialized = self._owner is not None and is_tensor and torch.nn.parameter.is_lazy(target)
+        if is_uninitialized or (not is_strict and not is_tensor and not is_array):
+            self._homeless_below(node, path, False, "", target)
         elif node.tag is Tag.DTENSOR and subclasses.is_dtensor(target):
             self._match_dtensor(node, target, path)
         elif node.tag is Tag.SUBCLASS and is_tensor and registry.class_name(type(target)) == node.data[0]:
-            self._match_wrapper(node, target, path)
+            self._match_or_leave_wrapper(node, target, path, is_strict)
         elif node.tag is Tag.TENSOR and type(target) in (torch.Tensor, torch.nn.Parameter):
-            self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_tensor, target, path), target, path)
+            self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_tensor, target, path), target, path, is_strict)
         elif node.tag is Tag.ARRAY and type(target) is np.ndarray:
-            if not target.flags.writeable:
+            if not target.flags.writeable and self._is_fixed(target, is_strict):
                 raise ManifestMismatch(f"{path} is a read-only array in `into`; it cannot be filled")
-            self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_array, target, path), target, path)
+            self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_array, target, path), target, path, is_strict)
+        elif not self._is_fixed(target, is_strict):
+            self._homeless_below(node, path, False, "", target)
         else:
             kind = node.data[0] if node.tag is Tag.SUBCLASS else node.tag.name.lower()
             raise ManifestMismatch(f"{path} was stored as a {kind} and is {_shown(target)} in `into`")
 
-    def _match_leaf_bytes(self, node: Node, leaf: Leaf, target: Any, path: str) -> None:
+    def _match_leaf_bytes(self, node: Node, leaf: Leaf, target: Any, path: str, is_strict: bool) -> None:
         spec = self._layout.tensors[node.data]
+        is_other = (spec.dtype, spec.shape) != (leaf.dtype, leaf.shape) or _is_read_only(target)
+        if is_other and not self._is_fixed(target, is_strict):
+            return
         if (spec.dtype, spec.shape) != (leaf.dtype, leaf.shape):
             raise ManifestMismatch(
                 f"{path} was stored as {spec.dtype} {list(spec.shape)} and is {leaf.dtype} {list(leaf.shape)} in `into`"
@@ -234,10 +341,22 @@ class StateMatch:
         )
         self.places[id(node)] = target
 
+    def _match_or_leave_wrapper(self, node: Node, target: Any, path: str, is_strict: bool) -> None:
+        filled, overlapping = len(self._filled), len(self._overlapping)
+        try:
+            self._match_wrapper(node, target, path)
+        except ManifestMismatch:
+            if self._is_fixed(target, is_strict):
+                raise
+            del self._filled[filled:], self._overlapping[overlapping:]
+            for part in nodes_in(node):
+                self.places.pop(id(part), None)
+            self._homeless_below(node, path, False, "", None)
+
     def _match_wrapper(self, node: Node, target: Any, path: str) -> None:
         inner, context = subclasses.flatten_wrapper(target)
         try:
-            packed = msgpack.packb(StateWalk(context).tree)
+            packed = msgpack.packb(StateWalk(context, is_inline=True).tree)
         except UnsupportedState as error:
             raise ManifestMismatch(f"{path}: the subclass's flatten context cannot be compared: {error}") from None
         if list(inner) != node.data[1] or packed != msgpack.packb(_raw(node.children[-1])):
@@ -269,28 +388,6 @@ class StateMatch:
                 )
 
 
-def check_groups(node: Any, optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Refuse an optimizer that has its parameters in other groups, or others of them, than was stored.
-
-    Its state is stored by the parameters' numbers: it would refuse the one, and take the other for its own.
-    """
-    stored = [_entries(group) for group in getattr(_entries(node).get("param_groups"), "children", ())]
-    counts = [len(getattr(group.get("params"), "children", ())) for group in stored]
-    live = [len(group["params"]) for group in optimizer.param_groups]
-    kind = f"the {type(optimizer).__name__} in `into`"
-    remedy = "build it as it was, or put memstore.adapters.torch.NamedOptimizer(model, optimizer), which goes by names"
-    if all(counts) and stored and counts != live:
-        raise ManifestMismatch(f"{path} was stored with groups of {counts} parameters, and {kind} has {live}: {remedy}")
-    for number, (old, new) in enumerate(zip(stored, optimizer.param_groups, strict=False)):
-        pairs = zip(getattr(old.get("param_names"), "children", ()), new.get("param_names", ()), strict=False)
-        for was, now in pairs:
-            if was != now:
-                raise ManifestMismatch(
-                    f"{path}: group {number} was stored with {was!r} where {kind} has {now!r}, which would take its "
-                    f"state: {remedy}"
-                )
-
-
 def _entries(node: Any) -> dict[str, Any]:
     """Return the stored values of a plain dict under its keys of text."""
     pairs = node.children if isinstance(node, Node) and node.tag is Tag.DICT else ()
@@ -299,6 +396,8 @@ def _entries(node: Any) -> dict[str, Any]:
 
 def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) -> Leaf:
     """Describe a live target; raise a mismatch for one that could not be stored."""
+    if isinstance(target, torch.Tensor) and target.is_meta:
+        raise ManifestMismatch(f"{path} is on the meta device in `into`: call to_empty(device=...) on its module first")
     try:
         return describe(target)
     except ValueError as error:
@@ -316,9 +415,15 @@ def _same_view(first_spec: TensorSpec, spec: TensorSpec, first_leaf: Leaf, leaf:
 
 
 def _holds_bytes(node: Any) -> bool:
-    if not isinstance(node, Node):
-        return False
-    return node.tag in _HOLDS_BYTES or any(_holds_bytes(child) for child in node.children)
+    return _holds(node, _HOLDS_BYTES)
+
+
+def _holds(node: Any, tags: Collection[Tag]) -> bool:
+    return isinstance(node, Node) and (node.tag in tags or any(_holds(child, tags) for child in node.children))
+
+
+def _is_read_only(target: Any) -> bool:
+    return isinstance(target, np.ndarray) and not target.flags.writeable
 
 
 def _within(place: Place) -> Place:
@@ -332,7 +437,7 @@ def _unequal_keys(target: dict[Any, Any]) -> dict[bytes, list[Any]]:
     for key in target:
         if not isinstance(key, str | int | bytes):
             with contextlib.suppress(UnsupportedState):
-                found.setdefault(msgpack.packb(StateWalk(key).tree), []).append(key)
+                found.setdefault(msgpack.packb(StateWalk(key, is_inline=True).tree), []).append(key)
     return found
 
 

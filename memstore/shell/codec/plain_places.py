@@ -7,7 +7,8 @@ before. What no entry holds, or what would take a live tensor or object out of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,43 @@ class PlainPlaces:
         """Note where a stored value goes instead of `target`, which is not changed: other code may refer to it."""
         if place is handled:
             return
-        if place is None or _is_live(target):
+        if place is None or is_live(target):
             is_same = not isinstance(node, Node) and type(node) is type(target) and node == target
             if not is_same:
                 self.not_filled.append(path)
             return
         self.assignments.append((node, place))
         if isinstance(node, Node):
+            self.by_node[id(node)] = node
+
+    def take_items(self, node: Node, target: Sequence[Any], live: Collection[int], path: str, place: Place) -> None:
+        """Note that a list or deque gets stored items, all but those at `live`; in place of a tuple comes a new one."""
+        if place is handled:
+            return
+        if not isinstance(target, list | deque) and place is None:
+            self.not_filled.append(path)
+            return
+
+        def assign(stored: Iterable[Any]) -> None:
+            items = [target[index] if index in live else value for index, value in enumerate(stored)]
+            if isinstance(target, list | deque):
+                target.clear()
+                target.extend(items)
+            elif place is not None:
+                place(tuple(items))
+
+        self.assignments.append((node, assign))
+        self.by_node[id(node)] = node
+
+    def take_counts(self, node: Node, target: Counter[Any], place: Place) -> None:
+        """Note that a counter gets the stored counts, and no others."""
+
+        def assign(stored: Counter[Any]) -> None:
+            target.clear()
+            target.update(stored)
+
+        if place is not handled:
+            self.assignments.append((node, assign))
             self.by_node[id(node)] = node
 
     def rebuild(self, place: Place, make: Callable[[], Any], since: int) -> None:
@@ -67,11 +98,14 @@ def entry(place: Place, container: dict[Any, Any], key: Any) -> Place:
     return handled if place is handled else assign
 
 
-def item(place: Place, container: list[Any], index: int) -> Place:
-    """Return the place of a list's item, there or next to come."""
+def item(place: Place, container: list[Any] | deque[Any], index: int) -> Place:
+    """Return the place of a list's or deque's item, there or next to come."""
 
     def assign(value: Any) -> None:
-        container[index : index + 1] = [value]
+        if index < len(container):
+            container[index] = value
+        else:
+            container.append(value)
 
     return handled if place is handled else assign
 
@@ -90,12 +124,13 @@ def is_mutable(record: Any) -> bool:
     return dataclasses.is_dataclass(record) and not getattr(record, "__dataclass_params__").frozen  # noqa: B009
 
 
-def _is_live(value: Any) -> bool:
+def is_live(value: Any) -> bool:
+    """Return whether a value is, or has in it, a tensor, an array or an object with load_state_dict()."""
     if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value):
         return True
     if isinstance(value, dict):
-        return any(map(_is_live, value.values()))
-    return isinstance(value, list | tuple) and any(map(_is_live, value))
+        return any(map(is_live, value.values()))
+    return isinstance(value, list | tuple | deque) and any(map(is_live, value))
 
 
 def _has_identity(value: Any) -> bool:

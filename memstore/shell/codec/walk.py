@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import enum
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -30,6 +31,12 @@ _TENSOR, _PARAMETER, _TENSOR_TAG = torch.Tensor, torch.nn.Parameter, int(Tag.TEN
 _NEVER_STATEFUL = frozenset(
     (str, int, float, bool, type(None), dict, list, tuple, collections.OrderedDict, _TENSOR, _PARAMETER)
 )
+NUMBERS_MIN = 64  # shorter sequences of numbers stand in the tree item by item
+_NUMBER_CODES = {int: "q", float: "d", bool: "b"}  # of arrays
+_NUMBERS = {
+    (int, Tag.LIST): Tag.INT_LIST, (int, Tag.TUPLE): Tag.INT_TUPLE, (float, Tag.LIST): Tag.FLOAT_LIST,
+    (float, Tag.TUPLE): Tag.FLOAT_TUPLE, (bool, Tag.LIST): Tag.BOOL_LIST, (bool, Tag.TUPLE): Tag.BOOL_TUPLE,
+}  # fmt: skip
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -47,13 +54,16 @@ class StateWalk:
 
     Args:
         known: Keys of the leaves of an earlier state that was stored.
+        is_inline: Whether long lists of numbers stand in the tree item by item, to be compared there.
 
     Raises:
         UnsupportedState: an object cannot be stored; names its path and type.
     """
 
-    def __init__(self, state: object, name: str = "state", known: Sequence[Key] = ()) -> None:
-        self._known = known
+    def __init__(
+        self, state: object, name: str = "state", known: Sequence[Key] = (), *, is_inline: bool = False
+    ) -> None:  # fmt: skip
+        self._known, self._is_inline = known, is_inline
         self._leaves: list[Leaf | None] = []  # None: its key is known
         self.owners: list[Any] = []  # the tensors and arrays
         self.keys: list[Key] = []  # of the same
@@ -72,6 +82,8 @@ class StateWalk:
             np.ndarray: self._array,
             collections.OrderedDict: self._ordered,
             collections.defaultdict: self._defaultdict,
+            collections.Counter: lambda value: [Tag.COUNTER, None, self._pairs(value)],
+            collections.deque: lambda value: [Tag.DEQUE, value.maxlen, [self._sequence(Tag.LIST, value)]],
             set: lambda value: self._set(Tag.SET, value),
             frozenset: lambda value: self._set(Tag.FROZENSET, value),
             bytes: lambda value: [Tag.BYTES, self._bytes(value)],
@@ -177,13 +189,19 @@ class StateWalk:
     def _key(self, key: Any) -> Any:
         """Encode a dict's key or a set's item inside the layout, to compare it with `into` without the stream."""
         leaves, blobs = len(self.owners), len(self.blobs)
+        before, self._is_inline = self._is_inline, True
         node = self._node(key)
+        self._is_inline = before
         if len(self.owners) != leaves or len(self.blobs) != blobs:
             what = "a tensor" if len(self.owners) != leaves else f"text or bytes over {INLINE_BYTES_MAX} bytes"
             raise _Refused(f"{what} cannot be a key or an element of a set", key)
         return node
 
-    def _sequence(self, tag: Tag, value: Iterable[Any]) -> Any:
+    def _sequence(self, tag: Tag, value: Collection[Any]) -> Any:
+        block = None if self._is_inline or tag is Tag.SIZE else number_block(value)
+        if block is not None:
+            self.blobs.append(block[1])
+            return [_NUMBERS[block[0], tag], len(self.blobs) - 1]
         self._enter(value)
         out: list[Any] = []
         try:
@@ -283,12 +301,14 @@ class StateWalk:
         try:
             nodes = [self._node(item) for item in inner.values()]
             leaves = len(self.owners)
+            before, self._is_inline = self._is_inline, True
             nodes.append(self._node(context))
+            self._is_inline = before
         except _Refused as refused:
             raise _Refused(f"one of its parts cannot be stored: {refused.reason}", value) from None
         if len(self.owners) != leaves:
             raise _Refused("its flatten context holds tensors", value)
-        return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner)], nodes]
+        return [Tag.SUBCLASS, [registry.class_name(type(value)), list(inner), *subclasses.outside(value)], nodes]
 
     def _dtensor(self, value: torch.Tensor) -> Any:
         return subclasses.describe_dtensor(value, self._dtensors)
@@ -299,6 +319,19 @@ class StateWalk:
             return describe(part)
         except ValueError as error:
             raise _Refused(str(error), value) from None
+
+
+def number_block(value: Collection[Any]) -> tuple[type, bytes] | None:
+    """Return the one type of a long sequence of numbers, and all of them as bytes; None if it is not such a one."""
+    if len(value) < NUMBERS_MIN:
+        return None
+    kind = type(next(iter(value)))
+    if kind not in _NUMBER_CODES or set(map(type, value)) != {kind}:
+        return None
+    try:
+        return kind, array(_NUMBER_CODES[kind], value).tobytes()
+    except OverflowError:  # beyond 64 bits
+        return None
 
 
 def fits_inline(scalar: bool | int | float | str | None) -> bool:

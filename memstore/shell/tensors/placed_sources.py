@@ -43,6 +43,20 @@ class PlacedSources:
             [each.owner for each in sources],
         )  # fmt: skip
 
+    def followed_by(self, rows: Sequence[tuple[int, int]], blobs: Sequence[bytes | bytearray]) -> PlacedSources:
+        """Return these sources and behind them byte strings, at these offsets and of these sizes."""
+        if not rows:
+            return self
+        offsets, sizes = map(list, zip(*rows, strict=True))
+        addresses: list[int | None] = [np.frombuffer(blob, np.uint8).__array_interface__["data"][0] for blob in blobs]
+        table = self._table
+        if table is not None:
+            table = np.concatenate((table, host_table(offsets, addresses, sizes)))
+        return PlacedSources(
+            [*self.offsets, *offsets], [*self._sizes, *sizes], [*self._addresses, *addresses], [*self.owners, *blobs],
+            table,
+        )  # fmt: skip
+
     def __iter__(self) -> Iterator[tuple[int, TensorSource]]:
         return zip(self.offsets, map(TensorSource, self._sizes, self._addresses, self.owners), strict=True)
 

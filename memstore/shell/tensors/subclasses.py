@@ -1,8 +1,9 @@
 """Tensor subclasses that can be stored by their parts: DTensor and traceable wrapper subclasses.
 
 A DTensor is its local tensor plus a description of mesh and placements; a wrapper subclass
-(`__tensor_flatten__`) is its inner tensors plus the flatten context. Both come back only into a
-target that matches, or, for a DTensor without a place yet, onto a mesh that the target already uses.
+(`__tensor_flatten__`) is its inner tensors plus the flatten context. A DTensor comes back only into a
+target that matches, or onto a mesh that the target already uses. A wrapper subclass without a place
+is built again by its class's `__tensor_unflatten__`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+from memstore.core.format.layout import Flag
+from memstore.errors import ManifestMismatch, UnsupportedState
+from memstore.shell.tensors import registry
 
 DTensorDescription = list[Any]  # [mesh ranks, mesh shape, dim names | None, placements, shape, strides]
 
@@ -108,3 +113,61 @@ def flatten_wrapper(value: Any) -> tuple[dict[str, Any], Any]:
     """Return a wrapper subclass's inner tensors by attribute, and its flatten context."""
     names, context = value.__tensor_flatten__()
     return {name: getattr(value, name) for name in names}, context
+
+
+def outside(value: Any) -> list[Any]:
+    """Return what a wrapper subclass looks like from outside: shape and strides, None if symbolic, and flags."""
+    numbers: list[Any] = [list(value.shape), list(value.stride())]
+    flags = 0
+    if isinstance(value, torch.nn.Parameter):
+        flags = Flag.PARAMETER | Flag.REQUIRES_GRAD if value.requires_grad else Flag.PARAMETER
+    return [*(each if all(type(size) is int for size in each) else None for each in numbers), flags]
+
+
+def wrapper_class(name: str) -> Any:
+    """Return the tensor subclass that a stored name means: one that was registered, or that this process has imported.
+
+    Nothing is imported, and no code of a module runs, by a name out of stored bytes.
+
+    Raises:
+        UnsupportedState: there is none, or it cannot be built out of its parts; says what to do.
+    """
+    cls = registry.registered(name) or _imported(name)
+    if cls is None:
+        raise UnsupportedState(
+            f"the state holds a {name}, a tensor subclass that this process has not imported: import it before get(), "
+            "or pass it to memstore.register()"
+        )
+    if not registry.is_wrapper_class(cls):
+        raise UnsupportedState(
+            f"the state holds a {name}, which has no __tensor_unflatten__: pass into= with a live one to fill"
+        )
+    return cls
+
+
+def _imported(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # Not getattr: a module's __getattr__ may import.
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) and registry.class_name(found) == name else None
+
+
+def build_wrapper(name: str, inner: dict[str, Any], context: Any, outside: list[Any]) -> Any:
+    """Return a wrapper subclass of these parts; `outside` is what the function of that name returned.
+
+    Raises:
+        UnsupportedState: its class is not known here. ManifestMismatch: its class refuses the parts.
+    """
+    cls, (shape, strides, flags) = wrapper_class(name), outside
+    try:
+        size = None if shape is None else torch.Size(shape)
+        value = cls.__tensor_unflatten__(inner, context, size, None if strides is None else tuple(strides))
+        if type(value) is not cls or (size is not None and value.shape != size):
+            raise TypeError(f"it made a {type(value).__name__} of shape {list(value.shape)} out of {shape}")
+        return torch.nn.Parameter(value, bool(flags & Flag.REQUIRES_GRAD)) if flags & Flag.PARAMETER else value
+    except Exception as error:  # of another version of the class, or of a malformed layout
+        raise ManifestMismatch(
+            f"the state holds a {name}, which this process's class cannot build from what was stored: {error!r}"
+        ) from error

@@ -21,7 +21,10 @@ LEAVES = ("a", "b", "c", "d")
 CHANGES_MAX = 40
 _CHUNK_BYTES = 4096
 _FLOATS = (0.0, -0.0, float("nan"), struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0])
-_PLAIN = (1, True, 1.0, "1", None, 1 << 63, 1 << 70, "x" * 5000, *_FLOATS)
+_PLAIN = (
+    1, True, 1.0, "1", None, 1 << 63, 1 << 70, "x" * 5000, *_FLOATS, [0.5] * 70, [0.5] * 80, (0.5,) * 70, [1] * 70,
+    [1.0] * 63, [1 << 63] * 70, [1, 0.5] * 40,
+)  # fmt: skip
 
 
 def plan(data: bytes) -> None:

@@ -16,11 +16,12 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from memstore.core.cluster.facts import Fact, StepCommitted
 from memstore.core.durable.marker_format import decode_marker, encode_marker
 from memstore.core.durable.slice_format import SliceHeader, decode_header
-from memstore.core.format.layout import decode_layout
+from memstore.core.format.layout import decode_layout, encode_layout
 from memstore.core.format.manifest import Chunk, Manifest, chunk_digest, chunk_sizes, decode_manifest, encode_manifest
 from memstore.core.journal.records import Entry, entry_from_record
 from memstore.core.wire import codec
@@ -36,7 +37,7 @@ from memstore.testing.fuzz import dialects, known_plans
 from memstore.testing.fuzz.message_samples import sample
 from recovery.inventory import DurableMarker, ShardId, ShardSpec, StepId
 
-STREAM_BYTES_MAX = 1 << 20
+STREAM_BYTES_MAX = 1 << 17  # a list of truths takes eight times its bytes
 """A layout that asks for a longer stream is only decoded: in the store its bytes would have to exist, too."""
 CHUNK_BYTES = 4096
 DECODERS = list(dialects.decoders().values())
@@ -144,6 +145,8 @@ def _sample_states() -> list[Any]:
             "0": torch.tensor(1),
         },
         collections.defaultdict(list, a=[1, [2, [3]]]),
+        {"losses": [0.5] * 70, "order": tuple(range(70)), "seen": [True] * 70, "last": collections.deque([1], 3)},
+        {"two": TwoTensor(tied, tied + 1), "count": collections.Counter(a=1)},  # type: ignore[no-untyped-call]
         {"long": "x" * 5000, "p": torch.nn.Parameter(torch.zeros(2))},
     ]
 
@@ -222,5 +225,4 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
 
 def _empty_array(dtype: str, size: int) -> bytes:
     """Return the layout of an array whose elements have no bytes, which once made numpy ask for petabytes."""
-    made: bytes = msgpack.packb([1, 0, [], [[None, 0, dtype, [size], None, 1, None]], [], [21, 0]])
-    return made
+    return encode_layout(0, [], [[None, 0, dtype, [size], None, 1, None]], [], [21, 0])

@@ -85,7 +85,6 @@ def freed() -> torch.Tensor:
         np.array([object()]),
         np.ma.masked_array([1]),
         collections.defaultdict(lambda: 1),
-        collections.Counter("a"),
         {torch.ones(1)},
         {"x" * 5000: 1},
         loop(),
@@ -107,14 +106,14 @@ def test_unsupported_object_is_refused_by_path_and_type(value: object) -> None:
 
 
 def test_nesting_and_layout_have_limits() -> None:
-    """A tower of lists and ten million plain numbers are refused with the way out."""
+    """A tower of lists and millions of numbers of two kinds are refused with the way out."""
     tower: Any = []
     for _ in range(300):
         tower = [tower]
     with pytest.raises(UnsupportedState, match="nested deeper than 100"):
         plan_state(tower)
     with pytest.raises(UnsupportedState, match="as tensors or numpy arrays"):
-        plan_state([1 << 60] * 8_000_000)
+        plan_state([1 << 60, 0.5] * 4_000_000)
 
 
 def test_a_shape_of_many_large_numbers_is_refused_by_its_length() -> None:
