@@ -18,7 +18,6 @@ from memstore.core.holder.effects import OpenFresh, Procedure, Replicate, Stream
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState, PutParts, SubmittedPut
 from memstore.core.wire.rank_messages import PutPart, PutReady
-from memstore.errors import IntegrityError
 from recovery.inventory import ShardId
 
 
@@ -34,7 +33,7 @@ def take(state: HolderState, link: Link, part: PutPart) -> Procedure[None]:
     """Let targets have the next chunks of a put; one that does not fit what came before is left out."""
     owner, shard = link.owner, ShardId(link.job, part.attempt, part.step, link.rank)
     known = state.puts.parts.get(owner)
-    if known is not None and known.shard != shard:
+    if known is not None and (known.shard != shard or part.first == 0):  # perhaps the same step, once more
         end(state, lambda one, _: one == owner, "the rank began another put")
         known = None
     if link.is_retired or not _is_sound(state, link, part):
@@ -68,25 +67,21 @@ def _is_sound(state: HolderState, link: Link, part: PutPart) -> bool:
 
 
 def submitted(state: HolderState, link: Link, ready: PutReady) -> PutParts | None:
-    """Return the parts of a put that is submitted now; those of another one are given up."""
+    """Return the parts of a put that is submitted now; those of another one, or an earlier try, are given up."""
     known = state.puts.parts.pop(link.owner, None)
-    if known is None or known.shard == ShardId(link.job, ready.attempt, ready.step, link.rank):
+    if known is None or (
+        known.shard == ShardId(link.job, ready.attempt, ready.step, link.rank)
+        and ready.slots[: len(known.slots)] == tuple(known.slots)
+        and (ready.digests or b"").startswith(bytes(known.digests))
+    ):
         return known
     known.fresh.fail("the rank submitted another put")
     return None
 
 
 def join(parts: PutParts, ready: PutReady) -> Fresh:
-    """Let the pushes of a put that is taken over have the rest of its chunks.
-
-    Raises:
-        IntegrityError: The parts are not the beginning of the put: its pushes end.
-    """
+    """Let the pushes of a put that is taken over have the rest of its chunks."""
     count, digests = len(parts.slots), ready.digests or b""
-    if ready.slots[:count] != tuple(parts.slots) or not digests.startswith(bytes(parts.digests)):
-        raise IntegrityError(
-            f"{parts.shard} was submitted with other slots or digests than its first {count} chunks were passed on with"
-        )
     parts.fresh.extend(ready.slots[count:], split_digests(digests[len(parts.digests) :]))
     return Fresh(parts.fresh, has_targets=True)
 

@@ -17,7 +17,6 @@ from memstore.core.holder.puts import put_parts
 from memstore.core.holder.state import HolderState, Limits, PutParts, SubmittedPut
 from memstore.core.wire.messages import HostInfo
 from memstore.core.wire.rank_messages import PutPart, PutReady, SlotSample
-from memstore.errors import IntegrityError
 from recovery.inventory import ShardId
 
 SHARD = ShardId("job", 1, 2, 0)
@@ -159,12 +158,20 @@ def test_without_targets_nothing_is_kept(host: Host) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"slots": (5, 4, 6, 7)}, {"digests": bytes(64)}, {"digests": None}], ids=str)
-def test_a_submission_that_begins_otherwise_is_refused(host: Host, fields: dict[str, Any]) -> None:
-    """What its targets have of it is not what it names."""
+def test_a_submission_that_begins_otherwise_is_another_try(host: Host, fields: dict[str, Any]) -> None:
+    """What its targets have of it ends; the submission names every chunk."""
     host.take()
-    assert host.parts is not None
-    with pytest.raises(IntegrityError, match="other slots or digests than its first 2 chunks"):
-        put_parts.join(host.parts, ready(**fields))
+    link: Any = host.link
+    assert put_parts.submitted(host.state, link, ready(**fields)) is None
+    assert host.opened[0].why == "the rank submitted another put"
+
+
+def test_the_same_step_once_more_ends_the_pushes_of_the_first_try(host: Host) -> None:
+    """An exception of a signal handler ended its put, which said nothing to the holder."""
+    host.take()
+    host.take(slots=(6, 7), digests=b"".join(DIGESTS[2:]))
+    assert host.opened[0].why == "the rank began another put"
+    assert host.opened[1].slots == [6, 7]
 
 
 def test_another_put_of_the_process_ends_the_pushes(host: Host) -> None:
