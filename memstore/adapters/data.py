@@ -119,7 +119,8 @@ class Batches(Iterator[Any]):
             again; or a function of the epoch's number that returns such an iterable.
 
     Raises:
-        ConfigError: The source cannot be begun again, or draws its order from a generator that no position has.
+        ConfigError: The source cannot be begun again, draws its order from a generator that no position has, or is of
+            Accelerate.
     """
 
     def __init__(self, source: Iterable[Any] | Callable[[int], Iterable[Any]]) -> None:
@@ -211,6 +212,11 @@ class _Source(Protocol):
 
 
 def _source_of(source: Any) -> _Source:
+    if hasattr(source, "base_dataloader"):
+        raise ConfigError(
+            f"a {type(source).__name__} of Accelerate takes a batch ahead, and deals batches to the ranks: give "
+            "Batches the DataLoader from before accelerator.prepare(), and move its batches to accelerator.device"
+        )
     order = getattr(source, "batch_sampler", None)
     if isinstance(order, SampleOrder):
         return _Ordered(source, order)
@@ -337,7 +343,7 @@ def _apart(epoch: int) -> Iterator[None]:
 
 
 def _begun(loader: Iterable[Any]) -> Iterator[Any]:
-    """Begin to iterate; a generator, such as Accelerate's loaders are, begins with its first batch."""
+    """Begin to iterate; a generator, such as one that moves batches to a device, begins with its first batch."""
     batches: Iterator[Any] = iter(loader)
     if isinstance(batches, GeneratorType):
         return itertools.chain(list(itertools.islice(batches, 1)), batches)

@@ -1,8 +1,12 @@
 """Transformers: a callback that puts every n steps; the Trainer resumes from a checkpoint folder in memory.
 
 The Trainer reads checkpoints as folders only. `checkpoint_folder` writes one into tmpfs from the store, for
-as long as the Trainer needs to read it. For models that every rank holds whole: one process or DDP. Ranks therefore
-name one shard: as many of them copy the model as `replicas` asks, and the number of ranks may change between launches.
+as long as the Trainer needs to read it. The number of ranks may change between launches.
+
+- One process or DDP: every rank holds the model whole. Ranks name one shard, which as many of them copy as `replicas`
+  asks, and the folder has it all.
+- FSDP2: each rank saves its part by torch's DCP. The folder has progress and random states only; model, optimizer and
+  schedule are loaded from the store where the Trainer would read theirs, when they are sharded.
 """
 
 from __future__ import annotations
@@ -10,19 +14,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import WEIGHTS_NAME
 
+from memstore.adapters.data import Batches, host_random_states
+from memstore.adapters.torch import NamedOptimizer, load_dcp
 from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.config import Config
@@ -48,6 +56,7 @@ class MemstoreCallback(TrainerCallback):
         self.store: Store | None = None
         self.restored_step: int | None = None  # global_step that this training went on from; None: it began
         self._folder: Path | None = None
+        self._is_sharded = False
 
     @contextmanager
     def checkpoint_folder(self, trainer: Trainer) -> Iterator[str | None]:
@@ -57,44 +66,62 @@ class MemstoreCallback(TrainerCallback):
         waits for the last commit and leaves the job.
 
         Raises:
-            ConfigError: The Trainer shards the model (FSDP, DeepSpeed) or scales losses (fp16).
+            ConfigError: The Trainer scales losses (fp16), or shards the model otherwise than by FSDP2.
         """
-        args = trainer.args
-        for problem, is_set in (("fsdp", args.fsdp), ("deepspeed", args.deepspeed), ("fp16", args.fp16)):
-            if is_set:
-                raise ConfigError(
-                    f"{problem}={is_set!r}: a checkpoint folder holds whole models without a loss scaler only. Use "
-                    "bf16 with DDP or one process here, and memstore.adapters.torch in a loop of your own otherwise"
-                )
+        args, self._is_sharded = trainer.args, is_sharded(trainer)
         with connect(
-            self.job,
-            rank=args.process_index,
-            world_size=args.world_size,
-            config=self.config,
-            shard_rank=0,
-            shard_count=1,
-        ) as self.store:
-            got = self.store.get()
+            self.job, rank=args.process_index, world_size=args.world_size, config=self.config,
+            shard_rank=None if self._is_sharded else 0, shard_count=None if self._is_sharded else 1,
+        ) as self.store:  # fmt: skip
             try:
-                if got is not None:
-                    self.restored_step = got.step
+                state, own = self._read_sharded(trainer) if self._is_sharded else self._read_whole()
+                if state is not None:
                     self._folder = self._fresh_folder()
-                    write_folder(
-                        self._folder, got.state, got.rank_state, rank=args.process_index, ranks=args.world_size
-                    )
-                    del got
+                    write_folder(self._folder, state, own, rank=args.process_index, ranks=args.world_size)
+                    del state
                 yield None if self._folder is None else str(self._folder)
             finally:
                 self._remove_folder()
+                trainer.__dict__.pop("_load_from_checkpoint", None)
+
+    def _read_whole(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        got = self._connected().get()
+        if got is None:
+            return None, None
+        self.restored_step = got.step
+        return got.state, got.rank_state
+
+    def _read_sharded(self, trainer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Read progress and random states; model, optimizer and schedule follow when the Trainer has sharded them."""
+        store, rank = self._connected(), trainer.args.process_index
+        self.restored_step = step = store.agree_on_step()
+        if step is None:
+            return None, None
+        small: dict[str, Any] = {}
+        planner = _EmptyStateDictLoadPlanner(keys={"trainer", _own_key(rank)})
+        _load_state_dict(small, store.dcp_reader(step), planner=planner, no_dist=True)
+
+        def load(folder: str, model: torch.nn.Module | None = None) -> None:
+            states = sharded_states(trainer.model, trainer.optimizer, trainer.lr_scheduler)
+            load_dcp(states, store.dcp_reader(step))
+
+        trainer._load_from_checkpoint = load
+        return {"trainer": small["trainer"]}, small.get(_own_key(rank))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:  # fmt: skip
-        """Refuse to train outside of checkpoint_folder(): nothing would be put, and nothing restored.
+        """Refuse to train outside of checkpoint_folder(), where nothing would be put or restored.
 
         Raises:
-            ConfigError: train() was called without the block.
+            ConfigError: train() was called without the block; or the data is a `Batches`, which has a place of its own
+                beside the Trainer's.
         """
+        if isinstance(kwargs.get("train_dataloader"), Batches):
+            raise ConfigError(
+                f"job {self.job!r}: the Trainer finds its place in the data by itself, and a Batches has one too: let "
+                "get_train_dataloader() return the DataLoader below it"
+            )
         if self.store is None:
             raise ConfigError(
                 f"job {self.job!r}: trainer.train() runs outside of the callback's block, so no step would be stored. "
@@ -107,19 +134,28 @@ class MemstoreCallback(TrainerCallback):
     ) -> None:  # fmt: skip
         """Put every n steps; free the folder that was resumed from at the first put."""
         self._remove_folder()
-        if self.store is not None and state.global_step % self.every_n_steps == 0:
-            self.store.put(state.global_step, shared_state(state, **kwargs), rank_state=own_state(state))
+        if self.store is None or state.global_step % self.every_n_steps:
+            return
+        own = own_state(state, args.world_size)
+        if not self._is_sharded:
+            self.store.put(state.global_step, shared_state(state, **kwargs), rank_state=own)
+            return
+        states = sharded_states(kwargs["model"], kwargs["optimizer"], kwargs["lr_scheduler"])
+        states |= {"trainer": progress_of(state), _own_key(args.process_index): own}
+        dcp.save(states, storage_writer=self.store.dcp_writer(state.global_step, wait=None))
 
     def _fresh_folder(self) -> Path:
         """Create a folder of this rank's own, 0700, without the files of a killed process."""
-        store = self.store
-        if store is None:
-            raise ConfigError("not connected: use checkpoint_folder() as a context manager")
-        name = f"memstore-transformers-{os.getuid()}-{self.config.store}-{self.job}-{store.rank}"
+        name = f"memstore-transformers-{os.getuid()}-{self.config.store}-{self.job}-{self._connected().rank}"
         folder = Path(self.config.arena_dir, name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         return folder
+
+    def _connected(self) -> Store:
+        if self.store is None:
+            raise ConfigError("not connected: use checkpoint_folder() as a context manager")
+        return self.store
 
     def _remove_folder(self) -> None:
         folder, self._folder = self._folder, None
@@ -127,32 +163,60 @@ class MemstoreCallback(TrainerCallback):
             shutil.rmtree(folder)
 
 
+def is_sharded(trainer: Any) -> bool:
+    """Tell whether Accelerate shards the Trainer's model by FSDP2; ConfigError if it cannot be put either way."""
+    args, is_fsdp2 = trainer.args, trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2
+    problems = {
+        "fsdp": "" if is_fsdp2 else args.fsdp,
+        "deepspeed": args.deepspeed,
+        "fp16": args.fp16,
+        "distributed_config": any(isinstance(each, DTensor) for each in trainer.model.parameters()) and not is_fsdp2,
+    }
+    for problem, is_set in problems.items():
+        if is_set:
+            raise ConfigError(
+                f"{problem}={is_set!r}: only models that every rank holds whole (one process, DDP) or that Accelerate "
+                "shards by FSDP2 (fsdp=True, fsdp_config={'version': 2}, on an accelerator) can be put here, without a "
+                "loss scaler: use one of these with bf16, or memstore.adapters.torch in a loop of your own"
+            )
+    return bool(is_fsdp2)
+
+
 def shared_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
     """Return what all ranks hold alike, as plain values and tensors."""
-    trainer = {key: value for key, value in dataclasses.asdict(state).items() if key not in OF_ONE_RANK}
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": lr_scheduler.state_dict(),
-        "trainer": json.dumps(trainer),
+        "trainer": progress_of(state),
     }
+
+
+def sharded_states(model: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+    """Return what DCP saves and loads in parts; Accelerate has wrapped the optimizer."""
+    return {"model": model, "optimizer": NamedOptimizer(model, optimizer.optimizer), "scheduler": lr_scheduler}
+
+
+def progress_of(state: TrainerState) -> str:
+    """Return the progress that all ranks have in common."""
+    return json.dumps({key: value for key, value in dataclasses.asdict(state).items() if key not in OF_ONE_RANK})
 
 
 # Fields of a TrainerState in which ranks differ: their rank flags, and logs with times.
 OF_ONE_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history")
 
 
-def own_state(state: TrainerState) -> dict[str, Any]:
-    """Return the state of this rank alone: its random states and its logs."""
-    return {
-        "rng": {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-            **({"cuda": torch.cuda.random.get_rng_state()} if torch.cuda.is_available() else {}),
-        },
-        "logs": json.dumps(state.log_history),
-    }
+def own_state(state: TrainerState, ranks: int) -> dict[str, Any]:
+    """Return the state of this rank alone: its logs, and random states in the form that the Trainer reads."""
+    cuda = torch.cuda.random
+    own: dict[str, Any] = {"rng": host_random_states(), "logs": json.dumps(state.log_history)}
+    if torch.cuda.is_available():
+        own["rng"]["cuda"] = cuda.get_rng_state_all() if ranks > 1 else cuda.get_rng_state()
+    return own
+
+
+def _own_key(rank: int) -> str:
+    return f"rank{rank}"
 
 
 def write_folder(folder: Path, state: dict[str, Any], own: dict[str, Any] | None, *, rank: int, ranks: int) -> None:
@@ -160,15 +224,15 @@ def write_folder(folder: Path, state: dict[str, Any], own: dict[str, Any] | None
 
     Args:
         folder: Where, empty.
-        state: The result of `shared_state`.
+        state: The result of `shared_state`, or the progress of it alone.
         own: The result of `own_state`; None where the step was put by another number of ranks: the Trainer then
             begins with the random states of its seed.
         rank: This process's.
         ranks: How many there are.
     """
-    torch.save(state["model"], folder / WEIGHTS_NAME)
-    torch.save(state["optimizer"], folder / OPTIMIZER_NAME)
-    torch.save(state["scheduler"], folder / SCHEDULER_NAME)
+    for key, name in (("model", WEIGHTS_NAME), ("optimizer", OPTIMIZER_NAME), ("scheduler", SCHEDULER_NAME)):
+        if key in state:
+            torch.save(state[key], folder / name)
     if own is not None:
         torch.save(own["rng"], folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
     logs = json.loads(own["logs"]) if own is not None else []

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from example_runs import run_ranks
+from repository import ROOT
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
 
+from memstore.adapters.data import Batches, SampleOrder
 from memstore.config import Config
 from memstore.errors import ConfigError
 from memstore.testing.clusters.processes import ProcessCluster
@@ -52,6 +63,20 @@ def test_training_goes_on_where_it_broke_off(case: Any, config: Config, tmp_path
     assert case.folders() == before
 
 
+def test_what_fsdp2_shards_goes_on_after_sigkill(config: Config, tmp_path: Path) -> None:
+    """Two ranks, each with its part: losses and gradients, dropout, accumulation and schedule as in an unbroken run."""
+    program = [sys.executable, str(ROOT / "tests/support/transformers_case.py"), config.store, "7"]
+    env = {**os.environ, "MEMSTORE_HOST": "h1", "PYTHONPATH": str(ROOT)}
+    before = run_ranks([*program, "4", "whole", "broken"], env, 2, tmp_path)
+    after = run_ranks([*program, "0", "broken"], env, 2, tmp_path)
+    whole = dict(re.findall(r"^whole (rank \d step \d): (.*)$", before, re.MULTILINE))
+    resumed = dict(re.findall(r"^broken (rank \d step \d): (.*)$", after, re.MULTILINE))
+    [first] = set(re.findall(r"^broken restored (\d)$", after, re.MULTILINE))
+    assert int(first) in (3, 4)
+    assert resumed == {f"rank {rank} step {n}": whole[f"rank {rank} step {n}"]
+                       for rank in (0, 1) for n in range(int(first) + 1, 8)}  # fmt: skip
+
+
 def test_a_folder_goes_with_an_error_and_what_a_dead_process_left_is_replaced(
     case: Any, config: Config, tmp_path: Path
 ) -> None:
@@ -84,9 +109,33 @@ def test_training_outside_of_the_block_is_refused(case: Any, config: Config, tmp
     assert not losses.losses
 
 
+def test_batches_with_a_place_of_their_own_are_refused(case: Any, config: Config, tmp_path: Path) -> None:
+    """The Trainer skips to its place in whatever it is given: batches would be left out."""
+    callback = case.MemstoreCallback("job", config=config)
+    trainer = case.trainer_for(tmp_path, callback)
+    rows = trainer.train_dataset
+    order = SampleOrder(len(rows), global_batch=4, rank=0, world_size=1)
+    trainer.get_train_dataloader = lambda: Batches(DataLoader(rows, batch_sampler=order))
+    with pytest.raises(ConfigError, match="return the DataLoader below it"), callback.checkpoint_folder(trainer):
+        trainer.train()
+
+
+def test_parts_of_tensors_outside_of_fsdp2_are_refused(case: Any, config: Config, tmp_path: Path) -> None:
+    """As a model has that was sharded where it was loaded: each rank would put its part as the whole."""
+    trainer, callback = case.trainer_for(tmp_path), case.MemstoreCallback("job", config=config)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        part = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)))
+        trainer.model.register_parameter("part", torch.nn.Parameter(part))
+        with pytest.raises(ConfigError, match="distributed_config=True"), callback.checkpoint_folder(trainer):
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("option", ["fsdp", "deepspeed", "fp16"])
 def test_what_a_folder_cannot_hold_is_refused(case: Any, config: Config, tmp_path: Path, option: str) -> None:
-    """Sharded models and a loss scaler: a ConfigError that names the option, before anything is connected."""
+    """Other sharding, and a loss scaler: a ConfigError that names the option, before anything is connected."""
     trainer = case.trainer_for(tmp_path)
     setattr(trainer.args, option, "full_shard")
     callback = case.MemstoreCallback("job", config=config)

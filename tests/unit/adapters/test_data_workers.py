@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from memstore.adapters.data import Batches, RandomStates, SampleOrder
+from memstore.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torchdata warns about itself
 LENGTH, BATCH = 20, 6  # an epoch has three whole batches, and a smaller one where it is not dropped
@@ -195,7 +196,7 @@ def with_a_state(workers: int) -> Any:
 
 
 class BegunLate:
-    """A loader below which another one is begun with the first batch, as Accelerate's are."""
+    """A loader below which another one is begun with the first batch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.batch_sampler = loader, loader.batch_sampler
@@ -260,3 +261,12 @@ def test_the_length_is_that_of_a_whole_epoch() -> None:
     assert (len(data), len(again), len(Batches(by_sampler(0)))) == (4, 4, 4)
     with pytest.raises(TypeError, match="has no len"):
         len(Batches(by_function(0)))
+
+
+def test_what_accelerate_has_prepared_is_refused() -> None:
+    """It would deal each rank a share of the rank's own share; the remedy is the loader that it was given."""
+    accelerate = pytest.importorskip("accelerate", reason="pip install -e '.[frameworks]'")
+    accelerator, loader = accelerate.Accelerator(cpu=True), ordered()
+    with pytest.raises(ConfigError, match=r"a DataLoaderShard of Accelerate .* before accelerator.prepare\(\)"):
+        Batches(accelerator.prepare(loader))
+    assert next(Batches(loader))[0].to(accelerator.device).tolist() == samples_of(Batches(ordered()), 1)[0]
