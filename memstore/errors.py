@@ -22,7 +22,9 @@
     │  └─ StepConflict              a step going backwards along the lineage
     ├─ RecoveryError                a get that cannot return a whole step (R23)
     │  ├─ LoadError                 an object did not take its state: what raised, what was written by then
-    │  ├─ StepDropped               newer steps were committed while a reader copied it out
+    │  ├─ StepDropped               newer steps were committed before a reader had copied it out
+    │  │  └─ LeaseLost              its lease was over by then (R36)
+    │  ├─ NoNewerStep               wait_newer() waited in vain                    (also a TimeoutError)
     │  └─ GatherTimeout             ranks that did not arrive                       (also a TimeoutError)
     ├─ DrillError                   a drill could not cause its fault: no verdict
     └─ InternalError                an invariant of ours broke: carries the story
@@ -131,6 +133,14 @@ class LoadError(RecoveryError):
 
 class StepDropped(RecoveryError):
     """A step was dropped while a reader copied it out: newer ones are committed, and puts need its room (R7)."""
+
+
+class LeaseLost(StepDropped):
+    """A step was dropped although its reader had leased it: the lease was over, or had no room (R36)."""
+
+
+class NoNewerStep(RecoveryError, TimeoutError):
+    """No step newer than the reader's was committed in time."""
 
 
 class GatherTimeout(RecoveryError, TimeoutError):

@@ -14,7 +14,7 @@ from memstore.core.capacity.retention import Retention
 from memstore.core.cluster.collective import attempt_of, gather_timeout, job_removed, newer_attempt
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.facts import SlotsReserved
-from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.job import Attempt, Call, Job, LeaseRoom
 from memstore.core.cluster.kept_steps import kept_steps, versions_count
 from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.sent_orders import SentOrders
@@ -134,6 +134,7 @@ class Reservations:
             return
         active.is_ordered = True
         active.ordered = [self.need(job, attempt, rank) for rank in range(attempt.world_size)]
+        self.take_back_leases()
         if not attempt.has_put:
             self.retention.free_unrestorable(job)
         active.waits = self.order(job, attempt)
@@ -224,13 +225,24 @@ class Reservations:
             self.out.send(host, structs.replace(order, call=call) if isinstance(order, Reserve) else order)
         return hosts
 
+    def take_back_leases(self) -> None:
+        """End the leases of all readers, and give their room to puts that need it (R36)."""
+        for job in self.state.jobs.values():
+            if job.lease_room.versions:
+                job.leased.clear()
+                job.lease_room = LeaseRoom()
+                self.retention.retain(job)
+                if job.newest is not None:
+                    self.order(job, job.newest)
+
     def in_turn(self) -> list[Job]:
         """Return all jobs in the order in which they claim a host's room: training ones first, closed ones after."""
         return sorted(self.state.jobs.values(), key=lambda job: job.newest is None or job.newest.phase == "closed")
 
     def _pinned_slots(self, job: Job) -> dict[int, int]:
-        """Return the slots by rank of all pinned steps, which have room of their own (R10)."""
-        total: dict[int, int] = {}
+        """Return the slots by rank of all pinned and leased steps, which have room of their own (R10, R36)."""
+        room = job.lease_room
+        total = {rank: slots * room.versions for rank, slots in enumerate(room.needs if room.versions else ())}
         for pin in job.pins_and_asked().values():
             for rank, slots in enumerate(pin.needs):
                 total[rank] = total.get(rank, 0) + slots
@@ -287,6 +299,7 @@ class Reservations:
         known = self.unroomed.pop((name, host_id), None)
         if why:
             self.unroomed[name, host_id] = ReservationRefused(attempt, why, self.state.now + RETRY_S)
+            self.take_back_leases()
         if why and (known is None or known.why != why):
             self.out.log(f"host {host_id} has no room for job {name!r} yet: {why}", "warning")
 

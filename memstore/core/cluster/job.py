@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Generic, Literal, TypeVar
 
 from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
@@ -162,6 +163,31 @@ class Call(Generic[Q_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLease:
+    """A reader that has leased a step (R36)."""
+
+    host_id: str  # its own
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRoom:
+    """What every host has claimed for leased steps."""
+
+    needs: tuple[int, ...] = ()  # slots by rank of one step
+    versions: int = 0
+
+    def has_place_for(self, needs: tuple[int, ...]) -> bool:
+        """Return whether a step of this size fits in the place of one."""
+        return self.grown(needs, self.versions) == self
+
+    def grown(self, needs: tuple[int, ...], versions: int) -> LeaseRoom:
+        """Return room for so many steps, each as large as the largest."""
+        sizes = zip_longest(self.needs, needs, fillvalue=0)
+        return LeaseRoom(tuple(max(mine, others) for mine, others in sizes), max(self.versions, versions))
+
+
+@dataclass(frozen=True, slots=True)
 class Restore:
     """An attempt adopted a step, at this wall time (R25)."""
 
@@ -187,6 +213,9 @@ class Job:
     past_opened_s: dict[int, float] = field(default_factory=dict)  # by their number: wall clocks, to tell them apart
     pins: dict[str, StepPinned] = field(default_factory=dict)  # by name
     pin_asked: StepPinned | None = None  # its room is being claimed, or its fact is on its way
+    leased: dict[StepId, dict[str, ReadLease]] = field(default_factory=dict)  # steps kept for readers -> by lease
+    lease_room: LeaseRoom = LeaseRoom()
+    lease_used_s: float = 0.0  # when a leased step was let go of last
     origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
     # the last one that copies were moved for: the next moves as little from it as can be

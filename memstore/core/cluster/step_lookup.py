@@ -49,6 +49,17 @@ def named_step(
     return (mine or found)[-1], None
 
 
+def past_step(job: Job, number: int | None) -> Refusal | None:
+    """Return the refusal for a number that no step has and newer ones have passed: it was there, or never put."""
+    newest = job.newest_committed
+    if number is None or newest is None or newest.step <= number:
+        return None
+    return "StepDropped", (
+        f"job {job.name!r} has no step {number} any more: step {newest.step} is committed, and older ones than "
+        "keep_steps= stay only while they are pinned or leased. Read the newest, within `with reader.lease():`"
+    )
+
+
 def why_not_whole(hosts: HostTable, job: Job, step: StepId) -> str:
     """Return "" if answering hosts hold every chunk of a committed step, else the missing part."""
     commit, copies = job.commits.get(step), job.copies.get(step, {})

@@ -24,6 +24,16 @@ def listed(values: list[int], limit: int = 10) -> str:
     return head if len(values) <= limit else f"{head} and {len(values) - limit} more"
 
 
+def listed_names(names: Collection[str], limit: int = 10) -> str:
+    """Return at most `limit` names as text, with the count of the rest.
+
+    >>> listed_names({"b", "a", "c"}, limit=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(sorted(names)[:limit])}{more}"
+
+
 def named_hosts(hosts: Collection[str]) -> str:
     """Return "host h1", or "hosts h1, h2 and 3 more"."""
     names = sorted(hosts)

@@ -107,7 +107,7 @@ class Inputs:
         p.journal.record_waiting()
         p.drains.tick()
         p.departures.tick()
-        for part in (p.attempts, p.mesh_orders, p.room, p.rounds, p.repair, p.forks, p.job_removal):
+        for part in (p.attempts, p.mesh_orders, p.room, p.rounds, p.followers, p.repair, p.forks, p.job_removal):
             part.tick(now)
         p.durable_checks.tick(now)
         p.durable_looks.tick(now)

@@ -64,6 +64,7 @@ class Membership:
         parts.durable_checks.host_died(host)
         parts.rounds.source_died(state.now, host)
         parts.reads.host_died(host)
+        parts.followers.host_died(host)
         self.questions.host_died(host)
 
     def _place_all(self) -> None:

@@ -37,6 +37,7 @@ from memstore.core.report.dry_run import DryRuns
 from memstore.core.report.recorder import EventRecorder
 from memstore.core.report.roll_call import RollCalls
 from memstore.core.report.status import StatusReport
+from memstore.core.restore.followers import Followers
 from memstore.core.restore.rounds import Rounds
 from memstore.core.restore.single_read import SingleReads
 from memstore.core.restore.staging import Staging
@@ -84,6 +85,7 @@ class Parts:
         self.reads = SingleReads(state, out, term)
         self.staging = Staging(state, out, self.journal, self.room, self.repair)
         self.rounds = Rounds(state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads)
+        self.followers = Followers(state, out, self.room, self.retention)
         # history
         self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)
         self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)

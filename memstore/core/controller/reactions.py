@@ -61,6 +61,7 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         p.put_interval_rounds,
         p.rounds,
         p.waiters,
+        p.followers,
         p.forks,
         p.job_removal,
         p.durable_checks,
@@ -72,7 +73,10 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         p.sent_orders,
     )
     return {
-        e.CommitApplied: (lambda event: p.durable.consider(state.now, event.job),),
+        e.CommitApplied: (
+            lambda event: p.durable.consider(state.now, event.job),
+            lambda event: p.followers.committed(event.job),
+        ),
         e.PersistAsked: (lambda event: p.durable.consider(state.now, event.job),),
         e.DrainChanged: (lambda event: membership.recompute_all_placements(),),
         e.AttemptBegun: (

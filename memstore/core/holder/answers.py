@@ -7,16 +7,19 @@ answered --the process that asked is connected here--> passed on, as it is, or w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+from msgspec.structs import replace
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.effects import Procedure, SendToRank, Unexpected
 from memstore.core.holder.link import Link
 from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
-from memstore.core.wire.calls import RankCall
+from memstore.core.wire.calls import EndLease, LeaseStep, RankCall
 from memstore.core.wire.codec import encode
 from memstore.core.wire.rank_messages import AskAnswered, AskRefused
-from memstore.core.wire.replies import ChunksStaged, Joined, ShardStaged, decode_passed
+from memstore.core.wire.replies import ChunksStaged, Joined, ShardStaged, StepLeased, decode_passed
 from memstore.errors import IntegrityError
 
 
@@ -34,6 +37,7 @@ def pass_on(state: HolderState, call: Call, data: bytes | None, error: tuple[str
     """Send the process that asked what the controller answered: a reply, or the name and the text of an error."""
     link = state.ranks.links.get(call.nonce)
     if link is None or link.owner != call.owner:
+        _end_lease(state, call)
         return
     answer: AskAnswered | AskRefused
     try:
@@ -44,6 +48,12 @@ def pass_on(state: HolderState, call: Call, data: bytes | None, error: tuple[str
         yield Unexpected(f"host {state.host_id}: an answer of the controller cannot be passed on", exc)
         answer = AskRefused(id=call.rank_id, error="InternalError", message=f"{type(exc).__name__}: {exc}")
     yield SendToRank(link, answer)
+
+
+def _end_lease(state: HolderState, call: Call) -> None:
+    """End the lease that a call asked for, if it did (R36)."""
+    if isinstance(call.request, LeaseStep):
+        state.ask(EndLease(job=call.request.job, lease=call.request.lease))
 
 
 def _answer(
@@ -57,4 +67,6 @@ def _answer(
         return AskRefused(id=call.rank_id, error=name, message=message)
     if isinstance(reply, ShardStaged | ChunksStaged):
         reply = yield from reader_pins.place(state, link, reply)
+    elif isinstance(reply, StepLeased):
+        reply = replace(reply, pin=reader_pins.hold(state, link, partial(_end_lease, state, call)))
     return AskAnswered(id=call.rank_id, reply=encode(reply))

@@ -12,7 +12,8 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.text import dropped_text, listed, plural
+from memstore.core.cluster.step_lookup import past_step
+from memstore.core.cluster.text import dropped_text, listed, listed_names, plural
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
@@ -52,7 +53,7 @@ def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
     name = call.request.job
     job = state.jobs.get(name)
     if job is None:
-        have = ", ".join(sorted(state.jobs)) or "none"
+        have = listed_names(state.jobs) or "none"
         story = state.stories.get(name, "")
         gone = f" ({story})" if story else ""
         out.refuse(call, "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}")
@@ -94,9 +95,10 @@ class SingleReads:
         found = [s for s in known if s.step == wanted.step]
         only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
         if wanted.step is not None and only is None:
-            have = sorted({s.step for s in known})
+            have = sorted({s.step for s in known}, reverse=True)
             what = f"its steps are {listed(have)}" if have else "it has none"
-            self.out.refuse(call, "RecoveryError", f"job {job.name!r} has no step {wanted.step}: {what}")
+            refusal = "RecoveryError", f"job {job.name!r} has no step {wanted.step}: {what}"
+            self.out.refuse(call, *(past_step(job, wanted.step) or refusal))
             return
         result = self._plan_at(call.host_id, job, attempt, only, attempt.world_size)
         if result.step is not None and result.world_size not in (None, attempt.world_size):

@@ -31,6 +31,8 @@ from memstore.core.wire.replies import (
     Skipped,
     Status,
     StepAgreed,
+    StepAwaited,
+    StepLeased,
     StepList,
     VerifyResult,
 )
@@ -267,6 +269,34 @@ class VerifyStore(Request[VerifyResult], frozen=True, tag="verify"):
     job: Name | None = None
 
 
+class AwaitStep(Request[StepAwaited], frozen=True, tag="await_step"):
+    """Wait for a committed step newer than the one that a reader has; None: for any (R36)."""
+
+    job: Name
+    than: Unsigned | None
+    of_attempt: Unsigned | None
+    """That put it, if the reader knows: any step of a later attempt is newer."""
+    within_s: Seconds
+
+
+class LeaseStep(Request[StepLeased], frozen=True, kw_only=True, tag="lease_step"):
+    """Keep a committed step while a reader reads it; None: the newest (R36)."""
+
+    job: Name
+    step: Unsigned | None
+    of_attempt: Unsigned | None = None
+    lease: str
+    """Its own name of the lease: the same when it asks again."""
+    limit_s: Seconds
+
+
+class EndLease(Request[Noted], frozen=True, tag="end_lease"):
+    """Let go of a leased step."""
+
+    job: Name
+    lease: str
+
+
 class PinStep(Request[PinNoted], frozen=True, tag="pin"):
     """Keep a committed step in RAM under a name (R19)."""
 
@@ -348,6 +378,9 @@ RankCall = (
     | AskPlan
     | AskLastCopies
     | VerifyStore
+    | AwaitStep
+    | LeaseStep
+    | EndLease
     | PinStep
     | UnpinStep
     | PersistStep

@@ -173,6 +173,24 @@ class ShardPlaced(Message, frozen=True, tag="shard_placed"):
     pin: Unsigned
 
 
+class StepAwaited(Message, frozen=True, tag="step_awaited"):
+    """The newest committed step; None: no newer one was committed in time."""
+
+    step: Unsigned | None
+    attempt: Unsigned | None
+
+
+class StepLeased(Message, frozen=True, tag="step_leased"):
+    """A step is leased; its reader gives the pin back at the end (R36)."""
+
+    step: Unsigned
+    attempt: Unsigned
+    why_not_kept: str
+    """Why retention drops it all the same when newer ones are committed; "": it does not."""
+    pin: Unsigned = 0
+    """Given by the holder of the reader's host."""
+
+
 # -- of people ----------------------------------------------------------------------------------------
 
 
@@ -337,6 +355,8 @@ PassedReply = (
     | VerifyResult
     | LastCopies
     | PinNoted
+    | StepAwaited
+    | StepLeased
     | Persisted
     | Forked
     | Removed
@@ -353,7 +373,8 @@ READS = frozenset({"get", "read_step", "read_ranges"})
 decode_staged: Decoder[NothingStored | StepAgreed | ShardStaged | ChunksStaged] = Decoder(
     NothingStored | StepAgreed | ShardStaged | ChunksStaged
 )
-decode_placed: Decoder[ShardPlaced] = Decoder(ShardPlaced)
+decode_pinned: Decoder[ShardPlaced | StepLeased] = Decoder(ShardPlaced | StepLeased)
+"""Replies that come with a pin."""
 
 
 def decode_passed(request: Request[Any], data: bytes) -> Any:

@@ -51,7 +51,7 @@ from memstore.core.wire.rank_messages import (
     decode_greeting,
     decode_holder_event,
 )
-from memstore.core.wire.replies import Joined, decode_placed
+from memstore.core.wire.replies import Joined, decode_pinned
 from memstore.errors import (
     ClosedError,
     ConfigError,
@@ -257,7 +257,7 @@ class HolderLink(LeasedSlots):
             self._settle(future, asked, event)
         elif isinstance(event, AskAnswered):
             with contextlib.suppress(ProtocolError):  # the answer to another call
-                self.notify(Unpin(pin=decode_placed(event.reply).pin))  # its reader has given up
+                self.notify(Unpin(pin=decode_pinned(event.reply).pin))  # its reader has given up
         with self.room:
             self.room.notify_all()  # a thread waits for this or something else
 

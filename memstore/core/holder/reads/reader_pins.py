@@ -23,7 +23,7 @@ def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) ->
     if isinstance(staged, ChunksStaged) or _is_direct(state, key, staged):
         ready = partial_read.take(state, key)
         elsewhere = yield from direct_read.elsewhere(ready)
-        pin = _hold(state, link, partial(partial_read.release, state, key, ready))
+        pin = hold(state, link, partial(partial_read.release, state, key, ready))
         return _placed(staged, ready.manifest, ready.replica.slots, pin, elsewhere)
     pinned = state.store.pin(staged.shard.id, staged.digest, is_reader=True)
     if pinned is None:
@@ -34,7 +34,7 @@ def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) ->
     except BaseException:
         release()
         raise
-    return _placed(staged, manifest, pinned[0].slots, _hold(state, link, release))
+    return _placed(staged, manifest, pinned[0].slots, hold(state, link, release))
 
 
 def _is_direct(state: HolderState, key: ReadKey, staged: ShardStaged) -> bool:
@@ -56,7 +56,7 @@ def _placed(
     )  # fmt: skip
 
 
-def _hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
+def hold(state: HolderState, link: Link, release: Callable[[], None]) -> int:
     """Keep a pin for its reader; not one of a link that has just ended."""
     pin = next(state.pin_numbers)
     if state.ranks.is_current(link):

@@ -1,4 +1,4 @@
-"""R19: no host drops a copy of the newest committed step that is still needed."""
+"""R19, R36: no host is to drop a copy of the newest committed step that is needed, or of one that is leased."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Drops:
     def ordered(self, controller: Controller, host: str, order: FreeCopies | DropJob) -> None:
         """Look at an order to drop copies: of its newest committed step a controller must know enough others."""
         shards = [shard.id for shard in order.shards]
+        self._look_at_leases(controller, host, shards)
         self._ordered_s.update({(host, shard): self.world.now for shard in shards})
         job = controller.machine.jobs.get(self.world.scenario.job)
         commits = {(job.name, step) for job in controller.machine.jobs.values() for step in job.commits}
@@ -42,6 +43,13 @@ class Drops:
                     raise Violation(
                         "R19", f"{host} is to drop {shard}, the newest committed; whole elsewhere, as it knows: {left}"
                     )  # fmt: skip
+
+    def _look_at_leases(self, controller: Controller, host: str, shards: list[ShardId]) -> None:
+        """Look for a step that the controller has leased, with all of its room, and drops before it ends that."""
+        for shard in shards:
+            job = controller.machine.jobs.get(shard.job)
+            if job is not None and StepId(shard.attempt, shard.step) in job.leased:
+                raise Violation("R36", f"{host} is to drop {shard}, which a reader has leased")
 
     def taken_by_fault(self, host: str, shard: ShardId) -> None:
         """Record that a fault destroyed a copy."""

@@ -19,7 +19,7 @@ from memstore.core.wire.codec import reply_decoder
 from memstore.core.wire.ids import WireShard
 from memstore.core.wire.peer_messages import FetchChunks
 from memstore.core.wire.rank_messages import AskAnswered, AskRefused
-from memstore.core.wire.replies import ShardPlaced, decode_placed
+from memstore.core.wire.replies import ShardPlaced, decode_pinned
 from memstore.errors import MemstoreError, ProtocolError
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
@@ -60,7 +60,7 @@ class Stager:
             link.process.answered(answer.id, CallFailed(f"{answer.error}: {answer.message}"))
         elif request is None:
             with suppress(ProtocolError):  # the answer to another call
-                reader_pins.give_back(link, decode_placed(answer.reply).pin)  # its reader has given up
+                reader_pins.give_back(link, decode_pinned(answer.reply).pin)  # its reader has given up
         else:
             reply = reply_decoder(type(request))(answer.reply)
             if isinstance(reply, ShardPlaced):

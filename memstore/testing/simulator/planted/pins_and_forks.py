@@ -1,4 +1,4 @@
-"""Planted bugs in pins and forks: steps and slots that must be kept, and references that a fork must add."""
+"""Planted bugs in pins, leases and forks: steps and slots that must be kept, and references that a fork must add."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from memstore.core.cluster.job import Job
+from memstore.core.cluster.holds import Holds
+from memstore.core.cluster.job import Job, LeaseRoom
 from memstore.core.cluster.kept_steps import kept_steps
 from memstore.core.history.pins import Pins
 from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
+from memstore.core.restore.followers import Followers
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
@@ -36,6 +38,22 @@ def retention_ignores_pins() -> Iterator[None]:
 
     with patch.object(Pins, "_held", nothing), patch.object(Job, "pinned_steps", nothing):
         yield
+
+
+LEASED = Fault(4.0, "lease-step", for_s=6.0)
+
+
+@planted("retention-ignores-leases", "R36", "R36", LEASED, step_s=0.2, at=(Holds, "steps"))
+def retention_ignores_leases(real: Any, self: Any, job: Job) -> set[StepId]:
+    """Retention drops a step although a reader has leased it."""
+    return real(self, job) - job.leased.keys()  # type: ignore[no-any-return]
+
+
+@planted("leases-without-room", "R36", "I16", Fault(4.0, "lease-step", for_s=0.0), at=(Followers, "_claim"))
+def leases_without_room(real: Any, self: Any, job: Job, call: Any, step: StepId) -> None:
+    """A step is leased before its room is claimed: puts lack theirs for as long as its reader reads."""
+    job.lease_room = LeaseRoom((1 << 20,) * job.commits[step].world_size, 1)
+    self._take(job, call, step)
 
 
 @planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED, at=(ReplicaStore, "fork"))
@@ -75,8 +93,8 @@ def pins_numbered_by_link() -> Any:
         counts[link] += 1
         return hold(replace(state, pin_numbers=itertools.count(counts[link])), link, release)
 
-    hold = reader_pins._hold
-    return patch.object(reader_pins, "_hold", numbered)
+    hold = reader_pins.hold
+    return patch.object(reader_pins, "hold", numbered)
 
 
 ROWS = (

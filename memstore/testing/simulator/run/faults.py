@@ -53,7 +53,7 @@ class Faults:
     def inject(self, each: Fault) -> None:
         """Do one fault, unless it would go beyond the promise of a strict scenario."""
         cluster, injected = self.cluster, self.cluster.checker.observed.injected
-        is_grave = each.kind in NEEDS_QUIET or each.for_s > SHORT_S
+        is_grave = each.kind in NEEDS_QUIET or (each.for_s > SHORT_S and each.kind not in people.KINDS)
         if cluster.scenario.is_strict and is_grave and not cluster.is_quiet():
             cluster.note(f"fault {each.kind} left out: the store is not whole now")
             return

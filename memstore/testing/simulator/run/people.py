@@ -1,4 +1,4 @@
-"""What people ask for in the middle of a run: pins and forks, and their end."""
+"""What people and readers ask for in the middle of a run: pins, forks and leases, and their end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memstore.testing.simulator.world.scenario import Fault
 from memstore.testing.simulator.world.virtual_time import Endless, Thread
 from recovery.inventory import StepId
 
-KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork")
+KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork", "lease-step")
 STEPS_MAX = 4  # one of so many newest steps is pinned or forked
 
 
@@ -36,6 +36,8 @@ class People:
             self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], f"p{self.count}")
         elif fault.kind == "fork-step" and committed:
             self._fork(rank, committed[number % min(STEPS_MAX, len(committed))], f"fork{self.count}")
+        elif fault.kind == "lease-step" and committed:
+            self._lease(rank, f"l{self.count}", fault.for_s)
         elif fault.kind == "unpin-step" and pins:
             name = sorted(pins)[number % len(pins)]
             del pins[name]
@@ -57,6 +59,12 @@ class People:
             rank, "fork", lambda: self.promises.forks.update({name: step}),
             step=step.step, of_attempt=step.attempt, new_job=name, nonce=f"{name}-{rank.nonce}",
         )  # fmt: skip
+
+    def _lease(self, rank: SimRank, name: str, for_s: float) -> None:
+        """Lease the newest step, and end that, unless the rank's process or link does it first."""
+        self._ask(rank, "lease_step", lambda: None, step=None, lease=name, limit_s=600.0)
+        if for_s:
+            self.cluster.at(for_s, lambda: self._ask(rank, "end_lease", lambda: None, lease=name))
 
     def _ask(self, rank: SimRank, verb: str, done: Callable[[], object], **body: Any) -> None:
         call_id = rank.ask(verb, **body)

@@ -120,6 +120,7 @@ HELLO_SEEDS = (0, 5, 39)  # modulo 40
 SILENT_SEEDS = (4, 24, 37)  # modulo 40
 IN_PLACE_SEEDS = (0, 4, 24, 35, 37, 39)  # modulo 40
 SCATTER_SEEDS = (0, 6, 11, 16, 25, 45, 50, 62)  # modulo 80
+LEASE_SEEDS = (1, 9, 19, 35, 53, 55, 57, 73)  # modulo 80
 READ_SEEDS = (6, 16, 38, 50, 62, 66)  # modulo 80
 IN_PLACE_WEIGHTS = {
     "kill-rank": 3, "freeze-rank": 2, "leave-rank": 2, "zombie-rank": 3, "lose-two": 2, "kill-host": 1, "lose-both": 3,
@@ -223,6 +224,13 @@ def _history(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind=kind, for_s=0.0) for kind in kinds]
 
 
+def _leases(seed: int) -> list[Fault]:
+    """Draw readers that lease the newest step for a while, some of them until their process or link ends."""
+    rng = random.Random(f"leases {seed}")
+    count = rng.randrange(1, 7) if seed % 80 in LEASE_SEEDS else 0
+    return [replace(_fault(rng), kind="lease-step", for_s=rng.choice([0.0, 0.3, 2.0, 6.0])) for _ in range(count)]
+
+
 def _clocks(seed: int) -> list[Fault]:
     """Draw clocks that step, days that pass, and lost numbers of holders."""
     rng = random.Random(f"clocks {seed}")
@@ -293,4 +301,5 @@ def _fault(rng: random.Random) -> Fault:
 MORE = (
     _notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence, _in_place, _reads,
     _loads,
+    _leases,
 )  # fmt: skip
