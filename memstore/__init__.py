@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from memstore.admin.fork import fork as fork
     from memstore.client.checkpoint import Checkpoint as Checkpoint
     from memstore.client.checkpoint import StepInfo as StepInfo
-    from memstore.client.connect import Reader as Reader
     from memstore.client.connect import connect as connect
-    from memstore.client.connect import reader as reader
     from memstore.client.prepare import PutPreparation as PutPreparation
+    from memstore.client.reader import Lease as Lease
+    from memstore.client.reader import Reader as Reader
+    from memstore.client.reader import reader as reader
     from memstore.client.store import Store as Store
     from memstore.client.ticket import Ticket as Ticket
     from memstore.shell.tensors.registry import register as register
@@ -43,13 +44,14 @@ _MODULES = {
     "ClusterStatus": "memstore.admin.cluster",
     "Fork": "memstore.admin.fork",
     "PutPreparation": "memstore.client.prepare",
-    "Reader": "memstore.client.connect",
+    "Lease": "memstore.client.reader",
+    "Reader": "memstore.client.reader",
     "StepInfo": "memstore.client.checkpoint",
     "Store": "memstore.client.store",
     "Ticket": "memstore.client.ticket",
     "connect": "memstore.client.connect",
     "fork": "memstore.admin.fork",
-    "reader": "memstore.client.connect",
+    "reader": "memstore.client.reader",
     "register": "memstore.shell.tensors.registry",
     "start": "memstore.admin.cluster",
     "status": "memstore.admin.cluster",

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.peers.contestant import Contestant, Stamps, Task, now
 from benchmarks.rigs import gpt_tensors
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import reader
 from memstore.config import Config
 
 HOSTS = ("near", "far")

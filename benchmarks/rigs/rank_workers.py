@@ -18,7 +18,8 @@ import torch
 from benchmarks.report.harness import MIB, Options
 from benchmarks.rigs import gpt_tensors
 from benchmarks.rigs.rig import JOB
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.errors import MemstoreError

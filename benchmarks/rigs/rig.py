@@ -12,7 +12,8 @@ from benchmarks.report.harness import MIB, Options, Took
 from benchmarks.rigs.cores import SHARED, Cores, on_core
 from benchmarks.rigs.stopwatch import timed
 from memstore.client.checkpoint import Checkpoint
-from memstore.client.connect import Reader, connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import Reader, reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.errors import MemstoreError

@@ -52,7 +52,7 @@ def export(
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     Where(config).status(job)
-    from memstore.client.connect import reader
+    from memstore.client.reader import reader
     from memstore.exchange.exporting import export_step
 
     if module is not None:

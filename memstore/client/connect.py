@@ -8,33 +8,27 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from memstore.admin.stores import naming_others, others_here
-from memstore.client.checkpoint import Checkpoint, StepInfo, open_shard, step_infos
-from memstore.client.pin_verbs import persist_request, persisted, pin_request
+from memstore.admin.stores import others_here
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
-from memstore.config import Config, check_config, check_given_whole, check_name, check_seconds, check_whole, plain
+from memstore.config import Config, check_config, check_given_whole, check_name, plain
 from memstore.core.schedule.durable_interval import parse_every
 from memstore.core.schedule.put_interval import parse_put_every
-from memstore.core.wire.calls import AskSteps, InPlace, Join, ReadStep, UnpinStep
-from memstore.core.wire.codec import Request
+from memstore.core.wire.calls import InPlace, Join
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
 from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
 from memstore.shell.native.extension import problem as native_problem
-from memstore.shell.rank.admin_link import ASK_S, Tool, store_root
+from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.launch import Launch, detect_launch
-from memstore.shell.rank.range_read import ShardRanges
-from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 R = TypeVar("R")
@@ -261,105 +255,3 @@ def check_store_fields(config: Config, running: dict[str, Any]) -> None:
             f"store {config.store!r} runs with other settings: {', '.join(differing)}. Use the running ones, another "
             f"store name, or stop it first: {config.commands('`memstore down`')}"
         )
-
-
-class Reader:
-    """Reads a job's steps without joining it: no barrier, no fence."""
-
-    def __init__(self, job: str, tool: Tool, config: Config) -> None:
-        self.job = job
-        self._tool, self._config = tool, config
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def steps(self) -> list[StepInfo]:
-        """Return every step the store knows of the job, newest first."""
-        return step_infos(self._ask(AskSteps(job=self.job)))
-
-    def latest_step(self) -> int | None:
-        """Return the newest committed step of the lineage."""
-        return max((s.step for s in self.steps() if s.committed and s.in_lineage), default=None)
-
-    def get(
-        self, step: int | None = None, *, rank: int = 0, into: Any = None, timeout_s: float = 600.0,
-        attempt: int | None = None,
-    ) -> Checkpoint:  # fmt: skip
-        """Return one rank's shard (R27); `attempt` says whose, where several lineages have a step of that number.
-
-        Raises:
-            StepDropped: Newer steps were committed meanwhile, and puts took its room: pin what takes long (R7).
-        """
-        request = ReadStep(
-            job=self.job, step=check_given_whole("step", step), of_attempt=check_given_whole("attempt", attempt),
-            rank=check_whole("rank", rank),
-        )  # fmt: skip
-        timeout_s = check_seconds("timeout_s", timeout_s)
-        with naming_others(self._config, self.job):
-            return open_shard(ShardRead(self._tool.link, request, timeout_s), into, timeout_s=timeout_s)
-
-    def pin(self, step: int, name: str, *, attempt: int | None = None) -> None:
-        """Keep a committed step in RAM under a name; as `Store.pin`."""
-        self._ask(pin_request(self.job, step, name, attempt))
-
-    def pins(self) -> list[str]:
-        """Return the names of the job's pins."""
-        return sorted(self._ask(AskSteps(job=self.job)).pins)
-
-    def unpin(self, name: str) -> None:
-        """Take a pin's name back; as `Store.unpin`."""
-        self._ask(UnpinStep(job=self.job, name=check_name("pin", name)))
-
-    def persist(self, step: int | None = None, *, timeout_s: float = 300.0) -> int:
-        """Write a committed step to durable storage now; as `Store.persist`."""
-        request = persist_request(self.job, step, timeout_s)
-        return persisted(self._ask(request, request.within_s + ASK_S), request.within_s)
-
-    def ranges(self, *, attempt: int | None = None, timeout_s: float = 600.0) -> ShardRanges:
-        """Return reads of parts of any rank's shard; `attempt` chooses among steps of one number."""
-        timeout_s = check_seconds("timeout_s", timeout_s)
-        return ShardRanges(self._tool.link, self.job, timeout_s, check_given_whole("attempt", attempt))
-
-    def _ask(self, request: Request[R], timeout_s: float = ASK_S) -> R:
-        with naming_others(self._config, self.job):
-            return self._tool.ask(request, timeout_s)
-
-    def close(self) -> None:
-        """End the reader's link."""
-        self._tool.close()
-
-
-def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
-    """Open a reader of a job, on this host's holder; starts nothing.
-
-    Args:
-        job: Name of the training run.
-        address: Ray cluster of the store, joined only if this process's host is not known otherwise:
-            its node on this machine does then (R4).
-        config: Store fields to find the store.
-
-    Raises:
-        ConfigError: several holders are on this machine, and it is unclear which one is this process's.
-        PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
-    """
-    config = check_config(config)
-    check_name("job", job)
-    with naming_others(config, job):
-        return Reader(job, _reading_tool(config, address), config)
-
-
-def _reading_tool(config: Config, address: str | None) -> Tool:
-    try:
-        return Tool(holder_folder(config))
-    except (ConfigError, PeerUnreachable):
-        if address is None:
-            raise
-        from memstore.admin.cluster import join_ray
-
-        join_ray(address, may_create=False, limit_s=config.connect_timeout_s, config=config)
-        return Tool(holder_folder(config))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from memstore.client.checkpoint import StepInfo
-from memstore.client.connect import Reader
 from memstore.client.dcp.metadata import SavedLayout
+from memstore.client.reader import Reader
 from memstore.core.format.shared_layout import SharedShardLayout
 from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError, UnsupportedState
 from memstore.exchange.dcp_files import write_dcp

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.config import Config, check_whole

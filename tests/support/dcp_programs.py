@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import memstore
+from memstore.client.dcp.reader import load
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
@@ -366,3 +368,12 @@ def put_plain(rank: DcpRank, step: int) -> dict[str, Any]:
 def agree(rank: DcpRank) -> dict[str, Any]:
     """The step that all ranks agree on."""
     return {"step": rank.store.agree_on_step()}
+
+
+def follow(rank: DcpRank, job: str, step: int, what: str = "placed") -> dict[str, Any]:
+    """Load a step of another job together, although rank 1 has leased the step before it; say what differs."""
+    with memstore.reader(job, config=rank.store.config) as reader, reader.lease(step - dist.get_rank() % 2):
+        mine = globals()[what](step + 1000)
+        found = reader.dcp_reader(step - dist.get_rank() % 2)
+        loaded = load(mine, found, process_group=dist.group.WORLD, planner=None)
+    return {"step": loaded, "differing": differing(mine, globals()[what](step))}

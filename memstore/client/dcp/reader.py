@@ -1,4 +1,4 @@
-"""DCP loads from memory, with any world size: `dcp.load(state, storage_reader=store.dcp_reader())`.
+"""DCP loads from memory, with any world size: `dcp.load(state, storage_reader=store.dcp_reader())`, `Reader.load`.
 
 DCP's planner says which part of which saved item goes where; here the parts become byte ranges of the shards of the
 ranks that saved, in batches, so that one batch is copied while the next is on its way. Nothing is committed to the
@@ -7,29 +7,49 @@ planner before the chunks it came from have been digested again.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memstore.client.dcp.metadata import Place, SavedLayout, decode_metadata
 from memstore.core.format.layout import batches, byte_span, row_major
 from memstore.core.format.manifest import Manifest
-from memstore.errors import IntegrityError, ManifestMismatch, RecoveryError
+from memstore.errors import IntegrityError, LeaseLost, ManifestMismatch, MemstoreError, RecoveryError, StepDropped
 from memstore.shell.codec.verified_stream import CheckedStream
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
+from recovery.inventory import StepId
 
 BATCH_BYTES = 256 << 20  # in transit while another is copied: bounds the arena memory of a load
 COORDINATORS_TRIED = 64  # ranks looked at for the metadata; the coordinator is rank 0 unless a process group differs
+
+
+class Leased(Protocol):
+    """A step that is leased while a load runs: a Reader's Lease."""
+
+    step: int
+    attempt: int
+
+    def end(self) -> None:
+        """Let go of the step."""
+
+    def lost(self) -> LeaseLost:
+        """Return the error for a read that found the step dropped."""
+
+
+LeaseStep = Callable[[int | None, int | None], Leased]  # takes the step and its attempt, None: the newest
 
 
 @dataclass(frozen=True)
@@ -50,16 +70,21 @@ class DcpReader(StorageReader):
     Args:
         ranges: Reads of the job.
         step: The step; None: the one that `agree` adopts, on all ranks alike.
-        agree: Adopts a step, as agree_on_step does; without it (a Reader) the newest committed step is read.
+        agree: Adopts a step, as agree_on_step does; without it the newest committed step is read.
         wait: Waits until the target of the load is not being copied any more.
+        lease: Leases a step, of that attempt if one is given, for the time of a load: a Reader's.
     """
 
     def __init__(
         self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None,
-        wait: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] = lambda: None, lease: LeaseStep | None = None,
     ) -> None:  # fmt: skip
         self.step, self._ranges, self._agree, self._wait = step, ranges, agree, wait
+        self.failed: Exception | None = None  # why it had no metadata: torch goes on without, and forgets the reason
         self._metadata: Metadata | None = None
+        self._ready: Metadata | None = None  # read as the load began
+        self._named, self._lease_step = step, lease
+        self._lease: Leased | None = None
         self._attempt: int | None = None  # that put the step: another lineage may have one of that number
         self._chunk_bytes = 1
         self._rank: int | None = None  # whose own metadata is read, where every rank saved for itself
@@ -68,6 +93,38 @@ class DcpReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take DCP's name for the load, which is unused: the step identifies it."""
+
+    def begin(self) -> None:
+        """Lease the step of a load by this process alone, and read its metadata; `dcp.load` wraps what it raises."""
+        self._ready = self._read_metadata(None)
+
+    @property
+    def _at(self) -> StepId:
+        return StepId(self._attempt or 0, self.step or 0)
+
+    def _begin_lease(self, lease: LeaseStep, step: int | None, of: int | None) -> None:
+        self.end_lease()
+        self._lease = lease(step, of)
+        self.step, self._attempt = self._lease.step, self._lease.attempt
+
+    def end_lease(self) -> None:
+        """Let go of the step; a load that ends does so by itself."""
+        if self._lease is not None:
+            self._lease.end()
+        self._lease = self._attempt = None
+
+    @contextlib.contextmanager
+    def _under_lease(self) -> Iterator[None]:
+        """Raise LeaseLost in place of StepDropped; end the lease if anything is raised."""
+        try:
+            yield
+        except StepDropped as error:
+            lost = self._lease.lost() if self._lease is not None and not isinstance(error, LeaseLost) else error
+            self.end_lease()
+            raise lost from error
+        except BaseException:
+            self.end_lease()
+            raise
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -80,28 +137,39 @@ class DcpReader(StorageReader):
         Raises:
             RecoveryError: the job has no step to read. ManifestMismatch: the step was not saved through DCP.
         """
-        rank = kwargs.get("rank")
+        try:
+            ready, self._ready = self._ready, None
+            self._metadata = ready or self._read_metadata(kwargs.get("rank"))
+        except Exception as error:
+            self.failed = error
+            raise
+        return self._metadata
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        if self._lease_step is not None and self._lease is None:
+            self._begin_lease(self._lease_step, self._named, self._ranges.attempt)
         if self.step is None and self._agree is not None:
             self.step = self._agree()
             if self.step is None:
                 raise RecoveryError(
                     f"job {self._ranges.job!r} has no history: load only if `store.agree_on_step()` is not None"
                 )
-        self._metadata = self._metadata_of(rank) if rank is not None else self._global_metadata()
+        with self._under_lease():
+            metadata = self._metadata_of(rank) if rank is not None else self._global_metadata()
         self._rank = rank
-        return self._metadata
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the metadata as DCP's planner has it."""
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+        """Return the plan, with the step that this process has leased."""
+        return replace(plan, storage_data=self._at) if self._lease else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
+        """Return the plans, all of the coordinator's step: another process may have leased a newer one."""
+        return [self.prepare_local_plan(plan) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring every planned part here, copy it to where the planner says, verify.
@@ -111,6 +179,18 @@ class DcpReader(StorageReader):
                 took too long.
         """
         self._wait()
+        with self._under_lease():
+            chosen = plan.storage_data
+            if self._lease_step is not None and isinstance(chosen, StepId) and chosen != self._at:
+                self._begin_lease(self._lease_step, chosen.step, chosen.attempt)
+                self._metadata = self._global_metadata()
+            self._read_parts(plan, planner)
+        self.end_lease()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         parts = sorted((self._part(item) for item in plan.items), key=lambda p: (p.place.rank, p.offset))
         by_rank = itertools.groupby(parts, key=lambda part: part.place.rank)
         cut = [batch for _, mine in by_rank for batch in batches(mine, lambda part: part.nbytes, BATCH_BYTES)]
@@ -124,9 +204,6 @@ class DcpReader(StorageReader):
         finally:
             for read in coming:
                 read.close()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     # -- metadata -----------------------------------------------------------------------------
 
@@ -262,3 +339,20 @@ def _fill_later(target: torch.Tensor, part: Part, stream: CheckedStream) -> Call
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
+
+
+def load(state: dict[str, Any], reader: DcpReader, *, process_group: Any, planner: LoadPlanner | None) -> int:
+    """`dcp.load` with a Reader's DcpReader; raises the first error of any process as itself. Returns the step."""
+    is_alone = process_group is None
+    try:
+        if is_alone:  # else the other processes would wait for this one
+            reader.begin()
+        torch_load(state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=is_alone)
+    except CheckpointException as error:  # a BaseException
+        errors = [error.failures[rank][0] for rank in sorted(error.failures)]
+        ours = [each for each in (reader.failed, *errors) if isinstance(each, MemstoreError)]
+        raise (ours or errors or [error])[0] from error
+    finally:
+        reader.end_lease()
+    assert reader.step is not None
+    return reader.step

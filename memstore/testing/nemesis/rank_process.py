@@ -120,7 +120,7 @@ class Rank(CommandedRank):
         self, job: str, config: dict[str, Any], seed: int, kib: int, ranks: list[int], step: int | None
     ) -> dict[str, Any]:
         """Read shards of some ranks as a reader, which joins no job, and compare them."""
-        from memstore.client.connect import reader
+        from memstore.client.reader import reader
 
         self.seed, self.kib = seed, kib
         rows = []

@@ -14,7 +14,7 @@ import torch
 from link_site import WAIT_S, Site, state
 
 import memstore
-from memstore.client.connect import Reader
+from memstore.client.reader import Reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.core.wire.calls import AskEvents

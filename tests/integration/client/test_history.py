@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from memstore.admin.cluster import refuse_last_copies
 from memstore.admin.fork import Fork, fork
 from memstore.cli import main
-from memstore.client.connect import Reader
+from memstore.client.reader import Reader
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.wire.calls import RemoveJob
 from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError

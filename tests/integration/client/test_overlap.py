@@ -17,7 +17,8 @@ import pytest
 import torch
 from overlap_case import WAIT_S, WIDTH, Training, hold, is_same, one_host, one_rank, stored
 
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.errors import CommitError, ConfigError, RecoveryError
 from memstore.testing.clusters.processes import ProcessCluster, wait_for

@@ -24,7 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from memstore.adapters.torch import watch_collectives
 from memstore.client.collective_hooks import watch_module, watch_optimizer
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
+from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, Kind

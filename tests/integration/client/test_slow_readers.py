@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.client.connect import Reader, reader
+from memstore.client.reader import Reader, reader
 from memstore.client.restore import OpenShard
 from memstore.config import Config
 from memstore.core.wire.calls import ReadStep

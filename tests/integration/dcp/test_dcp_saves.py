@@ -1,19 +1,31 @@
-"""DCP saves of four ranks on four hosts: in threads and processes, in part, twice at once, and when one fails."""
+"""DCP saves of four ranks on four hosts: in threads and processes, in part, when one fails; and who follows them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from dcp_programs import full
 from repository import SUPPORT
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 
+from memstore.client.dcp.reader import DcpReader, load
+from memstore.client.reader import Reader
 from memstore.core.arena.slot_table import SlotState
 from memstore.core.format.manifest import decode_manifest
+from memstore.errors import LeaseLost, ManifestMismatch, NoNewerStep, StepDropped
 from memstore.shell.arena.slot_headers import HEADER_NBYTES, RECORD_DTYPE
+from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.dcp_ranks import DcpFleet, outcomes, run
 from memstore.testing.ranks.rank_process import RankFailed, RankNursery, RankProcess
@@ -204,3 +216,109 @@ def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> N
     """Where a put would skip its step: a save that waits for its commit has no way to report it."""
     first = next(site.steps)
     run(site.ranks, "save_and_outgrow", step=first, how=how)
+
+
+# -- followers (R36) ------------------------------------------------------------------------------
+
+
+def loaded(reader: Reader, step: int | None = None) -> tuple[int, bool]:
+    """Load a part of what was saved into this process alone; say which step it is, and whether it is as it was."""
+    state: dict[str, Any] = {"large": torch.zeros(600, 501), "nested": {"plain": torch.zeros(13, 3), "step": -1}}
+    found = reader.load(state, step)
+    same = torch.equal(state["large"], full(found + 9, 600, 501))
+    same = same and torch.equal(state["nested"]["plain"], full(found + 10, 13, 3))
+    return found, same and state["nested"]["step"] == found
+
+
+@pytest.fixture
+def reader(cluster: ProcessCluster) -> Iterator[Reader]:
+    """Of the job that `site` has yet to begin."""
+    with Reader(f"job{next(JOBS) + 1}", Tool(cluster.arena("h1")), cluster.config) as found:
+        yield found
+
+
+def test_a_follower_comes_first_and_loads_what_it_leased_among_saves(
+    reader: Reader, cluster: ProcessCluster, dcp_nursery: RankNursery, tmp_path: Path
+) -> None:
+    """keep_steps=1: a step is whole for as long as it is leased, and goes after that; the newest comes by itself."""
+    assert reader.latest_step() is None
+    with pytest.raises(NoNewerStep, match="no step of job"):
+        reader.wait_newer(None, timeout_s=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.wait_newer, None, 120.0)
+        site = Site(cluster, dcp_nursery, tmp_path)
+        first = site.save(what="placed")
+        assert (waiting.result(), reader.latest_step()) == (first, first)
+    with reader.lease() as leased:
+        for _ in range(3):
+            newest = site.save(what="placed")
+        assert (leased.step, leased.why_not_kept) == (first, "")
+        assert loaded(reader, first) == (first, True)
+    assert reader.wait_newer(first, 10.0) == newest
+    assert loaded(reader) == (newest, True)
+    site.check(site.save(what="placed"))
+    with pytest.raises(StepDropped, match="any more"):  # torch's CheckpointException is no Exception
+        loaded(reader, first)
+    site.save("put_plain")
+    with pytest.raises(ManifestMismatch, match=r"get it with store\.get"):
+        loaded(reader)
+    site.check_no_leak()
+    dcp_nursery.kill_all()
+
+
+class Slow(DefaultLoadPlanner):
+    """Lets training go on in the middle of a load."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.work = work
+
+    def create_local_plan(self) -> LoadPlan:
+        self.work()
+        return super().create_local_plan()
+
+
+def test_a_lease_ends_with_its_time_and_with_its_process(reader: Reader, site: Site, cluster: ProcessCluster) -> None:
+    """A load that outlives it is LeaseLost and has no other step's bytes; a reader that is killed keeps nothing."""
+
+    def train() -> None:
+        for _ in range(2):
+            site.save(what="placed")
+
+    def await_end() -> None:
+        wait_for(lambda: step not in {info.step for info in reader.steps()}, "the end of the lease")
+
+    step = site.save(what="placed")
+
+    slow = DcpReader(reader.ranges(), None, lease=lambda number, attempt: reader.lease(number, limit_s=0.01))
+    state = {"large": torch.zeros(600, 501)}
+    with pytest.raises(LeaseLost, match=rf"step {step} of job .* limit_s=0.01 is over"):
+        load(state, slow, process_group=None, planner=Slow(lambda: (train(), await_end())))
+    assert not state["large"].any()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        reader.load({"unknown": torch.zeros(1)})
+    step = site.save(what="placed")
+    program = "import memstore, sys; config = memstore.Config(store=sys.argv[2], arena_dir=sys.argv[3]); "
+    program += "leased = memstore.reader(sys.argv[1], config=config).lease(); print(leased.step, flush=True); input()"
+    config = cluster.config
+    with subprocess.Popen(
+        [sys.executable, "-c", program, site.fleet.job, config.store, config.arena_dir],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "MEMSTORE_HOST": "h1"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == step
+        train()
+        assert loaded(reader, step) == (step, True)
+        process.kill()
+    await_end()
+
+
+def test_processes_that_follow_together_load_one_step(
+    cluster: ProcessCluster, dcp_nursery: RankNursery, tmp_path: Path
+) -> None:
+    """Four ranks saved; two load, one of which leased another step: both take the coordinator's, bit for bit."""
+    site = Site(cluster, dcp_nursery, tmp_path, keep_steps=2)
+    steps = [site.save(what="placed") for _ in range(2)]
+    followers = DcpFleet(cluster, dcp_nursery, PROGRAM, tmp_path, job=f"job{next(JOBS)}").launch(["h2", "h3"])
+    assert run(followers, "follow", job=site.fleet.job, step=steps[1]) == [{"step": 2, "differing": []}] * 2
+    dcp_nursery.kill_all()

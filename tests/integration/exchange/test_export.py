@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from torch.distributed.tensor import Replicate, Shard
 
 from memstore.cli import main
-from memstore.client.connect import reader
+from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.exchange.dcp_files import write_dcp
 from memstore.exchange.exporting import FORMATS
@@ -277,7 +277,7 @@ import sys
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
 import memstore.exchange.exporting as exporting
-from memstore.client.connect import reader
+from memstore.client.reader import reader
 from memstore.cli import main
 
 real = exporting.write_dcp

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 from torch.distributed.tensor import Replicate, Shard
 
 from memstore.cli import main
-from memstore.client.connect import connect, reader
+from memstore.client.connect import connect
 from memstore.client.dcp.reader import DcpReader
+from memstore.client.reader import reader
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.data.exchange_steps import WAIT_S, as_ranks, bits, odd_tensors, put, sharded
 

@@ -14,7 +14,7 @@ import torch
 from link_site import WAIT_S, Site, Stop, together
 from msgspec import structs
 
-import memstore.client.connect
+import memstore.client.reader
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder.reads import direct_read, fetch, partial_read, stage
 from memstore.core.holder.state import HolderState, PartialRead, ReadKey
@@ -253,7 +253,7 @@ def put_apart(site: Site) -> list[dict[str, torch.Tensor]]:
 
 
 def reader_on(site: Site, host: str) -> Any:
-    return memstore.client.connect.Reader("job", Tool(site.folder(host)), memstore.Config())
+    return memstore.client.reader.Reader("job", Tool(site.folder(host)), memstore.Config())
 
 
 @pytest.mark.parametrize("has_into", [False, True])

@@ -19,6 +19,7 @@ import torch
 from link_site import WAIT_S, Site, Stop, break_link, bring_here, state, together
 
 import memstore.client.connect
+import memstore.client.reader
 import memstore.client.restore
 import memstore.shell.arena.replica_store
 from memstore.client.ticket import Ticket
@@ -148,7 +149,7 @@ def test_bytes_that_change_under_a_get_are_not_returned(
     (store,) = site.connect()
     store.put(1, state(1)).wait("committed", WAIT_S)
     recycle_under_the_copy(site, monkeypatch)
-    reader = memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config())
+    reader = memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config())
     with reader, pytest.raises(DigestMismatch, match="no good copy was found") as caught:
         reader.get(into=state(0) if has_into else None)
     assert ("restart this process" in str(caught.value)) is has_into
@@ -164,7 +165,7 @@ def test_bytes_that_change_under_a_get_come_from_the_peer(
     together(*[lambda s=s: s.put(1, state(s.rank)).wait("committed", WAIT_S) for s in stores])
     recycle_under_the_copy(site, monkeypatch)
     target = {"w": torch.zeros_like(state(0)["w"])} if has_into else None
-    with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+    with memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
         wait_for(lambda: len(stores[0].steps()) == 1 and stores[0].steps()[0].copies == 2, "both copies")
         got = reader.get(rank=0, into=target)
     assert torch.equal(got.state["w"], state(0)["w"])
@@ -342,7 +343,7 @@ def test_chunks_are_copied_while_others_are_still_coming(
     monkeypatch.setattr(verified_stream, "copy_chunk", copy)
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     target = {"w": torch.zeros_like(put["w"])}
-    with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+    with memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
         got = reader.get(rank=1, into=target)
     assert next(batches) > 2
     assert (got.source, torch.equal(target["w"], put["w"])) == ("peer", True)
@@ -371,7 +372,7 @@ def test_of_two_reads_of_one_shard_one_fetches(
 
     def read() -> Any:
         with (
-            memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader,
+            memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader,
             contextlib.suppress(RecoveryError),
         ):
             return reader.get(rank=1).state["w"]
@@ -404,7 +405,7 @@ def test_a_read_that_hangs_holds_no_other_one_up(
         return await_other(state, read)
 
     def read() -> Any:
-        with memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
+        with memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config()) as reader:
             return reader.get(rank=1).state["w"]
 
     def read_beside() -> list[Any]:
@@ -452,7 +453,7 @@ def test_a_read_that_fails_half_way_says_what_it_leaves(
     monkeypatch.setattr(Peer, "_fetch_batch", fetch)
     monkeypatch.setattr(procedure, "may_wait", only_at_once)
     target = {"w": torch.zeros_like(put["w"])} if has_into else None
-    reader = memstore.client.connect.Reader("job", Tool(site.folder("a")), memstore.Config())
+    reader = memstore.client.reader.Reader("job", Tool(site.folder("a")), memstore.Config())
     with reader, pytest.raises(RecoveryError, match="the source is gone") as caught:
         reader.get(rank=1, into=target)
     assert ("given as into= is unusable" in str(caught.value)) is has_into
