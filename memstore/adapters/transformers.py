@@ -183,11 +183,11 @@ def is_sharded(trainer: Any) -> bool:
 
 
 def shared_state(state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
-    """Return what all ranks hold alike, as plain values and tensors."""
+    """Return what all ranks hold alike, as a put takes it."""
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": lr_scheduler.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": lr_scheduler,
         "trainer": progress_of(state),
     }
 

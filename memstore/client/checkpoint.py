@@ -62,7 +62,7 @@ class Checkpoint:
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
-    not_filled: tuple[str, ...] = ()  # paths that into= could not hold: only `state` or `rank_state` has their values
+    not_filled: tuple[str, ...] = ()  # paths whose values no object of the caller has now, only `state` or `rank_state`
 
 
 @copying()
@@ -105,6 +105,11 @@ def checkpoint(
     count, report = staged.repaired_count, answer.report
     if staged.not_filled:
         log.warning("%s", not_filled_line(staged.manifest.shard.job, staged.not_filled))
+    if staged.in_copies:
+        log.warning(
+            "memstore %s: get(into=) filled %s, which state_dict() made, and not the object: give the object itself, "
+            "or hand what was filled to its load_state_dict()", staged.manifest.shard.job, shown_paths(staged.in_copies)
+        )  # fmt: skip
     repaired = f"; {count} of this rank's chunks were damaged or did not come, and were brought again" if count else ""
     return Checkpoint(
         step=staged.manifest.shard.step,
@@ -119,7 +124,7 @@ def checkpoint(
         bytes_by_tier=asdict(report.bytes) if report is not None else {},
         seconds_by_phase={**(asdict(report.seconds) if report is not None else {}), "load": load_s},
         rank_state=rank_state,
-        not_filled=tuple(staged.not_filled),
+        not_filled=(*staged.not_filled, *staged.in_copies),
     )
 
 
@@ -136,12 +141,16 @@ def step_infos(answer: StepList) -> list[StepInfo]:
 
 def not_filled_line(job: str, paths: Sequence[str]) -> str:
     """Say which values into= has no place for."""
-    shown = ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
     values = "1 value" if len(paths) == 1 else f"{len(paths)} values"
     return (
         f"memstore {job}: get(into=) left {values} as they were: no entry holds them, or a tensor or an object is "
-        f"there now; take them from got.state: {shown}"
+        f"there now; take them from got.state: {shown_paths(paths)}"
     )
+
+
+def shown_paths(paths: Sequence[str]) -> str:
+    """Return the first paths of a list, for a message."""
+    return ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
 
 
 def restore_line(job: str, attempt: int, got: Checkpoint, answer: ShardPlaced) -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from memstore.client.checkpoint import shown_paths
 from memstore.client.overlapped_copy import Overlap
 from memstore.client.pending_put import PendingPut
 from memstore.client.prepare import PutPreparation
@@ -27,6 +28,7 @@ from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ClosedError, CommitError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of, plan_digest
 from memstore.shell.codec.interpreter import copying, waiting
+from memstore.shell.codec.plain_places import copies
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.tensors import slot_stream
 from memstore.shell.threads.answers import is_answered
@@ -180,6 +182,12 @@ class Puts:
         return plan
 
     def _plan(self, state: object, name: str) -> StatePlan:
+        if name not in self._plans and (paths := list(copies(state, name))):
+            log.warning(
+                "memstore %s rank %d: %s: state_dict() made that. A put stores what it was when it was made, and a "
+                "get(into=) fills it and not the object: give the object itself",
+                self.job, self.rank, shown_paths(paths),
+            )  # fmt: skip
         return self._plans.setdefault(name, PlanMemory()).plan(state, name)
 
     def begin(

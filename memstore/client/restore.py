@@ -12,6 +12,7 @@ from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import Manifest
 from memstore.errors import LoadError, MemstoreError, ProtocolError
 from memstore.shell.codec.decode import build_state, matched
+from memstore.shell.codec.plain_places import copies
 from memstore.shell.codec.verified_stream import CheckedStream, ChunkSource
 
 
@@ -27,6 +28,7 @@ class OpenShard:
         self._stream = CheckedStream(manifest, source)
         self._written: list[str] = [] if beside is None else beside._written  # which of the given states
         self.not_filled: list[str] = [] if beside is None else beside.not_filled  # paths in them (R26)
+        self.in_copies: list[str] = [] if beside is None else beside.in_copies  # paths that were filled for nobody
 
     def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "state") -> Any:
         """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.
@@ -46,6 +48,7 @@ class OpenShard:
                 f"{layout.nbytes}: its manifest is not what a put writes; read an older step"
             )
         self._stream.has_written = False
+        in_copies = list(copies(into, name))  # before there are other references to what is in it
         match = matched(layout, into, name)
         is_written = False
         try:
@@ -57,6 +60,7 @@ class OpenShard:
             if into is not None and (is_written or self._stream.has_written):
                 self._written.append("into=" if name == "state" else f"{name}_into=")
         self.not_filled += [] if match is None else match.plain.not_filled
+        self.in_copies += in_copies
         return state
 
     @contextlib.contextmanager

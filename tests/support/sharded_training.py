@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
 from memstore.adapters.torch import NamedOptimizer, load_dcp
@@ -90,6 +90,25 @@ def restored(rank: DcpRank, kind: str, optimizer: str, form: str, step: int, row
     untouched = made(kind, optimizer, 0)
     is_untouched = row == "frozen" or train(*untouched, range(9), late_from)[put_at:] == losses[0] + thawed[0]
     return {"is_equal": losses[0] + thawed[0] == losses[1] + thawed[1] and is_untouched, "left": got.not_filled}
+
+
+def refused(rank: DcpRank, step: int) -> dict[str, Any]:
+    """Put FSDP1's parts as ShardedTensors, and do as the error says; return it, and whether DCP brings them."""
+    (model, optimizer), (other, _) = made("FSDP1", "AdamW", 0), made("FSDP1", "AdamW", 1)
+    train(model, optimizer, range(2), 0)
+    for each in (model, other):
+        FullyShardedDataParallel.set_state_dict_type(each, StateDictType.SHARDED_STATE_DICT)
+    try:
+        rank.store.put(step, {"model": model})
+        error = ""
+    except Exception as exc:
+        error = f"{type(exc).__name__}: {exc}"
+    dcp.save({"model": model}, storage_writer=rank.store.dcp_writer(step))
+    loaded = {"model": other.state_dict()}
+    dcp.load(loaded, storage_reader=rank.store.dcp_reader(step))
+    other.load_state_dict(loaded["model"])
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return {"error": error, "is_equal": all(torch.equal(one, two) for one, two in pairs)}
 
 
 def states(seed: int, groups: int, optimizer: str) -> dict[str, Any]:

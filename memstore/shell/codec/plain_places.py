@@ -1,14 +1,16 @@
 """Where the plain values of a stored state go in a live one: to entries of its dicts and lists, fields of dataclasses.
 
 What lies in a tuple goes there with a new tuple in the entry that holds it, around the same tensors and objects as
-before. What no entry holds, or what would take a live tensor or object out of the state, is listed (R26).
+before. What no entry holds, or what would take a live tensor or object out of the state, is listed (R26). So is what
+goes into a dict that some object's state_dict() made: the object does not see it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,10 @@ import torch
 
 from memstore.core.format.object_tree import Node
 from memstore.shell.codec.walk import is_stateful
+from memstore.shell.tensors import subclasses
 
+_held = {"alone": object()}
+_ONE_REFERENCE = sys.getrefcount(_held["alone"])  # what is counted of an object that one dict alone has
 Place = Callable[[Any], object] | None  # assigns a value; None: there is no entry to assign to
 
 
@@ -122,6 +127,54 @@ def field(place: Place, owner: Any, name: str) -> Place:
 def is_mutable(record: Any) -> bool:
     """Return whether the fields of a registered class's instance can be assigned."""
     return dataclasses.is_dataclass(record) and not getattr(record, "__dataclass_params__").frozen  # noqa: B009
+
+
+def copies(state: Any, name: str) -> Iterator[str]:
+    """Yield the paths in a state to dicts that state_dict() of some object made, and that are no part of the object.
+
+    Such a dict has private names among its keys, or is an optimizer's. Of a module's only those entries are yielded
+    that share no memory with anything else: its parameters and buffers are there themselves.
+    """
+    if isinstance(state, dict):
+        if getattr(state, "_metadata", None) is not None:  # torch's note in the dict of a module
+            yield from (f"{name}[{key!r}]" for key in _copied_keys(state))
+        elif {"state", "param_groups"} <= state.keys() or any(type(key) is str and key[:1] == "_" for key in state):
+            yield name
+        else:
+            for key, value in state.items():
+                yield from copies(value, f"{name}[{key!r}]")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from copies(value, f"{name}[{index}]")
+
+
+def _copied_keys(state: dict[Any, Any]) -> list[Any]:
+    """Return the keys of a module's state_dict() whose values nothing but this dict has."""
+    storages = {key: _storage_of(value) for key, value in state.items()}
+    tensors_here = Counter(storages.values())
+    lone = torch.empty(1)
+    more = _uses(_storage_of(lone) or 0) - 1  # what is counted beside the tensors
+    return [
+        key
+        for key, storage in storages.items()
+        if storage is None
+        or (sys.getrefcount(state[key]) <= _ONE_REFERENCE and _uses(storage) - more <= tensors_here[storage])
+    ]
+
+
+def _uses(storage: int) -> int:
+    """Return how many tensors share a storage; many if this torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return sys.maxsize if count is None or not storage else int(count(storage))
+
+
+def _storage_of(value: Any) -> int | None:
+    """Return the storage of a tensor; None for a plain value, 0 for a tensor of another kind."""
+    local = subclasses.local_tensor(value) if subclasses.is_dtensor(value) else value
+    if not isinstance(local, torch.Tensor):
+        return None
+    is_plain = type(local) is torch.Tensor and local.layout is torch.strided
+    return int(local.untyped_storage()._cdata) if is_plain else 0
 
 
 def is_live(value: Any) -> bool:

@@ -39,6 +39,17 @@ _NUMBERS = {
 }  # fmt: skip
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
+_REMEDY = (
+    "its type cannot be stored without pickle; convert it, give it state_dict() and load_state_dict(), "
+    "or pass an enum, dataclass or named tuple to memstore.register()"
+)
+_REMEDIES = {  # by the package of a class that a user cannot change
+    "torch.distributed._shard": "parts of it lie on other ranks. Save the state through torch.distributed.checkpoint, "
+    "which knows them: dcp.save(state, storage_writer=store.dcp_writer(step)); or have FSDP2, which makes DTensors",
+    "deepspeed": "it is DeepSpeed's own, in the state_dict() of its engine or optimizer. What to put instead is "
+    "under DeepSpeed in docs/guide/frameworks.md",
+}
+
 
 class _Refused(Exception):
     """Collects the path on its way out, so that an accepted state pays nothing for it."""
@@ -150,11 +161,7 @@ class StateWalk:
             fields = kind._fields if registry.is_namedtuple(kind) else list(kind.__dataclass_fields__)
             tag = Tag.NAMEDTUPLE if registry.is_namedtuple(kind) else Tag.DATACLASS
             return self._record(tag, value, fields)
-        raise _Refused(
-            "its type cannot be stored without pickle; convert it, give it state_dict() and load_state_dict(), "
-            "or pass an enum, dataclass or named tuple to memstore.register()",
-            value,
-        )
+        raise _Refused(_remedy(kind) or _REMEDY, value)
 
     def _enter(self, value: object) -> None:
         """Note a container as open, refusing one that holds itself and nesting that no decoder would take.
@@ -296,7 +303,8 @@ class StateWalk:
             described = self._described(value, self._dtensor, value)
             return [Tag.DTENSOR, described, [self._node(subclasses.local_tensor(value))]]
         if not subclasses.is_wrapper(value):
-            raise _Refused("a tensor subclass without __tensor_flatten__ cannot be stored", value)
+            reason = "a tensor subclass without __tensor_flatten__ cannot be stored"
+            raise _Refused(_remedy(type(value)) or reason, value)
         inner, context = subclasses.flatten_wrapper(value)
         try:
             nodes = [self._node(item) for item in inner.values()]
@@ -339,6 +347,10 @@ def fits_inline(scalar: bool | int | float | str | None) -> bool:
     if type(scalar) is str:
         return len(scalar) <= TEXT_CHARS_MAX and scalar.isascii()
     return type(scalar) is not int or _INT_MIN <= scalar <= _INT_MAX
+
+
+def _remedy(kind: type) -> str | None:
+    return next((text for package, text in _REMEDIES.items() if f"{kind.__module__}.".startswith(f"{package}.")), None)
 
 
 def is_stateful(value: object) -> bool:

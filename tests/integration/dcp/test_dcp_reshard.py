@@ -80,6 +80,10 @@ def test_sharded_training_goes_on_bit_for_bit(
     for step, ((kind, row), optimizer, form) in enumerate(rows):
         replies = run(ranks, "restored", kind=kind, optimizer=optimizer, form=form, step=step, row=row)
         assert replies == [{"is_equal": True, "left": []}] * 2, (kind, row, optimizer, form)
+    for reply in run(ranks, "refused", step=99):
+        assert reply["is_equal"]
+        assert "UnsupportedState: state['model']['body.weight'] is a torch.distributed._shard" in reply["error"]
+        assert "dcp.save(state, storage_writer=store.dcp_writer(step))" in reply["error"]
     fleet.leave(ranks)
 
 
