@@ -40,8 +40,8 @@ class NamedOptimizer:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"NamedOptimizer takes one torch.optim.Optimizer, and a {type(optimizer).__name__} is none: make one "
-                "for each of several optimizers; what a framework has wrapped, give to put and get as its own page in "
-                "docs/guide/frameworks.md says"
+                "for each of several optimizers; how to put what a framework (DeepSpeed) has wrapped is in "
+                "docs/guide/frameworks.md"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(

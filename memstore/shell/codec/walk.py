@@ -254,7 +254,7 @@ class StateWalk:
     def _enum(self, value: enum.Enum) -> Any:
         kind = type(value)
         if not registry.is_registered(kind):
-            raise _Refused("its class is not registered; call memstore.register() on it", value)
+            raise _Refused(_remedy(kind) or "its class is not registered; call memstore.register() on it", value)
         member: Any = value.name if value.name in kind.__members__ else value.value
         return [Tag.ENUM, [registry.class_name(kind), member]]
 

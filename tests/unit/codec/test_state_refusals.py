@@ -105,6 +105,14 @@ def test_unsupported_object_is_refused_by_path_and_type(value: object) -> None:
         assert caught.value.type_name.endswith(".Plain")
 
 
+@pytest.mark.parametrize("value", [type("LossScaler", (), {})(), enum.Enum("ZeroStageEnum", "weights").weights])
+def test_what_belongs_to_a_framework_is_refused_with_its_own_remedy(value: Any) -> None:
+    """A user cannot give DeepSpeed's classes another form."""
+    type(value).__module__ = "deepspeed.runtime.zero.config"
+    with pytest.raises(UnsupportedState, match=r"\['opt'\] is a deepspeed\..*DeepSpeed's own.*under DeepSpeed in docs/"):
+        plan_state({"opt": value})
+
+
 def test_nesting_and_layout_have_limits() -> None:
     """A tower of lists and millions of numbers of two kinds are refused with the way out."""
     tower: Any = []
