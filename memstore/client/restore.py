@@ -28,7 +28,7 @@ class OpenShard:
         self._stream = CheckedStream(manifest, source)
         self._written: list[str] = [] if beside is None else beside._written  # which of the given states
         self.not_filled: list[str] = [] if beside is None else beside.not_filled  # paths in them (R26)
-        self.in_copies: list[str] = [] if beside is None else beside.in_copies  # paths that were filled for nobody
+        self.in_copies: list[str] = [] if beside is None else beside.in_copies  # paths that were filled, of no object
 
     def build(self, data: bytes, into: Any, *, offset: int = 0, name: str = "state") -> Any:
         """Return the state whose layout is `data` and whose stream begins at `offset`, in `into` if that is given.

@@ -204,7 +204,7 @@ def test_the_callers_own_dicts_are_not_taken_for_copies() -> None:
     assert "x['0.weight']" in list(copies(sharing, "x"))
 
 
-def test_a_get_names_what_it_filled_for_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_get_names_what_it_filled_in_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the result and in a line of the log with the remedy; a put of such a dict is named once."""
     stored, live = two("StepLR")
     with one_host(tmp_path) as cluster, one_rank(cluster) as store:

@@ -109,7 +109,7 @@ def test_unsupported_object_is_refused_by_path_and_type(value: object) -> None:
 def test_what_belongs_to_a_framework_is_refused_with_its_own_remedy(value: Any) -> None:
     """A user cannot give DeepSpeed's classes another form."""
     type(value).__module__ = "deepspeed.runtime.zero.config"
-    with pytest.raises(UnsupportedState, match=r"\['opt'\] is a deepspeed\..*DeepSpeed's own.*under DeepSpeed in docs/"):
+    with pytest.raises(UnsupportedState, match=r"\['opt'\] is a deepspeed\..*'s own.*under DeepSpeed in docs/"):
         plan_state({"opt": value})
 
 
