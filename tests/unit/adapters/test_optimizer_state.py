@@ -198,6 +198,13 @@ def test_a_group_that_was_not_stored(is_by_name: bool) -> None:
     assert train(other, fresh, range(3, 7)) == train(model, optimizer, range(3, 7))
 
 
+def test_groups_of_many_parameters_are_compared_too() -> None:
+    """Their numbers are stored in another form than those of a few."""
+    params = [nn.Parameter(torch.ones(1)) for _ in range(150)]
+    with pytest.raises(ManifestMismatch, match=r"of \[150\] parameters, and the SGD in `into` has \[80, 70\]"):
+        moved([torch.optim.SGD(params)], [torch.optim.SGD([{"params": params[:80]}, {"params": params[80:]}])])
+
+
 def test_groups_may_be_divided_and_are_not_mixed() -> None:
     """One group becomes two with its hyperparameters; two unlike ones do not become one."""
     model, other = made("AdamW", 0)[0], made("AdamW", 1)[0]

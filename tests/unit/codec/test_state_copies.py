@@ -103,6 +103,7 @@ OPTIMIZERS = [
 ]  # fmt: skip
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
     "ConstantLR": lr_scheduler.ConstantLR,
