@@ -24,7 +24,7 @@ from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
-from memstore.core.wire.replies import Joined, PutInterval
+from memstore.core.wire.replies import Joined, Noted, PutInterval
 from memstore.errors import ClosedError, CommitError, GrowthRefused, MemstoreError, StepConflict
 from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_device_of, plan_digest
 from memstore.shell.codec.interpreter import copying, waiting
@@ -443,12 +443,20 @@ class Puts:
                 self.link.wait_free(count, self.config.connect_timeout_s)
             preparation.say_waited(time.monotonic() - began_s)
             return
-        request = ReserveRoom(**self.who(), slots=count)
-        grown = self.link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
+        grown = self._claim(count)
         with waiting():
             if growth_s and is_answered(grown, growth_s) and grown.exception() is None:
                 return self._grown(count, None)
         self.skip(ticket, f"the state has grown from {self._reserved_slots} to {count} chunks: room is being claimed")
+
+    def outgrown(self, count: int) -> None:
+        """Claim what a put took beyond the room that its state was counted for; else the next one would lack it."""
+        if count > self._reserved_slots:
+            self._claim(count)
+
+    def _claim(self, count: int) -> Future[Noted]:
+        request = ReserveRoom(**self.who(), slots=count)
+        return self.link.call_soon(request, lambda answer: self._grown(count, answer.exception()))
 
     def ask_put_interval(self, step: int, measured: dict[str, Any]) -> Future[PutInterval]:
         """Ask, with all ranks, how many steps lie between two puts from now on (R33)."""

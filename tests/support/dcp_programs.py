@@ -64,6 +64,26 @@ def placed(seed: int) -> State:
     }  # fmt: skip
 
 
+def mostly_objects(seed: int) -> State:
+    """A tensor of eight chunks and an object of five on every rank."""
+    rank = dist.get_rank()
+    return {f"tensor{rank}": full(seed + rank, 256, 512), f"object{rank}": [bytes([seed % 256]) * 300_000]}
+
+
+class Grows:
+    """Takes more when it is saved than when it was counted: its copy is larger."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytes(nbytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Grows:
+        return Grows(300_000)
+
+
+def growing_objects(seed: int) -> State:
+    return {**mostly_objects(seed), f"object{dist.get_rank()}": Grows(1)}
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,8 @@ from memstore.shell.tensors.slot_stream import SlotStream, move_all
 
 LARGE_BYTES = 64 << 10  # larger tensors come first, so that unchanged ones keep their chunks when small ones change
 ALIGNMENT_BYTES = 64
+OBJECT_NBYTES = 2048  # of torch.save's archive around an object, and of its name in the metadata
+SCALAR_NBYTES = 16
 _STREAM_MAX = 1 << 50
 
 
@@ -36,6 +39,7 @@ class StagedState:
     nbytes: int
     placed: tuple[tuple[int, TensorSource], ...]
     dims: dict[str, int]  # path of every tensor -> its dimensions
+    objects_nbytes: int  # about, of what DCP will make of the plain objects
 
 
 def stage_state(state: Any) -> StagedState:
@@ -55,7 +59,7 @@ def stage_state(state: Any) -> StagedState:
         if source.nbytes:
             placed.append((end, source))
         end = -(-(end + source.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return StagedState(walk.build(state, offsets), end, tuple(placed), walk.dims)
+    return StagedState(walk.build(state, offsets), end, tuple(placed), walk.dims, walk.objects_nbytes)
 
 
 def copy_sources(placed: Sequence[tuple[int, TensorSource]], stream: SlotStream, nbytes: int) -> None:
@@ -81,6 +85,29 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def object_nbytes(value: Any, seen: set[int]) -> int:
+    """Return about how many bytes torch.save makes of a plain object, beside its archive; `seen` ends cycles."""
+    if isinstance(value, bytes | bytearray):
+        return len(value.decode("latin-1").encode())  # as text: pickle's protocol 2 has no bytes
+    if isinstance(value, str):
+        return len(value.encode(errors="replace")) + SCALAR_NBYTES
+    if isinstance(value, int):
+        return value.bit_length() // 8 + SCALAR_NBYTES
+    if isinstance(value, np.ndarray):
+        return 2 * value.nbytes + SCALAR_NBYTES
+    if id(value) in seen:
+        return SCALAR_NBYTES
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)
+    elif hasattr(value, "__dict__"):
+        parts = [vars(value)]
+    return SCALAR_NBYTES + sum(object_nbytes(part, seen) for part in parts)
+
+
 @dataclass
 class _Walk:
     """Finds every tensor once; tensors over the same memory share their bytes."""
@@ -89,16 +116,23 @@ class _Walk:
     numbers: dict[int, int] = field(default_factory=dict)  # id of a tensor -> its source
     known: dict[Any, int] = field(default_factory=dict)
     dims: dict[str, int] = field(default_factory=dict)
+    objects_nbytes: int = 0
 
-    def find(self, value: Any, path: str) -> None:
+    def find(self, value: Any, path: str) -> bool:
+        """Find what lies below; False for what DCP saves as one object: plain, or a list without tensors."""
         if isinstance(value, torch.Tensor):
             self._add(value, path)
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                self.find(child, f"{path}.{key}" if path else str(key))
+            return True
+        if isinstance(value, dict):
+            below = [(child, self.find(child, f"{path}.{key}" if path else str(key))) for key, child in value.items()]
         elif isinstance(value, list | tuple):
-            for index, child in enumerate(value):
-                self.find(child, f"{path}.{index}")
+            below = [(child, self.find(child, f"{path}.{index}")) for index, child in enumerate(value)]
+        else:
+            return False
+        is_split = isinstance(value, dict) or any(found for _, found in below)
+        for child in (child for child, found in below if is_split and not found):
+            self.objects_nbytes += OBJECT_NBYTES + object_nbytes(child, set())
+        return is_split
 
     def _add(self, tensor: torch.Tensor, path: str) -> None:
         if isinstance(tensor, ShardedTensor):

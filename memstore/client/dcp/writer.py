@@ -102,9 +102,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         began_s = time.monotonic()
         placeholders = stage_state(state_dict)
         self._names = placeholders.dims
-        self._begin(
-            placeholders.nbytes, estimate_bytes(placeholders.dims, self.puts.world_size), began_s, self._stall_s
-        )
+        metadata_nbytes = estimate_bytes(placeholders.dims, self.puts.world_size)
+        self._begin(placeholders.nbytes, placeholders.objects_nbytes + metadata_nbytes, began_s, self._stall_s)
         if self._room is not None:
             self._copy(
                 lambda stream: copy_sources(placeholders.placed, stream, placeholders.nbytes), placeholders.nbytes
@@ -310,6 +309,8 @@ class DcpWriter(StorageWriter, AsyncStager):
         if short > 0 and not room.extend(short, self.puts.config.stall_budget_s):
             self._give_up(f"no room for {len(tail)} bytes of objects and metadata")
             return
+        if short > 0 and isinstance(self.puts, Puts):
+            self.puts.outgrown(len(room.slots))
         with room.lock:
             if tail and not room.is_over:
                 stream = SlotStream(room.views(), room.chunk_bytes, self._end)

@@ -106,7 +106,7 @@ def test_async_save_in_a_process_adopts_what_was_staged(site: Site) -> None:
 
     The next save, in a new process, goes on, and no slot is lost (R8, R20).
     """
-    site.save(what="placed", how="process")
+    site.save(what="mostly_objects", how="process")  # which become bytes there, in room that was taken here
     step = site.save(what="placed", how="process")
     site.check(step)
     failures = site.save_fails("save_then_lose_process", bad_rank=2)
@@ -216,6 +216,21 @@ def test_a_save_that_outgrows_its_room_waits_for_more(site: Site, how: str) -> N
     """Where a put would skip its step: a save that waits for its commit has no way to report it."""
     first = next(site.steps)
     run(site.ranks, "save_and_outgrow", step=first, how=how)
+
+
+def test_objects_have_room_though_they_become_bytes_behind_training(site: Site) -> None:
+    """What staging cannot copy is counted there: every save has room for it, and so has the next."""
+    for _ in range(3):
+        step = site.save(what="mostly_objects", how="thread")
+    site.check(step, "mostly_objects")
+    site.check_no_leak()
+
+
+def test_a_save_that_takes_more_than_was_counted_leaves_the_next_its_room(site: Site) -> None:
+    """It takes the room of the next version, which no commit gives back: as much is claimed for it."""
+    for _ in range(3):
+        site.save(what="growing_objects", how="thread")
+    site.check_no_leak()
 
 
 # -- followers (R36) ------------------------------------------------------------------------------
