@@ -44,6 +44,7 @@ class Reservation:
     ordered: list[int] = field(default_factory=list)  # slots of one version by rank, as last sent to the hosts
     waits: set[str] = field(default_factory=set)
     refusals: dict[str, str] = field(default_factory=dict)
+    faults: set[str] = field(default_factory=set)  # hosts that refused for want of something else than room
     is_ordered: bool = False
     is_claimed: bool = False  # every host has the room; the fact is spreading
 
@@ -291,6 +292,7 @@ class Reservations:
         active.waits.discard(host_id)
         if problem is not None:
             active.refusals[host_id] = problem
+            active.faults.update([host_id] if report.is_fault else [])
         if not active.waits:
             self._finish(self.state.jobs[report.job], active)
 
@@ -332,15 +334,16 @@ class Reservations:
             self.journal.record(SlotsReserved(job.name, attempt.attempt_number, tuple(active.ordered)))
             return
         del self.active[job.name]
-        host, why = sorted(active.refusals.items())[0]
-        if job.pins:
+        host, why = min(active.refusals.items(), key=lambda refusal: (refusal[0] in active.faults, refusal))
+        if job.pins and host not in active.faults:
             why += f"; its pins take room of their own: {listed_pins(job)}, `memstore unpin {job.name} NAME` frees it"
         self._take_back(attempt, active)
         # The hosts that had room give it back, by a numbered order, so that its answers are not taken for later ones.
         self.claim(job, attempt, lambda host, why: None)
         is_alike = not attempt.has_put and len(active.calls) == attempt.world_size  # else some rank trains already
         error = "CapacityError" if is_alike else "GrowthRefused"
-        self._dismiss(active, error, f"{job.name} does not fit on {host}: {why}")
+        how = f"room for {job.name} is not claimed on" if host in active.faults else f"{job.name} does not fit on"
+        self._dismiss(active, error, f"{how} {host}: {why}")
 
     def apply_claimed(self, fact: SlotsReserved, *, is_replay: bool) -> None:
         """Answer all ranks: the fact is replicated, so no successor makes them wait for ranks that put already."""

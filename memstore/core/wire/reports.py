@@ -140,6 +140,8 @@ class Reserved(Message, frozen=True, tag="reserved"):
     attempt: Unsigned
     call: Positive | None
     problem: str | None
+    is_fault: bool = False
+    """There may be room: the holder could not claim it."""
 
 
 class ForkedDigest(Row, frozen=True):

@@ -113,6 +113,7 @@ class FakeHolder:
         self.calls, self.calls_count = dict[int, tuple[str, calls.RankCall]](), 0
         self.is_up = True
         self.refuses_copies, self.refuses_room = "", ""  # why pushes, or orders of room, are refused
+        self.is_room_fault = False  # it refuses for want of something else than room
         self.rooms: dict[str, orders.Reserve | orders.Grow] = {}  # by job; without one no copy is taken from a peer
         self.staging_fails = ""
         self.checks_lost = 0  # so many of the next check orders find the rank's link broken
@@ -258,8 +259,11 @@ class FakeHolder:
                 if not why:
                     self.rooms[order.job] = order
                 self.report(
-                    reports.Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=why or None)
-                )
+                    reports.Reserved(
+                        job=order.job, attempt=order.attempt, call=order.call, problem=why or None,
+                        is_fault=bool(why) and self.is_room_fault,
+                    )
+                )  # fmt: skip
             case orders.LookAtCopies() | orders.MakeFork():
                 self._later(self, lambda: self._fork(order))
             case orders.PushCopy():

@@ -25,6 +25,12 @@ def short_rows(cluster: ProcessCluster) -> list[dict[str, Any]]:
     return [row for row in cluster.status()["problems"] if "file descriptors" in row["cause"]]
 
 
+def lowest_free(pid: int) -> int:
+    """Return the number that the next descriptor of a process has: with this limit it opens none."""
+    taken = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    return next(number for number in range(1 << 20) if number not in taken)
+
+
 def processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
@@ -61,7 +67,15 @@ def test_a_holder_without_descriptors_is_a_problem_that_ends(
             subprocess.run(row["remedy"].split("`")[1].split(), check=True)
         with later.result(WAIT_S) as store:
             wait_for(lambda: not short_rows(cluster), "no problem any more", WAIT_S)
-            store.put(1, {"a": torch.ones(4)}).wait("committed", WAIT_S)
+            state = {"a": torch.ones(4)}
+            store.put(1, state).wait("committed", WAIT_S)
+            with connect("first", rank=0, world_size=1, config=cluster.config) as other:
+                resource.prlimit(holder.pid, resource.RLIMIT_NOFILE, (lowest_free(holder.pid), hard))
+                put = pool.submit(other.put, 1, state)
+                with pytest.raises(FutureTimeout):  # a first put waits for them, and is not said to be too large
+                    put.result(2.0)
+                resource.prlimit(holder.pid, resource.RLIMIT_NOFILE, (hard, hard))
+                put.result(WAIT_S).wait("committed", WAIT_S)
         assert holder.poll() is None
         for one in idle:
             one.close()

@@ -250,3 +250,20 @@ def test_an_old_step_that_was_held_at_the_first_put_goes_when_a_put_is_skipped(h
     world.run(1.0)
     assert sorted(world.job().copies) == [StepId(1, 2)]
     assert all(shard.step != 1 for host in world.holders.values() for shard in host.copies if shard.job == "train")
+
+
+def test_a_holder_that_could_not_claim_is_not_said_to_be_too_small() -> None:
+    """It may have room: all ranks get the fault; a host that really lacks room is named before it."""
+    world = ControllerWorld(3)
+    ranks = world.launch(3)
+    world.get(ranks)
+    holder = world.holders[ranks[0].host_id]
+    holder.refuses_room, holder.is_room_fault = "its holder had no file descriptor left", True
+    world.reserve(ranks)
+    for rank in ranks:
+        said = "CapacityError: room for train is not claimed on h0: its holder had no file descriptor left"
+        assert rank.error("reserve") == said
+    world.holders[ranks[1].host_id].refuses_room = "needs 9 slots"
+    world.reserve(ranks)
+    world.run(5.0)
+    assert ranks[0].error("reserve") == "CapacityError: train does not fit on h1: needs 9 slots"
