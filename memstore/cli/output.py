@@ -9,14 +9,18 @@ from enum import IntEnum
 from typing import IO, Any
 
 import click
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from memstore.core.cluster.text import plural as plural
 
 STORE_CONFIG = "memstore.config"  # where click's context keeps the Config that --store and --arena-dir make
 DATA_STREAM = "memstore.data-stream"  # where it keeps the process's stdout once sys.stdout is not for data any more
-PLAIN_COLUMNS = 200  # width of tables that go to a file or a pipe: wide enough that no cell is wrapped
+GAP = 2  # spaces between columns
+PLAIN_COLUMNS = 1 << 16  # width of what goes to a file or a pipe: every row and every problem is one line
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -29,6 +33,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNRECOVERABLE = 3
     DEGRADED = 4
+    STOPPED = 5
     INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
@@ -67,9 +72,31 @@ def print_json(body: Any) -> None:
     click.echo(json.dumps(body, ensure_ascii=False, default=str), file=data_stream())
 
 
-def plain_table(*headers: str) -> Table:
+class PlainTable(Table):
+    """A table without lines that breaks no word: where it would have to, each row is printed as a list of its cells."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Give each column its longest word; print lists if that does not fit."""
+        cells = [[str(cell) for cell in column.cells] for column in self.columns]
+        for column, texts in zip(self.columns, cells, strict=True):
+            words = " ".join([str(column.header), *texts]).split() or [""]
+            column.min_width = max(map(cell_len, words))
+        wanted = sum((column.min_width or 0) + GAP for column in self.columns) - GAP
+        if wanted <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        names = [str(column.header) for column in self.columns]
+        first = 1 if names[0] else 2  # a column without a header is drawn before the name
+        for row in zip(*cells, strict=True):
+            yield Text(" ".join(row[:first]).strip(), style="bold")
+            for name, cell in zip(names[first:], row[first:], strict=True):
+                if cell not in ("", "-"):
+                    yield Padding(Text(f"{name}: {cell}"), (0, 0, 0, 2))
+
+
+def plain_table(*headers: str) -> PlainTable:
     """Return a table without lines; a header that starts with ">" aligns right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = PlainTable(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for header in headers:
         table.add_column(header.lstrip(">"), justify="right" if header.startswith(">") else "left", overflow="fold")
     return table

@@ -27,17 +27,22 @@ from memstore.cli.output import (
 from memstore.config import Config
 from memstore.core.cluster.text import listed, phases_text, replaced_text
 from memstore.core.report.json_rows import status_fields
-from memstore.core.report.problems import DEGRADED, UNRECOVERABLE, drain_text, is_over_limit, worst
+from memstore.core.report.problems import DEGRADED, STOPPED, UNRECOVERABLE, drain_text, is_over_limit, worst
 from memstore.core.wire.replies import Status
 from memstore.core.wire.status_rows import AttemptStatus, HostRow, JobRow, LaunchRow, ProblemRow, SurvivalRow
 from memstore.errors import MemstoreError
 
 WATCH_S = 1.0
+CODES = {UNRECOVERABLE: ExitCode.UNRECOVERABLE, STOPPED: ExitCode.STOPPED, DEGRADED: ExitCode.DEGRADED}
+STYLES = {UNRECOVERABLE: "bold red", STOPPED: "bold red", DEGRADED: "yellow"}
 
 
 @click.command(short_help="What would be lost now, the hosts, every problem with its remedy.")
 @click.option("--watch", is_flag=True, help="Refresh it every second until Ctrl-C.")
-@click.option("--check", is_flag=True, help="Exit with 4 if something is degraded, 3 if something is lost.")
+@click.option(
+    "--check", is_flag=True,
+    help="Exit with 5 if a job is not closed and does not train, 4 if something is degraded, 3 if something is lost.",
+)  # fmt: skip
 @address_option
 @store_options
 @click.pass_context
@@ -82,8 +87,7 @@ def ray_address(config: Config) -> str:
 
 def check_code(status: Status) -> ExitCode:
     """Return the exit code of --check: the worst problem decides, notes do not count."""
-    codes = {UNRECOVERABLE: ExitCode.UNRECOVERABLE, DEGRADED: ExitCode.DEGRADED}
-    return codes.get(worst(status.problems) or "", ExitCode.FINE)
+    return CODES.get(worst(status.problems) or "", ExitCode.FINE)
 
 
 def _watch(where: Where, as_json: bool) -> None:
@@ -123,8 +127,10 @@ def screen(status: Status, where: Where) -> RenderableType:
     parts += [job_table(status.jobs, status.launches) if has_rows else Text("no job has put anything yet"), Text()]
     parts += [Text(line) for job in status.jobs for line in (writers_line(job), generation_line(job)) if line]
     parts.append(host_table(status.hosts, status.failure_domains))
-    if status.problems:
-        parts += [Text(), *(Text(problem_line(row)) for row in by_cause(status.problems))]
+    if rows := by_cause(status.problems):
+        parts.append(Text())
+        parts += [Text.assemble(("!", STYLES.get(row.severity, "")), problem_line(row)[1:]) for row in rows]
+        parts += [Text(f"--check: exit {code}, {code.name.lower()}")] if (code := check_code(status)) else []
     return Group(*parts)
 
 
@@ -134,9 +140,11 @@ def headline(status: Status, where: Where) -> str:
 
     hosts, ray = status.hosts, ray_address(where.config)
     machines = {row.machine for row in hosts if row.machine}
-    words = f"{plural(len(hosts), 'host')} ({sum(row.status != 'live' for row in hosts)} degraded)"
+    away = ", ".join(f"{n} {word}" for word in ("suspect", "dead") if (n := sum(row.status == word for row in hosts)))
+    words = plural(len(hosts), "host")
     if machines and len(machines) < len(hosts):
         words += f" on {plural(len(machines), 'machine')}"
+    words += f", {away or ('live' if len(hosts) == 1 else 'all live')}"
     parts = [f"memstore {installed_version()}", f"store {where.config.store}", words]
     for level in status.failure_domains:
         values = {row.labels[level] for row in hosts if level in row.labels}
@@ -160,11 +168,10 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             table.add_row(job.job, "-", ranks or "-", *["-"] * 6)
             continue
         is_open, step = newest.phase != "closed", newest.committed_step
-        alive = f"{newest.ranks_alive}/{newest.world_size}" if is_open else "ended !" if newest.ended_by else "closed"
         is_short = step is not None and newest.copies < newest.replicas
         table.add_row(
             job.job, str(job.attempt),
-            ranks or alive,
+            ranks or ranks_text(newest),
             count_text(newest.training_step) if newest.training_step >= 0 else "-",
             "nothing yet" if step is None else f"{step:,} ({age_text(newest.committed_s)} ago)",
             at_risk(newest) if is_open else "-",
@@ -173,6 +180,14 @@ def job_table(jobs: list[JobRow], launches: list[LaunchRow]) -> Table:
             durable_text(newest),
         )  # fmt: skip
     return table
+
+
+def ranks_text(newest: AttemptStatus) -> str:
+    """Return "4/4", "3/4 !" where the job does not train, "ended !" by an exception, or "closed"."""
+    training = newest.training
+    if training is None or newest.phase == "closed":
+        return "ended !" if newest.ended_by else newest.phase
+    return f"{newest.ranks_alive}/{newest.world_size}{' !' if training.stopped_s else ''}"
 
 
 def writers_line(job: JobRow) -> str:

@@ -50,16 +50,25 @@ def on_every_rank(ranks: int, work: Callable[[int], Any]) -> list[Any]:
 
 def train(config: Config, job: str = "llama3-8b", hosts: tuple[str, ...] = ("h1", "h2")) -> list[Store]:
     """Connect one rank per host and commit STEPS steps; return the open stores."""
+    stores = connect_all(config, job, hosts)
+
+    def begin(rank: int) -> Store:
+        assert stores[rank].get() is None
+        for step in range(STEPS):
+            state = {"w": np.random.default_rng((rank, step)).standard_normal((64, 1024)), "step": step}
+            stores[rank].put(step, state).wait("committed", 10)
+        return stores[rank]
+
+    return on_every_rank(len(hosts), begin)
+
+
+def connect_all(config: Config, job: str, hosts: tuple[str, ...] = ("h1", "h2")) -> list[Store]:
+    """Connect one rank per host, all of this process."""
     quick = config.with_fields({"connect_timeout_s": 10.0})
 
     def begin(rank: int) -> Store:
         _where.host = hosts[rank]
-        store = memstore.client.connect.connect(job, rank=rank, world_size=len(hosts), config=quick)
-        assert store.get() is None
-        for step in range(STEPS):
-            state = {"w": np.random.default_rng((rank, step)).standard_normal((64, 1024)), "step": step}
-            store.put(step, state).wait("committed", 10)
-        return store
+        return memstore.client.connect.connect(job, rank=rank, world_size=len(hosts), config=quick)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memstore.client.connect, "rank_host", lambda env, root, labels: _where.host)

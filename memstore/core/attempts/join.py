@@ -124,6 +124,7 @@ class Attempts:
         nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(member.nonce)
         nonces[rank], hosts[rank] = entrant.nonce, host
         member.nonce, member.host_id, member.pid, member.is_gone = nonces[rank], host, 0, False
+        member.ended_s, member.has_closed = None, False
         self.opening.setdefault(name, []).append(entrant)
         self.journal.record(replace(fact, nonces=tuple(nonces), hosts=tuple(hosts)))
 
@@ -423,7 +424,8 @@ class Attempts:
         for job in self.state.jobs.values():
             for member in job.newest.members.values() if job.newest is not None else ():
                 if member.nonce == nonce:
-                    is_news, member.is_gone = not member.is_gone, True
+                    is_news = not member.is_gone
+                    member.end(self.state.now, has_closed=False)
                     self.out.emit(RankGone(job, member, is_news, has_left))
 
     def forget(self, name: str) -> None:
@@ -443,7 +445,8 @@ class Attempts:
             return
         ranks, member = self.closes.setdefault(job.name, set()), attempt.members[rank]
         ranks.add(rank)
-        is_news, member.is_gone = not member.is_gone, True
+        is_news = not member.is_gone
+        member.end(self.state.now, has_closed=not call.request.error)
         if call.request.error:
             kind, colon, said = call.request.error.partition(": ")
             attempt.ended_by = attempt.ended_by or f"{kind} on rank {rank}{colon}{said}"
@@ -457,6 +460,7 @@ class Attempts:
         if job is not None and fact.attempt in job.attempts:
             job.attempts[fact.attempt].phase = "closed"
             job.attempts[fact.attempt].ended_by = fact.ended_by
+            job.attempts[fact.attempt].closed_s = self.state.now
 
     def tick(self, now: float) -> None:
         """Check deadlines: of fences that a host has not answered, and of launches that miss ranks."""

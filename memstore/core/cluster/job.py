@@ -24,6 +24,8 @@ from placement.groups import Placement
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
 
+PUT_STEPS_KEPT = 3  # of each rank, to say who puts what
+
 
 @dataclass(slots=True)
 class AttemptMember:
@@ -37,11 +39,27 @@ class AttemptMember:
     last_active_s: float = 0.0
     step: int = -1  # newest step that it reported
     sealed_step: int = -1  # newest step that its own host sealed, which does so in the order of its puts
+    put_s: float | None = None  # when that was
+    put_steps: tuple[int, ...] = ()  # the newest ones
+    ended_s: float | None = None  # since when it is gone, if this controller saw it
+    has_closed: bool = False  # it is gone because it closed its store
 
     @property
     def is_alive(self) -> bool:
         """Return whether it is neither gone nor missed: unknown to its host after a restart (`Takeover`)."""
         return not self.is_gone and self.last_active_s > -math.inf
+
+    def put(self, step: int, now: float) -> None:
+        """Take that its own host has sealed a step of it."""
+        if step > self.sealed_step:
+            self.sealed_step, self.put_s = step, now
+            self.put_steps = (*self.put_steps[1 - PUT_STEPS_KEPT :], step)
+
+    def end(self, now: float, *, has_closed: bool) -> None:
+        """Take that its process has ended, or has closed its store."""
+        self.has_closed = self.has_closed or has_closed
+        self.ended_s = now if not self.is_gone else self.ended_s
+        self.is_gone = True
 
 
 @dataclass(slots=True)
@@ -73,7 +91,12 @@ class Attempt:
     put_intervals: dict[int, int] = field(default_factory=dict)  # step of a round -> distance between puts (R33)
     resume_step: int = 0  # ranks skip steps below it (R12)
     resume_gap: int = 1
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(default_factory=Pace)  # of its puts
+    progress: Pace = field(default_factory=Pace)  # of its puts, and of the steps that ranks say they train between them
+    committed_s: float | None = None  # when the newest commit was, if this controller made it
+    closed_s: float = 0.0  # when it was closed, or this controller learned of it
+    skipped_s: float | None = None  # when a step was last given up
+    passed_count: int = 0  # steps in a row that were given up since some rank passed over them
     abandoned_ranges: list[tuple[int, int]] = field(default_factory=list)  # abandoned by skips: first step, end (R12)
     skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
     skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
@@ -89,6 +112,11 @@ class Attempt:
     def is_fetching(self, now: float) -> bool:
         """Return whether its ranks may still be fetching from other hosts what a get released: none has put since."""
         return now < self.fetch_until_s and not self.has_put
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Return whether all its ranks closed it, none by an exception."""
+        return self.phase == "closed" and not self.ended_by
 
     @property
     def is_in_place(self) -> bool:
@@ -317,6 +345,16 @@ class Job:
         """Return the lineage, and the one step that a reader names, of any lineage: reading adopts nothing (R22)."""
         spans = self.spans(attempt_number)
         return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))
+
+    def put_in_vain(self, attempt: Attempt) -> str:
+        """Return what the newest earlier attempt that put something put, for one that finds nothing; "" if fresh."""
+        for number in sorted((n for n in self.attempts if n < attempt.attempt_number), reverse=True):
+            older = self.attempts[number]
+            newest = max((*older.steps, *(first for first, _ in older.abandoned_ranges)), default=None)
+            if newest is not None and not attempt.is_fresh:
+                why = older.skip_why or "no step had a copy of every rank's shard when the attempt ended"
+                return f"attempt {number} put steps up to {newest}, and none was committed: {why}"
+        return ""
 
     def parent_for_next(self) -> int | None:
         """The attempt a new one continues: the newest, unless that was a fresh start that left nothing (R22).

@@ -13,7 +13,7 @@ from memstore.core.cluster.collective import attempt_of
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import CommitApplied
 from memstore.core.cluster.facts import StepCommitted, StepSkipped
-from memstore.core.cluster.job import Attempt, Call, Job
+from memstore.core.cluster.job import Attempt, AttemptMember, Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.commit.commit_rule import CommitRule, Held
 from memstore.core.journal.replication import Journal
@@ -30,6 +30,7 @@ WHY_CHARS_MAX = 400
 RESUME_GAP_MAX = 64  # steps; the gap doubles with every skip until a commit lands (R12)
 RESUME_SPAN_S = 60.0  # and a gap lasts at most about this long, because nothing is committed meanwhile
 RESUME_GAP_UNPACED = 4  # steps; the most while it is unknown how long one takes
+PASSED_OFTEN = 3  # steps in a row: not one rank that was late to learn of a skip
 
 
 class StepCommits:
@@ -111,7 +112,8 @@ class StepCommits:
                     member.last_active_s = now
                 if copy.host == member.host_id:
                     attempt.pace.reached(shard.step, now)
-                    member.sealed_step = max(member.sealed_step, shard.step)
+                    attempt.progress.reached(shard.step, now)
+                    member.put(shard.step, now)
                     self._give_up_passed(job, attempt, shard)
             if shard.step not in attempt.steps:
                 attempt.steps.begin(shard.step)
@@ -130,7 +132,7 @@ class StepCommits:
         for number in sorted(n for n in attempt.steps.open if n < shard.step):
             step = StepId(attempt.attempt_number, number)
             if shard.rank not in job.copies.get(step, {}) and not job.is_abandoned(step):
-                self._give_up(job, attempt, number, f"rank {shard.rank} put step {shard.step} without having put it")
+                self._pass_over(job, attempt, number, attempt.members[shard.rank])
 
     def _give_up_if_passed(self, job: Job, attempt: Attempt, number: int) -> None:
         """Give an open step up if some rank's host has sealed a newer step of that rank, and never this one (R12).
@@ -142,8 +144,18 @@ class StepCommits:
         held = job.copies.get(step, {})
         passed = next((s for s in attempt.members.values() if s.sealed_step > number and s.rank not in held), None)
         if passed is not None and not job.is_abandoned(step):
-            why = f"rank {passed.rank} put step {passed.sealed_step} without having put it"
-            self._give_up(job, attempt, number, why)
+            self._pass_over(job, attempt, number, passed)
+
+    def _pass_over(self, job: Job, attempt: Attempt, number: int, passed: AttemptMember) -> None:
+        """Give up a step that a rank has passed over; say who puts what where that goes on."""
+        attempt.passed_count += 1
+        why = f"rank {passed.rank} put step {passed.sealed_step} without having put it"
+        held = job.copies.get(StepId(attempt.attempt_number, number), {})
+        other = next((member for rank, member in attempt.members.items() if rank in held), None)
+        if attempt.passed_count >= PASSED_OFTEN and other is not None:
+            both = (f"rank {each.rank} puts {', '.join(map(str, each.put_steps))}" for each in (other, passed))
+            why += f". Every rank has to put the same steps, and {' but '.join(both)}"
+        self._give_up(job, attempt, number, why)
 
     def give_up_damaged(self, now: float, job: Job, attempt: Attempt, number: int) -> None:
         """Give up an open step with a chunk that no copy has: it would never be whole, and keep its room (R12).
@@ -158,7 +170,7 @@ class StepCommits:
 
     def _give_up(self, job: Job, attempt: Attempt, number: int, why: str) -> None:
         attempt.skip_reasons[number] = attempt.skip_why = f"step {number} was given up: {why}"
-        attempt.is_skip_for_room = False
+        attempt.is_skip_for_room, attempt.skipped_s = False, self.state.now
         attempt.steps[number] = "abandoned"
         attempt.abandoned_ranges.append((number, number + 1))
         self.journal.record(StepSkipped(job.name, attempt.attempt_number, number, number + 1))
@@ -189,7 +201,7 @@ class StepCommits:
                 if member is not None:
                     member.step = max(member.step, step.step)
                     if member.host_id in job.copies[step][rank]:
-                        member.sealed_step = max(member.sealed_step, step.step)
+                        member.put(step.step, self.state.now)
 
     def trained(self, reported: Mapping[str, tuple[int, int]]) -> None:
         """Take a host's report of the step that its ranks of a job train, put or not."""
@@ -198,6 +210,7 @@ class StepCommits:
             attempt = job.attempts.get(attempt_number) if job is not None else None
             if attempt is not None:
                 attempt.reported_step = max(attempt.reported_step, step)
+                attempt.progress.reached(step, self.state.now)
 
     def send_initial_state(self, job: Job, host: str) -> None:
         """Send a host's ranks the newest commit and skip again: a dead controller or holder may not have sent them."""
@@ -304,9 +317,11 @@ class StepCommits:
         attempt = job.attempts.get(fact.attempt)
         if attempt is not None:
             attempt.steps[fact.step] = "committed"
-            attempt.has_put, attempt.resume_gap = True, 1
+            attempt.has_put, attempt.resume_gap, attempt.passed_count = True, 1, 0
         if is_replay:
             return
+        if attempt is not None:
+            attempt.committed_s = now
         if attempt is not None and attempt is job.newest:
             self._raise_level(attempt, self._committed_order(job, attempt, fact))
             for number in [n for n in attempt.steps.open if n < fact.step]:
@@ -327,6 +342,7 @@ class StepCommits:
         if (fact.step, end) not in attempt.abandoned_ranges:
             attempt.abandoned_ranges.append((fact.step, end))
         attempt.resume_step = max(attempt.resume_step, end)
+        attempt.skipped_s = self.state.now if attempt.skipped_s is None else attempt.skipped_s
         why = attempt.skip_reasons.pop(fact.step, SKIPPED)
         numbers = {fact.step, *attempt.steps, *(s.step for s in job.copies if s.attempt == fact.attempt)}
         for number in sorted(n for n in numbers if fact.step <= n < end):
@@ -383,6 +399,8 @@ class StepCommits:
                 attempt.steps[step.step] = "superseded"  # a newer step is whole: nothing to give up
         elif attempt.steps.get(step.step) not in ("committing", "committed") and not job.is_abandoned(step):
             attempt.pace.reached(step.step, call.since_s)
+            attempt.progress.reached(step.step, call.since_s)
+            attempt.skipped_s = self.state.now
             for number in sorted(n for n in attempt.steps.open if n < step.step):
                 self._give_up_if_passed(job, attempt, number)  # an earlier controller may have died before it did
             if (
@@ -399,6 +417,7 @@ class StepCommits:
             for number in [n for n in attempt.steps.open if step.step <= n < attempt.resume_step]:
                 attempt.steps[number] = "abandoned"
             why = request.why[:WHY_CHARS_MAX]
+            why += "" if request.is_failed else self._held_up_by(job, attempt)
             attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"
             attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepSkipped(job.name, attempt.attempt_number, step.step, attempt.resume_step))
@@ -407,6 +426,22 @@ class StepCommits:
             self.retention.free_unrestorable(job)
         self.retention.retain(job)
         self.out.answer(call, Skipped(resume=attempt.resume_step))
+
+    @staticmethod
+    def _held_up_by(job: Job, attempt: Attempt) -> str:
+        """Return "; rank 1 has put nothing since step 13" for a rank that the oldest open step lacks, or ""."""
+        number = min(attempt.steps.open, default=None)
+        held = job.copies.get(StepId(attempt.attempt_number, number), {}) if number is not None else {}
+        lacking = next((member for rank, member in attempt.members.items() if held and rank not in held), None)
+        return f"; {put_since_text(lacking)}" if lacking is not None else ""
+
+
+def put_since_text(member: AttemptMember) -> str:
+    """Return what became of a rank that puts no more: "rank 1 has closed its store after step 13"."""
+    if member.is_gone:
+        how = "closed its store" if member.has_closed else "ended"
+        return f"rank {member.rank} has {how}" + (f" after step {member.sealed_step}" if member.put_steps else "")
+    return f"rank {member.rank} has put nothing" + (f" since step {member.sealed_step}" if member.put_steps else "")
 
 
 def _gap_limit(attempt: Attempt) -> int:

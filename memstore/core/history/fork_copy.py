@@ -48,6 +48,7 @@ class ForkMaking:
             fact.attempt, fact.world_size, dict(fact.config), fact.level_asked, members, fact.needs
         )
         attempt.steps[fact.step], attempt.opened_s = "committed", fact.wall_s
+        attempt.closed_s = self.state.now
         job.attempts[fact.attempt] = attempt
         job.commits[StepId(fact.attempt, fact.step)] = StepCommitted(
             fact.job, fact.attempt, fact.step, fact.world_size, fact.digests, fact.hosts, fact.level,

@@ -48,7 +48,12 @@ _GAUGES: tuple[Row, ...] = (
     ("controller_term", (), "Term of the controller that serves; absent while none does."),
     ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
     ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
-    ("job_running", JOB, "1 while an attempt of the job is open."),
+    ("job_running", JOB, "1 while an attempt of the job is open and not all of its processes have ended."),
+    (
+        "training_stopped_seconds",
+        JOB,
+        "For how long a job that is not closed has not trained, or committed; 0: it does.",
+    ),
     ("job_generation", JOB, "Generation of recovery in place that runs; 0: an ordinary launch."),
     ("committed_step", JOB, "Newest committed step of the lineage."),
     ("commit_age_seconds", JOB, "Age of the newest commit of a running job: what a death of all ranks would cost."),
@@ -144,8 +149,11 @@ def _job_gauges(newest: AttemptStatus, serving_s: float) -> dict[str, float]:
     is_behind = newest.durable is not None and step is not None and (durable_step is None or durable_step < step)
     lag_s = newest.durable_s if newest.durable_s is not None else serving_s
     newest_step = -1 if step is None else step
+    training = newest.training
+    has_ranks = training is not None and training.ended.count < newest.world_size
     return {
-        "job_running": float(is_running),
+        "job_running": float(is_running and has_ranks),
+        "training_stopped_seconds": training.stopped_s if training is not None else 0.0,
         "job_generation": newest.generation,
         "committed_step": newest_step,
         "commit_age_seconds": newest.committed_s if is_running and newest.committed_s is not None else 0.0,

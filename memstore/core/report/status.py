@@ -20,6 +20,7 @@ from memstore.core.report.redundancy import RedundancyMonitor
 from memstore.core.report.short_ranks import RepairView, short_rows
 from memstore.core.report.survival import held_for, survival, survival_odds
 from memstore.core.report.timeline import fewest_copies, steps_of
+from memstore.core.report.training import training_status
 from memstore.core.targets.drain import Drains
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import Status
@@ -133,13 +134,12 @@ class StatusReport:
         seen_s = durable.seen_s.get(on_storage) if on_storage is not None else None
         looked = self._looked(job, attempt, newest) if newest is not None else None
         short = looked.short if looked is not None else {}
+        closed_s = self.state.now - attempt.closed_s if attempt.has_ended_well else None
         return AttemptStatus(
-            phase=attempt.phase,
-            ended_by=attempt.ended_by,
-            generation=attempt.generation,
+            phase=attempt.phase, ended_by=attempt.ended_by, closed_s=closed_s,
+            training=training_status(self.state, job, attempt), generation=attempt.generation,
             replaced=list(recovery.replaced) if recovery is not None else [],
-            recovery_s=dict(recovery.seconds) if recovery is not None else {},
-            world_size=attempt.world_size,
+            recovery_s=dict(recovery.seconds) if recovery is not None else {}, world_size=attempt.world_size,
             ranks_alive=sum(s.is_alive and self.state.hosts.is_live(s.host_id) for s in attempt.members.values()),
             shards=max(attempt.shard_of, default=-1) + 1,
             writers=list(attempt.writers),
@@ -181,9 +181,20 @@ class StatusReport:
             resume_step=attempt.resume_step,
             is_restoring=job.name in self.state.rounds,
             skipped=sum(phase == "abandoned" for phase in attempt.steps.values()),
+            skipped_s=self._skipped_s(job, attempt),
             skip_why=attempt.skip_why,
             is_skip_for_room=attempt.is_skip_for_room,
-        )
+        )  # fmt: skip
+
+    def _skipped_s(self, job: Job, attempt: Attempt) -> float | None:
+        """Return since when a step was given up, if none that is newer is committed, or it was just now."""
+        newest = max((number for number, phase in attempt.steps.items() if phase == "abandoned"), default=None)
+        if newest is None:
+            return None
+        skipped_s = self.state.now - attempt.skipped_s if attempt.skipped_s is not None else None
+        is_recent = skipped_s is not None and skipped_s < attempt.pace.late_after_s()
+        is_last = newest > job.newest_commit(attempt.attempt_number)
+        return skipped_s if is_recent or is_last else None
 
     def _refusals(self, job: Job) -> list[str]:
         """Return rows "host: why" of the hosts that take no copy, with the reason of a host without room (R10)."""

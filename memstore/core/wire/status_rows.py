@@ -220,12 +220,62 @@ class DifferingRow(Part, frozen=True):
     since_s: float
 
 
+class RankPlace(Part, frozen=True):
+    """A rank that puts no more, and where to look for it."""
+
+    rank: Unsigned
+    host: str
+    pid: Unsigned
+    """0: a former controller knew it."""
+    step: int
+    """The newest that it put; -1: none."""
+    since_s: float | None
+    """Since it put that, or since it ended; None: a former controller knew it."""
+    has_closed: bool
+
+
+class RankGroup(Part, frozen=True):
+    """Ranks in the same state: how many, and the first of them."""
+
+    count: Unsigned
+    first: list[RankPlace]
+
+
+class TrainingStatus(Part, frozen=True):
+    """Whether an attempt trains, by what its ranks put and by the controller's monotonic clock."""
+
+    ended: RankGroup
+    """Their processes ended, and they had not closed the store."""
+    unseen: RankGroup
+    """The holder of their host does not answer, or does not know them: they may live."""
+    late: RankGroup
+    """They put nothing while others put newer steps, for longer than ranks of a launch may be apart."""
+    example: RankPlace | None
+    """A rank to look at where none stands out."""
+    quiet_s: float
+    """Since some rank was at a newer step."""
+    quiet_limit_s: float
+    interval_s: float | None
+    """Usually between newer steps."""
+    uncommitted_s: float | None
+    """Since the newest commit, or the first put; None: nothing that was put waits for one."""
+    uncommitted_limit_s: float
+    puts_differ: bool
+    """Step after step is given up since ranks put different ones."""
+    stopped_s: float
+    """For how long training has not gone on; 0: it does."""
+
+
 class AttemptStatus(Part, frozen=True):
     """The newest attempt of a job, and its newest steps."""
 
     phase: str
     ended_by: str
     """The exception by which its first rank left, and that rank; "": none has."""
+    closed_s: float | None
+    """Since it was closed; None: it was not, or an exception ended it."""
+    training: TrainingStatus | None
+    """None: no rank of it is to train any more."""
     generation: Unsigned
     replaced: list[ReplacedRow]
     recovery_s: dict[str, float]
@@ -270,6 +320,8 @@ class AttemptStatus(Part, frozen=True):
     resume_step: Unsigned
     is_restoring: bool
     skipped: Unsigned
+    skipped_s: float | None
+    """Since a step was given up that no later commit has made up for; None: there is none."""
     skip_why: str
     is_skip_for_room: bool
 
@@ -291,7 +343,9 @@ class JobRow(Part, frozen=True):
 class ProblemRow(Part, frozen=True):
     """What a person should know, with a remedy."""
 
-    severity: Literal["unrecoverable", "degraded", "note"]
+    kind: str
+    """Its name in the table of problems, for scripts."""
+    severity: Literal["unrecoverable", "stopped", "degraded", "note"]
     about: str
     cause: str
     since_s: float | None

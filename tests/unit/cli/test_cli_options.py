@@ -131,10 +131,10 @@ def test_a_step_is_a_number_or_latest(typed: str) -> None:
 def test_problems_of_one_cause_are_one_line() -> None:
     """Six jobs without durable storage are one thing to know; what differs in cause or remedy stays apart."""
     rows = [
-        ProblemRow(severity="note", about=f"job{n}", cause="durable off", since_s=float(n), remedy="durable=")
+        ProblemRow("durable_off", "note", about=f"job{n}", cause="durable off", since_s=float(n), remedy="durable=")
         for n in range(6)
     ]
-    other = ProblemRow(severity="note", about="h1", cause="dead", since_s=None, remedy="a replacement")
+    other = ProblemRow("host_dead", "note", about="h1", cause="dead", since_s=None, remedy="a replacement")
     lines = [problem_line(row) for row in by_cause([*rows[:3], other, *rows[3:]])]
     assert lines == [
         "! job0, job1, job2 and 3 more: durable off (5.0 s ago).  Remedy: durable=",

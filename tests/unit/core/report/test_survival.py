@@ -243,8 +243,7 @@ def test_a_healthy_store_has_no_problem() -> None:
             {"durable": None, "survives": [survival_row(0, "b")]},
             NOTE, "losing b now loses the run",
         ),
-        ({"ranks_alive": 1}, NOTE, "1 of 2 ranks gone"),
-        ({"skipped": 3}, NOTE, "3 steps skipped"),
+        ({"skipped": 3, "skipped_s": 2.0}, NOTE, "3 steps skipped"),
     ],
 )  # fmt: skip
 def test_each_problem_of_a_job_has_a_cause_and_a_remedy(changes: dict[str, Any], severity: str, cause: str) -> None:
@@ -291,7 +290,7 @@ def test_a_holder_short_of_descriptors_is_reported_with_numbers_and_remedies(
 def test_a_step_lost_from_ram_without_durable_is_unrecoverable_and_comes_first() -> None:
     """The worst problem is listed first, and decides."""
     rows = found(
-        job_row("fine", skipped=1),
+        job_row("fine", skipped=1, skipped_s=2.0),
         job_row(survives=[survival_row(-1)], durable=None, durable_step=None),
     )
     assert [row.severity for row in rows] == [UNRECOVERABLE, NOTE]
@@ -303,5 +302,5 @@ def test_a_dead_host_degrades_only_a_store_whose_ranks_were_there() -> None:
     dead = host_row("a", status="dead", why="silent for 6 s")
     assert found(job_row(), hosts=(dead,))[0].severity == DEGRADED
     assert found(job_row(rank_hosts={"0": "b", "1": "c"}), hosts=(dead,))[0].severity == NOTE
-    assert found(job_row(phase="closed"), hosts=(dead,))[0].severity == NOTE
+    assert found(job_row(phase="closed", closed_s=1.0), hosts=(dead,))[0].severity == NOTE
     assert found(hosts=(host_row("x", status="suspect", why="no heartbeat for 2 s"),))[0].severity == DEGRADED
