@@ -20,7 +20,7 @@ from memstore.client.overlapped_copy import Overlap
 from memstore.client.pending_put import PendingPut
 from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
-from memstore.client.ticket import LEVELS, TERMINAL, Ticket, check_step
+from memstore.client.ticket import CATCHING_UP, LEVELS, TERMINAL, SkippedPuts, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
@@ -66,6 +66,7 @@ class Puts:
         self.shared_shard: SharedShard | None = None
         self.unusable = ""  # why the state that a get() was to fill holds no step; "": none failed
         self._plans: dict[str, PlanMemory] = {}  # of the state, and of rank_state
+        self.skipped = SkippedPuts(link)
 
     @property
     def job(self) -> str:
@@ -83,6 +84,7 @@ class Puts:
         restored = joined.restored_step
         self.last_step = self._floor = int(restored) if restored is not None else -1
         self._reserved_slots, self._has_room = 0, False
+        self.skipped.begin()
         self.shared_shard = SharedShard.joined(joined)
         self.close()
 
@@ -267,7 +269,8 @@ class Puts:
 
     def skip(self, ticket: Ticket, why: str, level: str = "skipped") -> None:
         """Give a step up; collective: the controller abandons it everywhere (R12)."""
-        ticket.raise_level(level, why)
+        if ticket.raise_level(level, why):
+            self.skipped.add(ticket)
 
         def resume(future: Any) -> None:
             if future.exception() is None:
@@ -339,12 +342,16 @@ class Puts:
         self._resume_step = max(self._resume_step, event.resume)
         if ticket is not None:
             ticket.digest = event.digest or ticket.digest
-            ticket.raise_level(level, event.reason, degraded=event.degraded)
+            if ticket.raise_level(level, event.reason, degraded=event.degraded) and level == "skipped":
+                self.skipped.add(ticket)
+            elif level == "skipped" and event.reason:
+                self.skipped.why = event.reason  # of a step that this rank gave up itself: the controller knows more
         for room in self._open:
             # A child of this process has submitted it, or it will not be submitted any more.
             if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_offered)):
                 room.abandon_unwritten()
         if level in ("committed", "durable"):
+            self.skipped.committed()
             for old in older:
                 if old.level not in ("committed", "durable"):
                     old.raise_level("superseded", f"step {step} was committed")
@@ -367,9 +374,9 @@ class Puts:
         """Take leased slots, or skip the step."""
         ticket = room.ticket
         if ticket.step < self._resume_step:
-            ticket.raise_level(
-                "skipped", f"the store is catching up: all ranks put again from step {self._resume_step}"
-            )
+            why = f"; the newest step was given up since {self.skipped.why}" if self.skipped.why else ""
+            ticket.raise_level("skipped", f"{CATCHING_UP}: all ranks put again from step {self._resume_step}{why}")
+            self.skipped.add(ticket)
         elif count > self._reserved_slots or self._reserved_slots == 0:
             self._reserve(ticket, count, growth_s)
         if ticket.is_over:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 
 from memstore.config import check_seconds, check_whole
 from memstore.errors import ClosedError, CommitError, ConfigError, StepConflict
+from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
 TERMINAL = ("skipped", "superseded", "failed")
+SKIPS_WARN = 3  # in a row: one is an everyday thing under load
+CATCHING_UP = "the store is catching up"
+log = logging.getLogger("memstore")
 
 
 def check_process(what: str, pid: int, instead: str = "") -> None:
@@ -52,18 +57,22 @@ class Ticket:
         """Return whether by now the level cannot change any more."""
         return self.level in TERMINAL or self.level == "durable"
 
-    def raise_level(self, level: str, reason: str = "", *, degraded: bool = False) -> None:
-        """Take a new level; levels never fall, and a terminal one is final. A commit always wins over a guess."""
+    def raise_level(self, level: str, reason: str = "", *, degraded: bool = False) -> bool:
+        """Take a new level, and say if it is taken: levels never fall, and a terminal one is final.
+
+        A commit always wins over a guess.
+        """
         with self._changed:
             if self.level in TERMINAL or (level in TERMINAL and self.level in ("committed", "durable")):
-                return
+                return False
             if level in LEVELS and LEVELS.index(level) < LEVELS.index(self.level):
-                return
+                return False
             self.level, self.reason = level, self._torn or reason
             if level == "committed" and not self.committed_s:
                 self.committed_s = time.monotonic() - self.began_s
             self.degraded = degraded if level in ("committed", "durable") else self.degraded
             self._changed.notify_all()
+            return True
 
     def mark_torn(self, why: str) -> None:
         """Record that the stored bytes mix two moments (torn). Keep this as the reason from now on."""
@@ -99,6 +108,40 @@ class Ticket:
                         f"{self._commands('`memstore status`')}, or wait longer with timeout_s="
                     )
                 self._changed.wait(min(left_s, LOOK_S))
+
+
+class SkippedPuts:
+    """This rank's puts in a row of which nothing came: the log has the third, the sixth, the twelfth and so on (D284).
+
+    Commits in between end a row; as many of them as the next warning waits for make the log as quick to warn again.
+    """
+
+    def __init__(self, link: HolderLink) -> None:
+        self._link = link
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count: an attempt begins."""
+        self._skipped = self._committed = 0
+        self.why, self._warn_at = "", SKIPS_WARN
+
+    def committed(self) -> None:
+        """End a row with a commit."""
+        self._skipped, self._committed, self.why = 0, self._committed + 1, ""
+        if self._committed >= self._warn_at:
+            self._warn_at = SKIPS_WARN
+
+    def add(self, ticket: Ticket) -> None:
+        """Count a put that was skipped or failed; some reasons only say that others were."""
+        self._skipped, self._committed = self._skipped + 1, 0
+        if not ticket.reason.startswith(CATCHING_UP):
+            self.why = ticket.reason
+        if self._skipped >= self._warn_at:
+            self._warn_at *= 2
+            log.warning(
+                "memstore %s rank %d: %d puts in a row were skipped, up to step %d, with no commit between them: "
+                "%s", self._link.job, self._link.rank, self._skipped, ticket.step, self.why or ticket.reason,
+            )  # fmt: skip
 
 
 def check_step(step: int) -> int:

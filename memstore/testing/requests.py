@@ -43,6 +43,8 @@ def reply_fields(reply: Message, data: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = unpackb(data)
     if isinstance(reply, Events):
         fields["events"] = list(map(event_fields, reply.events))
-    fields |= {"step": None} if isinstance(reply, NothingStored) else fields.pop("report", None) or {}
+    if isinstance(reply, NothingStored):
+        return {"step": None, **({"lost": reply.lost} if reply.lost else {})}
+    fields |= fields.pop("report", None) or {}
     fields.pop("k", None)
     return fields

@@ -127,7 +127,7 @@ class Rounds:
     def _repeat(self, call: Call[Get], attempt: Attempt) -> None:
         """Give a rank the step of the others, without a barrier: they may be training already."""
         if attempt.parent is None or attempt.parent_step is None:
-            self.out.answer(call, NothingStored())
+            self.out.answer(call, NothingStored(lost=self.state.jobs[call.request.job].put_in_vain(attempt)))
             return
         if call.request.is_agreement:
             self.out.answer(call, StepAgreed(step=attempt.parent_step, attempt=attempt.parent, report=None))
@@ -337,7 +337,7 @@ class Rounds:
             return
         if fact.step is None:
             del self.state.rounds[fact.job]
-            active.calls.answer_all(self.out, NothingStored())
+            active.calls.answer_all(self.out, NothingStored(lost=job.put_in_vain(attempt)))
         else:
             self._act(now, active, self.staging.start(now, active))
 

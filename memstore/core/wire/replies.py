@@ -112,6 +112,9 @@ class RestoreReport(Part, frozen=True):
 class NothingStored(Message, frozen=True, tag="nothing_stored"):
     """The job has no history that this attempt may have."""
 
+    lost: str = ""
+    """What earlier attempts put of which nothing was committed; "": nothing."""
+
 
 class StepAgreed(Message, frozen=True, tag="step_agreed"):
     """All ranks go on from this step; its bytes were not asked for."""

@@ -81,6 +81,11 @@ def collective(link: HolderLink, request: Get, timeout_s: float) -> NothingStore
             operation="get", limit_s=timeout_s,
         )  # fmt: skip
     answer: NothingStored | StepAgreed | ShardPlaced = answer_of(future)
+    if isinstance(answer, NothingStored) and answer.lost:
+        log.warning(
+            "memstore %s rank %d: there is no step to restore although steps were put: %s. Training begins from "
+            "nothing", request.job, request.rank, answer.lost,
+        )  # fmt: skip
     return answer
 
 

@@ -87,7 +87,9 @@ def test_a_job_that_died_before_its_first_commit_starts_again() -> None:
     world.put(ranks[0], 1)
     world.run(1.0)
     ranks = world.launch(2)
-    assert world.get(ranks) == [{"step": None}, {"step": None}]
+    for answer in world.get(ranks):
+        assert answer["step"] is None
+        assert answer["lost"].startswith("attempt 1 put steps up to 1, and none was committed: ")
     assert world.put_all(ranks, 1)
 
 
