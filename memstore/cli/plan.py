@@ -8,7 +8,7 @@ from memstore.cli.options import Where, address_option, check_host, store_option
 from memstore.cli.output import ExitCode, data_console, plain_table, plural, print_json, size_text
 from memstore.cli.timeline import run_text
 from memstore.config import Config
-from memstore.core.cluster.text import lost_text
+from memstore.core.cluster.text import lost_text, ranks_text
 from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.codec import fields_of
 from memstore.core.wire.replies import Plan, Status
@@ -158,6 +158,9 @@ def _show(plan: Plan) -> None:
     if plan.step is not None:
         sizes = " · ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in fields_of(plan.bytes).items())
         console.print(f"  {sizes} · {moved_text(plan)}")
+    for host, starting in plan.starts_on.items() if plan.step is not None else ():
+        who = f"{ranks_text(starting)} of the lost hosts {'is' if len(starting) == 1 else 'are'}"
+        console.print(f"  {who} taken to start on {host}: started on a new host, all their bytes come from peers")
     is_said = outcome(plan) == "lost"  # the newest one is the answer's reason already
     for each in plan.rejected[int(is_said) : 3]:
         console.print(f"  not used: step {each.step:,} of attempt {each.attempt}: {each.reason}")

@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 import memstore.client.connect
 from memstore.cli import main
 from memstore.client.store import Store
 from memstore.config import Config
+from memstore.core.report.problems import problems
+from memstore.core.wire.status_rows import HostRow, HostStats
 from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.fuzz.message_samples import blank
 
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r1", "memstore": "replica"}}
 STEPS = 3
@@ -113,3 +117,9 @@ def cells(screen: str, first: str) -> list[str]:
     """Return the cells of the row that begins with `first`; columns are two spaces apart."""
     line = next(line for line in screen.splitlines() if line.startswith(first))
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def host_causes(kind: str, stats: HostStats) -> list[str]:
+    """Return the causes of the rows of one kind that status makes of a holder's heartbeat."""
+    host = replace(blank(HostRow), host="h1", status="live", stats=stats)
+    return [row.cause for row in problems([host], [], []) if row.kind == kind]

@@ -15,7 +15,7 @@ from memstore.core.wire.calls import AskPlan
 from memstore.core.wire.replies import Plan
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep, TransferRow
 from recovery.planner import RecoveryPlan
-from recovery.simulate import what_if
+from recovery.simulate import relaunch, what_if
 
 
 class DryRuns:
@@ -54,7 +54,7 @@ class DryRuns:
                 steps_lost=max(0, trained - result.step.step) if result.step is not None else None,
                 ranks_moved=list(result.ranks_moved),
                 world_size=attempt.world_size, step_world_size=result.world_size,
-                moved_bytes=result.moved_bytes,
+                moved_bytes=result.moved_bytes, starts_on=self._starts_on(attempt, lost),
                 bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
                 transfers=[
                     TransferRow(t.rank, t.tier, t.source, _said(t.target_host, there), t.nbytes)
@@ -67,6 +67,16 @@ class DryRuns:
                 odds=self.status.odds_table(job, attempt.replicas),
             ),
         )  # fmt: skip
+
+    def _starts_on(self, attempt: Attempt, lost: list[str]) -> dict[str, list[int]]:
+        """Return where ranks of lost hosts are taken to start, by host that survives: `_what_if` decides it alike."""
+        members = {rank: member.host_id for rank, member in attempt.members.items()}
+        gone = set(members.values()) - self._survivors(lost)
+        found: dict[str, list[int]] = {}
+        for rank, host in sorted(relaunch(members, gone).items()):
+            if host != members[rank]:
+                found.setdefault(host, []).append(rank)
+        return found
 
     def _survivors(self, lost: list[str]) -> set[str]:
         return set(self.state.hosts.live_ids()) - set(lost)

@@ -94,10 +94,13 @@ class RecentEvents:
     def page(self, since: int, job: str | None, wall_s: float) -> Events:
         """Answer `memstore events`: at most PAGE of them; `next` is the `since` of the page after it.
 
+        Of one job: its own, and those of hosts and the store since its first one.
+
         `is_gap`: something after `since` was pushed out before it was asked for, or an earlier controller had it.
         """
         newer = self.since(since)
-        mine = [event for event in newer if job is None or event.job in ("", job)]
+        first = next((event.seq for event in self._rare if event.job == job), 0)
+        mine = [event for event in newer if job is None or event.job == job or (event.job == "" and event.seq > first)]
         shown = mine[:PAGE]
         return Events(
             events=[event.row() for event in shown],

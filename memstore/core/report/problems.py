@@ -49,9 +49,9 @@ CLOSED_SHOWN_S = 3600.0  # after it was closed; no longer than until another job
 SEVERITIES = (UNRECOVERABLE, STOPPED, DEGRADED, NOTE)
 KINDS = (
     "host_suspect", "host_dead", "host_drains", "host_full", "network_busy", "holder_nice", "over_limit",
-    "limit_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
-    "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed", "steps_skipped",
-    "replicas_differ", "placement", "durable_off", "durable_keys", "durable_failed", "durable_missing",
+    "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
+    "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
+    "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_keys", "durable_failed", "durable_missing",
     "durable_abandoned",
 )  # fmt: skip
 
@@ -178,7 +178,7 @@ def _limit_problems(name: str, stats: HostStats) -> Iterator[ProblemRow]:
             "`memstore rm` a job that is not needed, or `memstore down` and `memstore up` with a larger --arena-bytes",
         )  # fmt: skip
     if stats.limit_warning:
-        yield _row("limit_warning", NOTE, name, stats.limit_warning, None, "")
+        yield _row("host_warning", NOTE, name, stats.limit_warning, None, "")
 
 
 def _descriptor_problems(name: str, stats: HostStats) -> Iterator[ProblemRow]:

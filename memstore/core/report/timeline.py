@@ -10,7 +10,7 @@ from memstore.core.durable.states import DurableStates
 from memstore.core.report.gone_steps import spans_of, without_bytes
 from memstore.core.wire.replies import StepList
 from memstore.core.wire.status_rows import AttemptRow, GoneRow, OriginRow, PinRow, StepRow, StepState
-from recovery.inventory import StepId
+from recovery.inventory import Copy, DurableMarker, StepId
 from recovery.lineage import Span, in_lineage
 
 ATTEMPTS_SHOWN_MAX = 100  # the newest
@@ -103,14 +103,21 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
                 forks=sorted(forks.get(step, [])),
                 copies=fewest_copies(state, job, step) if commit is not None else 0,
                 shards=len(ranks),
-                world_size=commit.world_size if commit is not None else None,
-                nbytes=sum(next(iter(h.values())).spec.nbytes for h in ranks.values() if h),
+                world_size=getattr(commit or marker, "world_size", None),
+                nbytes=_nbytes(ranks, marker),
                 shard_nbytes_max=max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
                 hosts=sorted({host for hosts in ranks.values() for host in hosts}),
                 age_s=state.age_s(commit.wall_s) if commit is not None else None,
             )
         )  # fmt: skip
     return rows
+
+
+def _nbytes(ranks: Mapping[int, Mapping[str, Copy]], marker: DurableMarker | None) -> int:
+    """Return the bytes of a step's shards, each counted once: of those in RAM, else as its marker has them."""
+    if not ranks and marker is not None:
+        return sum(spec.nbytes for spec in marker.specs.values())
+    return sum(next(iter(copies.values())).spec.nbytes for copies in ranks.values() if copies)
 
 
 def step_state(job: Job, step: StepId) -> StepState:

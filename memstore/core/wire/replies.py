@@ -247,6 +247,8 @@ class Plan(Message, frozen=True, tag="plan"):
     world_size: Unsigned
     step_world_size: Unsigned | None
     moved_bytes: Unsigned
+    starts_on: dict[str, list[Unsigned]]
+    """By host: the ranks of lost hosts that are taken to start there."""
     bytes: BytesByTier
     transfers: list[TransferRow]
     rejected: list[RejectedStep]

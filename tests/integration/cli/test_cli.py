@@ -388,9 +388,7 @@ def test_verify_finds_damage_and_says_whether_anything_is_lost(tmp_path: Path) -
         result = run(cluster, "verify", "llama3-8b")
         assert result.exit_code == 3
         assert f"! llama3-8b: committed step {STEPS - 1} is lost" in result.stdout
-        wait_for(
-            lambda: any("not whole in RAM" in row["cause"] for row in cluster.status()["problems"]), "the worst state"
-        )
+        wait_for(lambda: any(row["kind"] == "not_whole" for row in cluster.status()["problems"]), "the worst state")
         assert "plan llama3-8b" in run_remedies(cluster)
         assert run(cluster, "status", "--check").exit_code == 3
         for rank in ranks:

@@ -29,7 +29,7 @@ def test_a_holder_comes_forward_to_its_rank_or_status_says_why_not(
             if os.getpriority(os.PRIO_PROCESS, holder) == nice:
                 return "forward"
             problems = cluster.status()["problems"]
-            return next((row["remedy"] for row in problems if "behind training" in row["cause"]), "")
+            return next((row["remedy"] for row in problems if row["kind"] == "holder_nice"), "")
 
         with memstore.connect("job", rank=0, world_size=1, config=cluster.config) as store:
             store.put(0, {"weights": torch.ones(9)}).wait("committed")

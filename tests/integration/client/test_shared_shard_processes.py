@@ -168,7 +168,10 @@ def test_equal_ranks_that_differ_are_named_and_a_put_of_the_same_is_reported(
     assert job is not None
     assert job["writers"] == [0, 1]
     assert [(pair["ranks"], pair["step"]) for pair in job["replicas_differ"]] == [([0, 1], 2)]
-    assert any("ranks 0 and 1 name one shard and differ" in p["cause"] for p in cluster.status()["problems"])
+    assert any(
+        p["kind"] == "replicas_differ" and "ranks 0 and 1 name one shard" in p["cause"]
+        for p in cluster.status()["problems"]
+    )
     put(ranks, 3)
     wait_for(lambda: events(cluster, "sdc", "replicas_agree"), "the word that they agree again")
     assert not events(cluster, "sdc", "unchanged")

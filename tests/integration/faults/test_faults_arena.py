@@ -92,7 +92,7 @@ def supervise(cluster: ProcessCluster, host: str) -> None:
 
 def removals(cluster: ProcessCluster) -> list[dict[str, Any]]:
     """Return what status says of hosts whose files were removed."""
-    return [row for row in cluster.status()["problems"] if "were removed" in row["cause"]]
+    return [row for row in cluster.status()["problems"] if row["kind"] == "files_removed"]
 
 
 @pytest.mark.parametrize(

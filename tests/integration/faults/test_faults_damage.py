@@ -44,11 +44,10 @@ def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) 
         Fleet(cluster, nursery).begin(["h0", "h1"], last_step=2)
         corrupt(cluster, "h1", rank=0, step=2)
 
-        def found() -> bool:
-            stats = {row["host"]: row["stats"] for row in cluster.status()["hosts"]}
-            return bool(stats["h1"].get("scrub"))
+        def found() -> list[str]:
+            return [row["about"] for row in cluster.status()["problems"] if row["kind"] == "damage_found"]
 
-        wait_for(found, "the scrub to find it")
+        assert wait_for(found, "the scrub to find it") == ["h1"]
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
         assert all(answer.damaged == 0 for answer in cluster.ask(VerifyStore()).found.values())
 

@@ -69,7 +69,7 @@ def test_a_restart_keeps_the_limit_and_a_second_job_is_admitted(tmp_path: Path, 
         second = Fleet(cluster, nursery, job="second", kib=1024)
         second.begin(["h0", "h1"], last_step=1)
         assert cluster.job("second")["committed_step"] == 1
-        assert not [row for row in cluster.status()["problems"] if "over the limit" in row["cause"]]
+        assert not [row for row in cluster.status()["problems"] if row["kind"] == "over_limit"]
 
 
 def pages(cluster: ProcessCluster, host: str) -> int:

@@ -22,7 +22,7 @@ SPARE = 30  # enough for a rank, its copies and its host's peers
 
 
 def short_rows(cluster: ProcessCluster) -> list[dict[str, Any]]:
-    return [row for row in cluster.status()["problems"] if "file descriptors" in row["cause"]]
+    return [row for row in cluster.status()["problems"] if row["kind"] == "descriptors"]
 
 
 def lowest_free(pid: int) -> int:

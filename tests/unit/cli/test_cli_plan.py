@@ -55,6 +55,7 @@ def test_plan_in_words(store: ProcessCluster) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"llama3-8b: losing h1 now restores step {STEPS - 1} (")
     assert "0 committed steps lost" in result.stdout
+    assert "rank 0 of the lost hosts is taken to start on h2: started on a new host, all" in result.stdout
     result = run(store, "plan", "--lose", "h1", "h2")
     assert result.stdout.startswith("llama3-8b: losing h1, h2 now loses the run: ")
     assert not store.host_events("host_dead")

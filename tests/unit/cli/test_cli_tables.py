@@ -42,6 +42,7 @@ def test_ls_of_one_job_draws_that_alone_and_both_lineages(two_jobs: Desk) -> Non
     screen = two_jobs.run("ls", "train").stdout
     assert "other" not in screen
     newest, behind = cells(screen, "*  "), cells(screen, "| o  ")
+    assert behind[3:6] == ["storage", "2/2", "512 B"]  # in no host's RAM, and all of it is there
     assert newest[1:4] == ["7", "committed, durable, pinned best, forked to twig", "2 of 2"]
     assert (behind[1], "durable, not in the lineage" in behind[2]) == ("3", True)
     assert "forked from train@7" in two_jobs.run("ls", "twig").stdout

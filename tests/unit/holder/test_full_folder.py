@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from cli_store import host_causes
 
 from memstore.config import Config
 from memstore.core.wire.frame import Kind
@@ -93,6 +94,11 @@ def send(channel: Channel, order: Order) -> None:
     channel.send(Kind.EVENT, 0, order, deadline_s=WAIT_S)
 
 
+def said_full(controller: Channel) -> list[str]:
+    """What status would say of the next heartbeat."""
+    return host_causes("host_full", received(controller, Heartbeat).stats)
+
+
 def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full: FullFileSystem) -> None:
     """Heartbeats say why, other orders are obeyed, later facts wait behind it; with room all are acknowledged."""
     controller = dial(holder, 5)
@@ -101,13 +107,14 @@ def test_a_fact_without_room_waits_and_the_session_goes_on(holder: Holder, full:
     send(controller, JournalAppend(records=(b"small",), seq=2))
     send(controller, PushTargets(job="job", attempt=1, targets=("b",), ranks=()))
     wait_for(lambda: holder.state.shared_shards.ordinary.get("job") == ["b"], "an order after the facts")
-    wait_for(lambda: "journal" in received(controller, Heartbeat).stats.short_of_room, "a beat that says so")
+    wait_for(lambda: said_full(controller), "a beat that says so")
+    assert "journal" in said_full(controller)[0]
     assert holder.journal.records() == [], "a later fact must not be there without the one before it"
     full.end()
     assert received(controller, FactsWritten).seq == 1
     assert received(controller, FactsWritten).seq == 2
     assert len(holder.journal.records()) == 2
-    wait_for(lambda: not received(controller, Heartbeat).stats.short_of_room, "a beat that no longer says so")
+    wait_for(lambda: not said_full(controller), "a beat that no longer says so")
     controller.close()
 
 

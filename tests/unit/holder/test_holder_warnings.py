@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cli_store import host_causes
 
 from memstore.config import Config
 from memstore.shell.arena.slot_headers import SLOTS_NAME
@@ -34,7 +35,7 @@ def test_a_helper_that_was_not_built_and_a_damaged_table_are_said_with_the_remed
     monkeypatch.delenv("MEMSTORE_NATIVE")
     (holder.folder / SLOTS_NAME).write_bytes(b"")
     holder = started(tmp_path)
-    words = holder.heartbeat().stats.limit_warning
+    [words] = host_causes("host_warning", holder.heartbeat().stats)
     holder.close()
     assert words.startswith("it is small; ")
     for part in ("put aside as slots.damaged", "without its native helper", "libxxhash-dev"):

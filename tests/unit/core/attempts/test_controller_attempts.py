@@ -343,7 +343,7 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     row = world.status()["launches"][0]
     assert (row["job"], row["phase"], row["ranks"], row["world_size"]) == (JOB, "gathering", 2, 4)
     assert row["missing"] == [1, 3]
-    assert not [problem for problem in world.status()["problems"] if "gathers" in problem["cause"]]
+    assert not [problem for problem in world.status()["problems"] if problem["kind"] == "launch_waits"]
     world.run(6.0)
     world.call(ranks[0], "roll_call", of="join")
     world.run(0.5)

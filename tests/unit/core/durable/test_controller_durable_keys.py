@@ -50,7 +50,7 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     row = job_row(world, ranks[0])
     said = f"h0 has key {A}, h1 has key {B}"
     assert said in row["durable_keys"]
-    assert any(said in problem["cause"] for problem in row["problems"])
+    assert any((problem["kind"], said in problem["cause"]) == ("durable_keys", True) for problem in row["problems"])
     assert any(event["event"] == "durable_keys" for event in world.events("train"))
 
 

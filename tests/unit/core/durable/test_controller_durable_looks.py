@@ -121,7 +121,7 @@ def test_what_durable_storage_lost_is_a_problem_until_it_is_there_again(loss: st
     assert rows(world) == []
     assert world.run_until(lambda: bool(rows(world)), 20.0)
     [row] = rows(world)
-    assert row["severity"] == DEGRADED
+    assert (row["kind"], row["severity"]) == ("durable_missing", DEGRADED)
     assert {"emptied": "its marker", "a part is gone": "rank-0.0 is gone"}.get(loss, "not mounted") in row["cause"]
     world.durable.problem = world.durable.lacks = ""
     world.run(3 * AGAIN_S)

@@ -306,3 +306,19 @@ def test_steps_of_which_no_copy_is_left_count_as_lost() -> None:
     world.get(world.launch(2))
     [row] = events_of_kind(world, "restore")[-1:]
     assert (row["step"], row["steps_lost"]) == (2, 2)
+
+
+def test_a_job_has_no_events_of_before_it_began() -> None:
+    """Those of hosts and controllers come with a job's own from its first one on; of all jobs all are there."""
+    world, _ = trained(2)
+    world.kill_host("h1")
+    world.run(1.0)
+    world.return_host("h1")
+    world.run(5.0)
+    late = world.launch(2, job="late")
+    world.get(late)
+    world.kill_host("h1")
+    world.run(1.0)
+    kinds = [row["event"] for row in world.events("late")]
+    assert (kinds[0], kinds.count("host_dead")) == ("attempt", 1)
+    assert [row["event"] for row in world.events()].count("host_dead") == 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from memstore.cli.output import ExitCode
 from memstore.cli.status import check_code
 from memstore.core.report.metrics import status_gauges
-from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, NOTE, STOPPED
+from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, KINDS, NOTE, STOPPED
 from memstore.core.schedule.step_pace import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import trained
@@ -248,3 +249,74 @@ def test_a_pause_that_was_seen_before_may_come_again() -> None:
     assert pace.late_after_s() == pytest.approx(240.0)
     assert pace.passed_s(99, now) is None
     assert pace.passed_s(49, now + 1.0) == pytest.approx(1.0 + 49 * 0.1, abs=1.1)
+
+
+def test_a_job_that_an_exception_ended_does_not_train() -> None:
+    """Also once all its ranks have left, and under the next controller; a new launch ends the row."""
+    world, ranks = durable(2, 2)
+    for rank in ranks:
+        world.call(rank, "close", error="ValueError: the loss is NaN")
+        world.run(1.0)
+        [row] = rows(world, "job_ended")
+        assert (row["severity"], check(world)) == (STOPPED, ExitCode.STOPPED)
+        assert row["cause"] == "ended by ValueError on rank 0: the loss is NaN"
+        assert "start the job again; committed step 5 waits for it" in row["remedy"]
+        assert (rows(world, "ranks_ended"), stopped_s(world) > 0) == ([], True)
+    world.crash_controller()
+    world.run(5.0)
+    assert [row["severity"] for row in rows(world, "job_ended")] == [STOPPED]
+    world.get(world.launch(2))
+    assert (rows(world, "job_ended"), check(world)) == ([], ExitCode.FINE)
+
+
+def test_a_notice_that_is_over_is_said_in_the_past() -> None:
+    """Not "in -10 s"."""
+    world, ranks = durable(3, 2)
+    world.call(ranks[0], "drain", host="h2", within_s=5.0)
+    world.run(1.0)
+    [row] = rows(world, "host_drains", "h2")
+    assert row["cause"].startswith("is to go in 4 s: ")
+    world.run(10.0)
+    [row] = rows(world, "host_drains", "h2")
+    assert row["cause"].startswith("was to be gone 6 s ago: ")
+    world.call(ranks[0], "drain", host="h2", within_s=None)  # the remedy
+    world.run(1.0)
+    assert rows(world, "host_drains", "h2") == []
+
+
+def test_storage_that_fails_and_one_that_is_slow_are_rows_that_end() -> None:
+    """A write that fails names why, until one goes well."""
+    world, ranks = durable(2, 2)
+    world.durable.problem = "no space left"
+    train(world, ranks, 6, 7)
+    [row] = rows(world, "durable_failed")
+    assert ("no space left" in row["cause"], check(world)) == (True, ExitCode.DEGRADED)
+    world.durable.problem = ""  # the remedy
+    train(world, ranks, 8, 9)
+    world.run(5.0)
+    assert (rows(world, "durable_failed"), check(world)) == ([], ExitCode.FINE)
+
+
+def test_copies_that_cannot_lie_far_apart_are_a_note_until_a_host_makes_it_possible() -> None:
+    """Three hosts of one rack and one of another: some copy stays in its rack until another host joins there."""
+    racks = {"a": "r1", "b": "r1", "c": "r1", "d": "r2"}
+    world = ControllerWorld(list(racks), labels={host: {"rack": rack} for host, rack in racks.items()})
+    ranks = world.launch(4)
+    world.get(ranks)
+    train(world, ranks, 1, 2)
+    assert {row["severity"] for row in rows(world, "placement")} == {NOTE}
+    world.add_host("e", {"rack": "r2", "memstore": "replica"})  # the remedy
+    world.add_host("f", {"rack": "r2", "memstore": "replica"})
+    world.run(10.0)
+    train(world, ranks, 3, 4)
+    assert rows(world, "placement") == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_produced_by_a_fault_in_some_test_and_is_in_the_manual(kind: str) -> None:
+    """The tests that name it break something, find the row, and do its remedy or see it go with its cause."""
+    page = (ROOT / "docs/operate/troubleshooting.md").read_text(encoding="utf-8")
+    assert f"| `{kind}` |" in page
+    paths = set((ROOT / "tests").rglob("test_*.py")) - {ROOT / "tests/unit/core/report/test_survival.py"}
+    named = [path for path in paths if f'"{kind}"' in path.read_text(encoding="utf-8")]
+    assert named, f"no test finds a row of kind {kind}"

@@ -102,7 +102,7 @@ def test_who_gets_nothing_is_reported_what_verify_would_lift(is_torn: bool) -> N
     world.call(ranks[0], "status")
     assert world.run_until(lambda: bool(ranks[0].answers.get("status")), 10.0)
     rows = ranks[0].answers["status"][-1]["problems"]
-    cause = next(row["cause"] for row in rows if "is retired" in row["cause"])
+    cause = next(row["cause"] for row in rows if row["kind"] == "step_retired")
     assert cause == f"committed step 1 is retired, a get passes it over: {TORN}"
 
 
