@@ -25,6 +25,7 @@ from memstore.cli.metrics import metrics
 from memstore.cli.options import is_debug, is_json
 from memstore.cli.output import ExitCode, for_this_store, print_json, say
 from memstore.cli.plan import plan
+from memstore.cli.rehearse import rehearse
 from memstore.cli.status import status
 from memstore.cli.stores import stores
 from memstore.cli.timeline import ls
@@ -130,6 +131,7 @@ for _verb in (
     metrics,
     export,
     import_,
+    rehearse,
     completion,
 ):
     main.add_command(_verb)

@@ -97,12 +97,12 @@ class Puts:
         with self._lock:
             return [ticket for _, ticket in sorted(self.tickets.items(), reverse=True)]
 
-    def wait_committed(self, step: int) -> None:
+    def wait_committed(self, step: int, limit_s: float = RESERVE_SLACK_S) -> None:
         """Wait for the commit of a step, if its ticket is known; CommitError, TimeoutError."""
         with self._lock:
             ticket = self.tickets.get(step)
         if ticket is not None:
-            ticket.wait("committed", RESERVE_SLACK_S)
+            ticket.wait("committed", limit_s)
 
     def close(self) -> None:
         """Give back the slots of puts that were begun and not ended."""

@@ -10,7 +10,7 @@ import logging
 import numbers
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation, bytes_to_come
 from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
+from memstore.client.rehearsal import Rehearsal, rehearse_stored, target_of
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
@@ -407,6 +408,38 @@ class Store(PinVerbs):
             if ticket.level not in ("skipped", "superseded"):
                 ticket.wait(level, limit_s)
                 return
+
+    def rehearse(
+        self, build: Callable[[], Any] | str, *, step: int | None = None, loss: float | None = None,
+        timeout_s: float = 600.0,
+    ) -> Rehearsal:  # fmt: skip
+        """Ask whether a fresh process would take what this rank put; on any rank, alone. Nothing here changes.
+
+        A child process builds everything anew, takes the stored shard and compares every value, by path.
+
+        Args:
+            build: A function that another process can import, or its name as "FILE.py:NAME". It returns the state as
+                put() gets it, or the state and a function that trains one step and returns the loss. It runs without
+                this launch's process group: a state that needs one is rehearsed at small scale, `memstore rehearse`.
+            step: A step that is stored; None: the newest put.
+            loss: Of the training step that followed it here: the child's next loss is compared with it, bit for bit.
+            timeout_s: Longest time until the step is committed, and as long for the child.
+
+        Raises:
+            ConfigError: no process can import `build`, there was no put, or ranks share shards.
+            CommitError, TimeoutError: the step is not committed. PeerTimeout: the child has not ended in time.
+        """
+        self._check_open()
+        target, timeout_s = target_of(build), check_seconds("timeout_s", timeout_s)
+        if self.shared_shard is not None:
+            raise ConfigError("rehearse() takes no shared shards: use `memstore rehearse FILE.py:NAME`")
+        step = self.puts.last_step if step is None else check_whole("step", step)
+        if step < 0:
+            raise ConfigError("rehearse() takes a step that was put: put one first")
+        self.puts.wait_committed(step, timeout_s)
+        request = ReadStep(job=self.job, step=step, of_attempt=None, rank=self.rank)
+        with ShardRead(self._link, request, timeout_s) as read:
+            return rehearse_stored(read, target, loss, timeout_s)
 
     def close(self, *, error: BaseException | None = None) -> None:
         """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing.
