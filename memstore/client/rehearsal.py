@@ -1,4 +1,4 @@
-"""A rehearsal: a fresh process builds the training state anew, takes a stored step, and says what would not come back.
+"""A rehearsal: a fresh process builds the training state, takes a stored step, and says what would not come back.
 
     the step's bytes --file--> child: build() --filled from the file--> laid out again --compared by path--> verdict
                                                 '--step()--> its loss, compared with the loss of the unbroken run

@@ -415,7 +415,7 @@ class Store(PinVerbs):
     ) -> Rehearsal:  # fmt: skip
         """Ask whether a fresh process would take what this rank put; on any rank, alone. Nothing here changes.
 
-        A child process builds everything anew, takes the stored shard and compares every value, by path.
+        A child process builds everything once more, takes the stored shard and compares every value, by path.
 
         Args:
             build: A function that another process can import, or its name as "FILE.py:NAME". It returns the state as
