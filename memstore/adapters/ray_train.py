@@ -35,6 +35,7 @@ from memstore.inplace.reentry import join_meeting
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.1
+COMES_SHARE = 0.5  # of meet_s, in which a new worker enters the function, or is replaced
 
 
 @dataclass
@@ -118,6 +119,8 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             meet_s=backend_config.meet_s, leave_s=backend_config.leave_s, lifeline_port=server.lifeline_port,
             hang_after_s=backend_config.hang_after_s,
         )  # fmt: skip
+        for process in lives.items():
+            server.expect(process, time.monotonic() + COMES_SHARE * backend_config.meet_s)
         if not server.is_done():
             server.begin(server.generation + 1)
         if self.spares is not None:

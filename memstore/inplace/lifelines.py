@@ -1,9 +1,12 @@
-"""Connections from the ranks' watchdogs, in the process that replaces lost ranks: their ends say who is lost.
+"""Connections from the ranks' watchdogs, in the process that replaces lost ranks: ends and silence say who is lost.
 
-Nothing is sent to and fro: the kernels probe an idle connection (SO_KEEPALIVE), and end it once the other host's has
-not answered for two thirds of `hang_after_s` (TCP_USER_TIMEOUT); for half of `hang_after_s` after that the watchdog may
-connect again. So a rank that is starved of CPU is not lost, nor are all of them when this process is paused, nor those
-of a network that breaks for two thirds; a host that is frozen or cut off is.
+The kernels probe an idle connection (SO_KEEPALIVE), and end it once the other host's has not answered for two thirds of
+`hang_after_s` (TCP_USER_TIMEOUT); for half of `hang_after_s` after that the watchdog may connect again. So a rank that
+is starved of CPU is not lost, nor those of a network that breaks for two thirds; a host that is frozen or cut off is.
+
+A kernel answers for a process that is stopped, so each watchdog also says once a second that it goes on. One that has
+said nothing for `hang_after_s` and two seconds is frozen with its rank, by the clock of the others' words: if this
+process is paused, or no watchdog gets through, nothing comes from any, and none is lost.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from memstore.core.wire.status_rows import Cause
-from memstore.inplace.watchdog import BYE, FROZEN, GONE, MAX_LINE_BYTES, probe
+from memstore.inplace.watchdog import ALIVE, ALIVE_S, BYE, FROZEN, GONE, MAX_LINE_BYTES, probe
 
 UNWATCHED_S = 10.0  # a watchdog that was killed is started again by its rank, unless that has ended with it
+LATE_S = 2 * ALIVE_S  # by which a watchdog's word may come late, beside `hang_after_s`
 SILENT_SHARE, AGAIN_SHARE = 2 / 3, 1 / 2  # of hang_after_s: until a connection ends, until another one must be there
 # A reset comes from a host that gets no answer from here, or has started again: a watchdog that ends sends an end.
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET)
@@ -75,23 +79,38 @@ class Roll:
            BROKEN or    |   | hello
              SILENT     v   |
                      unwatched --UNWATCHED_S or AGAIN_SHARE--> lost
-    watched --GONE or FROZEN--> lost
+    watched --GONE or FROZEN, or silent while others speak--> lost
+    unknown --it was expected until now--> lost
     """
 
     def __init__(self, hang_after_s: float) -> None:
-        self._again_s = hang_after_s * AGAIN_SHARE
+        self._again_s, self._silent_s = hang_after_s * AGAIN_SHARE, hang_after_s + LATE_S
+        self._spoke_s: dict[Process, float] = {}  # when each watchdog spoke last
+        self._known: set[Process] = set()  # those that have spoken, if only to say `bye`
         self._lines: Counter[Process] = Counter()  # open connections: a new one may come before the old one's end
         self._due: dict[Process, tuple[float, End]] = {}  # when a process is lost unless it has a watchdog again
 
-    def hello(self, process: Process) -> None:
+    def expect(self, process: Process, until: float) -> None:
+        """Note that a process has begun: frozen if it has no watchdog by then."""
+        if process not in self._known:
+            self._due[process] = until, End.FROZEN
+
+    def hello(self, process: Process, now: float) -> None:
         """Note that a process has a watchdog, or another one."""
+        self._known.add(process)
         self._lines[process] += 1
         self._due.pop(process, None)
+        self._spoke_s[process] = now
+
+    def spoke(self, process: Process, now: float) -> None:
+        """Note that a process's watchdog goes on."""
+        self._spoke_s[process] = now
 
     def left(self, process: Process) -> None:
         """Note that a watchdog said `bye`: the process may end."""
         self._lines[process] -= 1
         self._due.pop(process, None)
+        self._spoke_s.pop(process, None)
 
     def ended(self, process: Process, end: End, now: float) -> None:
         """Note that a connection ended without `bye`, at a moment in seconds on a monotonic clock."""
@@ -108,6 +127,11 @@ class Roll:
             lives: By rank, the number of the process that is this rank now; former ones do not count.
             now: Seconds on a monotonic clock.
         """
+        newest_s = max(self._spoke_s.values(), default=now)
+        for process in [each for each, last_s in self._spoke_s.items() if newest_s - last_s >= self._silent_s]:
+            del self._spoke_s[process]
+            if self._lines[process] > 0:
+                self._due[process] = now, End.FROZEN
         lost = {process: end for process, (due_s, end) in self._due.items() if now >= due_s}
         for process in lost:
             del self._due[process]
@@ -159,6 +183,10 @@ class Lifelines:
                 self._read(key, now)
         return self._roll.take_lost(lives, now)
 
+    def expect(self, process: Process, until: float) -> None:
+        """Take a process for frozen if no watchdog of it has connected by then."""
+        self._roll.expect(process, until)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -187,7 +215,10 @@ class Lifelines:
             if hello is None or hello.run != self._run:
                 return self._end(sock)
             line.process = hello.process
-            self._roll.hello(hello.process)
+            self._roll.hello(hello.process, now)
+        if line.process is not None and ALIVE in said:
+            self._roll.spoke(line.process, now)
+        said = [word for word in said if word != ALIVE]
         if said or end is not None or len(line.received) > MAX_LINE_BYTES:
             self._end(sock)
             if line.process is not None and said[:1] == [BYE]:

@@ -21,7 +21,7 @@ from memstore.core.wire.calls import RankLoss
 from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
-from memstore.inplace.lifelines import End, Lifelines
+from memstore.inplace.lifelines import End, Lifelines, Process
 from memstore.inplace.membership import NONE, Closing, Coming, Membership
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class MeetingServer:
         self._hang_after_s = hang_after_s or 0.0
         self._lock = threading.Lock()
         self._ends: dict[int, End] = {}  # of ranks that are lost and not replaced yet
+        self._expected: list[tuple[Process, float]] = []  # that begin, and when they are lost without a watchdog
         self._losses: list[RankLoss] = []
         self._failures = 0  # numbers that were looked at
         self._unread: set[int] = set()  # of failures whose rank ended between its number and its text, or is about to
@@ -163,12 +164,20 @@ class MeetingServer:
             self._unread.difference_update(there)
             return [_FAILURE.decode(self._store.get(f"failure/{number}")) for number in there]
 
+    def expect(self, process: Process, until: float) -> None:
+        """Take a process, which has begun, for lost if it has no watchdog by then."""
+        with self._lock:
+            self._expected.append((process, until))
+
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""
         if self._lifelines is None:
             return {}
         with self._lock:
-            lives = dict(self._members.lives)
+            lives, expected = dict(self._members.lives), self._expected
+            self._expected = []
+        for process, until in expected:
+            self._lifelines.expect(process, until)
         lost = self._lifelines.take_lost(lives, now)
         with self._lock:
             self._ends |= {rank: end for rank, end in lost.items() if self._members.lives[rank] == lives[rank]}

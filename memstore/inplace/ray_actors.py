@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from memstore.config import check_limit, check_whole
 from memstore.core.cluster.text import CAUSES
 from memstore.errors import RecoveryError
+from memstore.inplace.lifelines import Process
 from memstore.inplace.meeting import MeetingServer, Place
 from memstore.inplace.reentry import join_meeting, reentrant
 
@@ -22,6 +23,7 @@ log = logging.getLogger("memstore")
 POLL_S = 0.05
 SPARE_LOOK_S = 2.0  # between two questions to a spare
 SPARE_ANSWERS_S = 1.0  # longest wait for a spare's answer, with which it takes the place of a rank
+COMES_SHARE = 0.5  # of meet_s, in which a process that has started comes to the meeting, or is replaced
 SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
 
 
@@ -109,7 +111,8 @@ class _Run:
         self.looked_s = 0.0  # when the spares were last asked for an answer
         self.spares_due_s: float | None = None
         self.losses = 0
-        self.unplaced: dict[Any, tuple[int, float]] = {}  # an answer of each actor that Ray places -> rank, asked at
+        # An answer of each actor that Ray places -> which process of a rank it is, asked at.
+        self.unplaced: dict[Any, tuple[Process, float]] = {}
 
     def to_the_end(self) -> list[Any]:
         for rank in range(self.group.world_size):
@@ -129,7 +132,7 @@ class _Run:
     def _start(self, rank: int, spare: Any = None) -> None:
         place = self.group.place(self.server, rank, is_spare=spare is not None)
         actor = self.actors[rank] = spare or self.group.actor()
-        self.unplaced[actor.answer.remote()] = rank, time.monotonic()
+        self.unplaced[actor.answer.remote()] = (rank, place.life), time.monotonic()
         self.waiting[actor.run.remote(place, [self.function], self.args)] = rank
 
     def _check_placed(self) -> None:
@@ -137,8 +140,9 @@ class _Run:
         if self.unplaced:
             there, _ = ray.wait(list(self.unplaced), num_returns=len(self.unplaced), timeout=0)
             for ref in there:  # placed, or lost: then its function's end says so
-                del self.unplaced[ref]
-        for rank, since_s in self.unplaced.values():
+                process, _ = self.unplaced.pop(ref)
+                self.server.expect(process, time.monotonic() + COMES_SHARE * self.group.meet_s)
+        for (rank, _), since_s in self.unplaced.values():
             if time.monotonic() - since_s > self.group.meet_s:
                 raise RecoveryError(self.group.no_room_text(rank))
 

@@ -2,8 +2,8 @@
 
 A rank is frozen if its beats stop for `hang_after_s` and hardly any of its threads runs, wants a core, or waits for a
 disk meanwhile. Beats also stop on a starved host, or during one long call that holds the interpreter; but then some
-thread runs or wants a core, and the rank is left alone. A host that is frozen or cut off is seen at the other end of
-the watchdog's connection (`lifelines.py`).
+thread runs or wants a core, and the rank is left alone. A watchdog that is frozen with its rank, or a host that is
+frozen or cut off, is seen at the other end of the watchdog's connection (`lifelines.py`).
 
 A script that imports the standard library only: it starts at once, and needs 10 MB.
 """
@@ -24,7 +24,8 @@ TICK_S = 0.25
 BUSY_SHARE = 0.25
 GOES_ON = "RDt"  # runs or wants a core; waits for a disk; is held by a debugger
 BEAT, LAST_BEAT = b".", b"q"
-GONE, FROZEN, BYE = b"gone\n", b"frozen\n", b"bye\n"
+ALIVE, GONE, FROZEN, BYE = b".\n", b"gone\n", b"frozen\n", b"bye\n"
+ALIVE_S = 1.0  # between two words that the watchdog itself goes on
 MAX_LINE_BYTES = 200
 CONNECT_S = 0.5  # no look is made meanwhile
 CONNECT_EVERY_S = 3.0  # after QUICK_TRIES
@@ -78,11 +79,16 @@ class Watchdog:
         self._looks: list[bool] = []
         self._line: socket.socket | None = None
         self._try_s, self._tries = 0.0, 0
+        self._alive_s = 0.0  # when it is to say next that it goes on
 
     def run(self) -> None:
         """Watch to the end."""
         while os.getppid() == self._pid:
             line = self._connected()
+            if line is not None and time.monotonic() >= self._alive_s:
+                self._alive_s = time.monotonic() + ALIVE_S
+                self._send(line, ALIVE)
+                line = self._line
             waited_for: list[int | socket.socket] = [0] if line is None else [0, line]
             ready, _, _ = select.select(waited_for, [], [], TICK_S)
             if line in ready:
@@ -127,9 +133,15 @@ class Watchdog:
     def _say(self, word: bytes) -> None:
         self._try_s = 0.0
         line = self._connected()
-        with contextlib.suppress(OSError):  # no way to it: the end of the connection says as much
-            if line is not None:
-                line.sendall(word)
+        if line is not None:
+            self._send(line, word)
+
+    def _send(self, line: socket.socket, word: bytes) -> None:
+        try:
+            line.sendall(word)
+        except OSError:  # no way to it: the end of the connection says as much, or another one is made
+            line.close()
+            self._line = None
 
 
 def main(pid: str, address: str, port: str, run: str, rank: str, life: str, hang_after_s: str) -> None:

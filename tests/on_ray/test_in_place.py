@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,8 @@ from ray.exceptions import RayTaskError  # noqa: E402
 from memstore.errors import RecoveryError  # noqa: E402
 from memstore.inplace.ray_actors import InPlaceGroup  # noqa: E402
 from memstore.testing.clusters.embedded import EmbeddedCluster  # noqa: E402
-from memstore.testing.ranks.in_place_job import STEPS, RankEnd, train  # noqa: E402
+from memstore.testing.faults.processes import wait_gone, with_start_times  # noqa: E402
+from memstore.testing.ranks.in_place_job import STEPS, RankEnd, StopsOnce, train  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 RANKS = 3
@@ -67,6 +72,29 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
         assert max(end.losses) == STEPS - 1
         assert end.losses.items() <= losses.items()
     check_events(cluster, name, lost, "frozen" if "stop" in faults.values() else "ended")
+
+
+def test_a_rank_that_is_stopped_with_its_watchdog_is_replaced(
+    cluster: EmbeddedCluster, unbroken: list[dict[int, str]], tmp_path: Path
+) -> None:
+    """As a pause of their container does. The others speak, and it does not; its watchdog ends once it goes on."""
+    stopped = tmp_path / "watchdog"
+    ends = run(cluster, "paused", {(0, 2): f"pause:{stopped}"}, hang_after_s=HANG_AFTER_S)
+    assert [(end.generation, end.is_first_here) for end in ends] == [(1, False), (1, False), (1, True)]
+    assert all(end.losses.items() <= losses.items() for end, losses in zip(ends, unbroken, strict=True))
+    check_events(cluster, "paused", {2}, "frozen")
+    watchdog = int(stopped.read_text(encoding="ascii"))
+    with contextlib.suppress(ProcessLookupError):  # Ray may have ended it with its rank
+        os.kill(watchdog, signal.SIGCONT)
+    wait_gone(with_start_times([watchdog]))
+
+
+def test_a_rank_that_is_stopped_before_it_has_a_watchdog_is_replaced(cluster: EmbeddedCluster, tmp_path: Path) -> None:
+    """The others wait for it at the start; half of that time later it is taken for frozen."""
+    group = InPlaceGroup(2, meet_s=20.0)
+    ends = group.run(train, cluster.config.store, "stopped", {}, StopsOnce(str(tmp_path / "stopped")))
+    assert [end.generation for end in ends] == [1, 1]
+    assert [max(end.losses) for end in ends] == [STEPS - 1] * 2
 
 
 def check_events(cluster: EmbeddedCluster, job: str, lost: set[int], cause: str) -> None:

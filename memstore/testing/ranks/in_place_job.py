@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import memstore
-from memstore.inplace import generation, reentrant
+from memstore.inplace import generation, reentrant, watchdog
 
 STEPS, FAULT_AT = 30, 12
 ALWAYS = -1  # in the place of a generation: in each, before step FAULT_AT
@@ -42,9 +43,9 @@ def train(store_name: str, job: str, faults: Mapping[tuple[int, int], str], devi
     Args:
         store_name: The store to put into.
         job: The job's name.
-        faults: (generation, rank) -> "exit", "stop", "raise", "wait" or "hold:PATH", until there is a file PATH; at
-            step FAULT_AT in generation 0, at the next one in generation 1. (ALWAYS, rank) -> the same, in every
-            generation.
+        faults: (generation, rank) -> "exit", "stop", "pause:PATH" (its watchdog too, named in a file PATH), "raise",
+            "wait" or "hold:PATH", until there is a file PATH; at step FAULT_AT in generation 0, at the next one in
+            generation 1. (ALWAYS, rank) -> the same, in every generation.
         device: Where the weights lie; SharedGpu if they share one.
     """
     now = generation()
@@ -136,12 +137,45 @@ def end_of(folder: Path, rank: int) -> RankEnd:
     return _END.decode((folder / f"{rank}.json").read_bytes())
 
 
+class StopsOnce(str):
+    """The device "cpu", as an argument that stops the first process to unpickle it: before that has a watchdog."""
+
+    path: str
+
+    def __new__(cls, path: str) -> StopsOnce:
+        """Return "cpu"; the file at `path` is there once a process was stopped."""
+        made = super().__new__(cls, "cpu")
+        made.path = path
+        return made
+
+    def __reduce__(self) -> tuple[Callable[[str], StopsOnce], tuple[str]]:
+        return _stop_once, (self.path,)
+
+
+def _stop_once(path: str) -> StopsOnce:
+    with contextlib.suppress(FileExistsError):
+        Path(path).touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return StopsOnce(path)
+
+
+def _watchdog() -> int:
+    """Return the watchdog of this process."""
+    children = {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+    script = watchdog.__file__.encode()
+    (found,) = [pid for pid in children if script in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
 def _fail(fault: str, store: memstore.Store) -> None:
     if fault:
         store.flush()
     if fault == "exit":
         os._exit(1)
-    if fault == "stop":
+    if fault.startswith("pause:"):
+        Path(fault.removeprefix("pause:")).write_text(str(_watchdog()), encoding="ascii")
+        os.kill(_watchdog(), signal.SIGSTOP)
+    if fault == "stop" or fault.startswith("pause:"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "wait":  # in no collective and on no store: nothing can end it
         threading.Event().wait()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.lifelines import UNWATCHED_S, End, Lifelines, Roll, parse_hello
-from memstore.inplace.watchdog import BYE, FROZEN, GONE
+from memstore.inplace.lifelines import LATE_S, UNWATCHED_S, End, Lifelines, Roll, parse_hello
+from memstore.inplace.watchdog import ALIVE, BYE, FROZEN, GONE
 from memstore.testing.clusters.processes import wait_for
 
 HANG_S = 3.0
@@ -18,7 +18,7 @@ HANG_S = 3.0
 def test_a_rank_whose_process_ended_is_lost_at_once_and_named_once() -> None:
     """Its watchdog has said so."""
     roll = Roll(HANG_S)
-    roll.hello((0, 1))
+    roll.hello((0, 1), 0.0)
     roll.ended((0, 1), End.GONE, 5.0)
     assert roll.take_lost({0: 1, 1: 1}, 5.0) == {0: End.GONE}
     assert roll.take_lost({0: 1, 1: 1}, 500.0) == {}
@@ -29,10 +29,10 @@ def test_a_rank_whose_connection_broke_is_lost_only_if_no_other_comes(end: End, 
     """A rank starts another watchdog, if it lives; a watchdog connects again after a short break of the network."""
     roll = Roll(HANG_S)
     for rank in range(2):
-        roll.hello((rank, 1))
+        roll.hello((rank, 1), 0.0)
         roll.ended((rank, 1), end, 5.0)
     assert roll.take_lost({0: 1, 1: 1}, 4.9 + limit_s) == {}
-    roll.hello((0, 1))
+    roll.hello((0, 1), 0.0)
     assert roll.take_lost({0: 1, 1: 1}, 5.1 + limit_s) == {1: end}
     assert roll.take_lost({0: 1, 1: 1}, 500.0) == {}
 
@@ -41,8 +41,8 @@ def test_a_rank_whose_connection_broke_is_lost_only_if_no_other_comes(end: End, 
 def test_the_late_end_of_an_old_connection_is_no_loss(end: End) -> None:
     """The watchdog has connected again before this process saw the old connection's end."""
     roll = Roll(HANG_S)
-    roll.hello((0, 1))
-    roll.hello((0, 1))
+    roll.hello((0, 1), 0.0)
+    roll.hello((0, 1), 0.0)
     roll.ended((0, 1), end, 5.0)
     assert roll.take_lost({0: 1}, 500.0) == {}
     roll.ended((0, 1), end, 500.0)
@@ -53,9 +53,58 @@ def test_the_late_end_of_an_old_connection_is_no_loss(end: End) -> None:
 def test_the_end_of_a_former_process_is_not_that_of_the_rank(end: End, life: int, now_life: int) -> None:
     """A replacement takes seconds to start, and says hello later."""
     roll = Roll(HANG_S)
-    roll.hello((0, life))
+    roll.hello((0, life), 0.0)
     roll.ended((0, life), end, 0.0)
     assert (roll.take_lost({0: now_life}, 2 * UNWATCHED_S) == {0: end}) == (life == now_life)
+
+
+def watched(processes: int, *, silent: int, until: float) -> Roll:
+    """Return a roll of processes that all spoke at 0 s; some fell silent, and the others spoke every second."""
+    roll = Roll(HANG_S)
+    for rank in range(processes):
+        roll.hello((rank, 1), 0.0)
+    for now in range(1, int(until) + 1):
+        for rank in range(silent, processes):
+            roll.spoke((rank, 1), float(now))
+    return roll
+
+
+def test_a_watchdog_that_is_silent_while_others_speak_is_frozen_with_its_rank() -> None:
+    """A kernel answers for it, so its connection does not break."""
+    lives = dict.fromkeys(range(3), 1)
+    assert watched(3, silent=2, until=HANG_S + LATE_S - 1).take_lost(lives, 500.0) == {}
+    roll = watched(3, silent=2, until=HANG_S + LATE_S)
+    assert roll.take_lost(lives, 5.0) == {0: End.FROZEN, 1: End.FROZEN}
+    assert roll.take_lost(lives, 500.0) == {}
+
+
+def test_no_rank_is_lost_because_nothing_comes_from_any() -> None:
+    """The process that reads them was paused, or the network to it is cut: that is no word of a single rank."""
+    roll = watched(3, silent=3, until=0.0)
+    assert roll.take_lost(dict.fromkeys(range(3), 1), 500.0) == {}
+    assert watched(1, silent=1, until=0.0).take_lost({0: 1}, 500.0) == {}
+
+
+def test_a_rank_that_has_left_may_be_silent() -> None:
+    """Its watchdog ended with its function."""
+    roll = watched(2, silent=1, until=1.0)
+    roll.left((0, 1))
+    roll.spoke((1, 1), 100.0)
+    assert roll.take_lost({0: 1, 1: 1}, 100.0) == {}
+
+
+def test_a_process_that_begins_and_gets_no_watchdog_is_frozen() -> None:
+    """It was stopped before it could start one; one that is there, or has been, is not."""
+    roll = Roll(HANG_S)
+    for rank in range(3):
+        roll.expect((rank, 1), 60.0)
+    roll.hello((1, 1), 30.0)
+    roll.hello((2, 1), 30.0)
+    roll.left((2, 1))
+    roll.expect((2, 1), 60.0)
+    assert roll.take_lost(dict.fromkeys(range(3), 1), 59.0) == {}
+    roll.spoke((1, 1), 60.0)
+    assert roll.take_lost(dict.fromkeys(range(3), 1), 60.0) == {0: End.FROZEN}
 
 
 @pytest.mark.parametrize(
@@ -92,8 +141,11 @@ def test_the_last_line_of_a_connection_says_what_its_end_means() -> None:
     left, gone, frozen, stranger = map(ranks.connect, lines)
     assert ranks.look() == {}
     wait_for(lambda: ranks.look() == {} and stranger.recv(1) == b"", "the stranger to be sent away")
+    for sock in (left, gone, frozen):
+        sock.sendall(2 * ALIVE)
+    assert ranks.look() == {}
     left.sendall(BYE)
-    gone.sendall(GONE)
+    gone.sendall(ALIVE + GONE)
     frozen.sendall(FROZEN)
     wait_for(lambda: ranks.look() == {1: End.GONE, 2: End.FROZEN}, "the ends of ranks 1 and 2")
     assert left.recv(1) == gone.recv(1) == frozen.recv(1) == b""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.inplace.watchdog import is_frozen
+from memstore.inplace.watchdog import ALIVE, is_frozen
 
 HANG_S = 1.0
 ARRIVES_S = 30.0
@@ -43,7 +43,12 @@ from memstore.inplace.meeting import MeetingServer
 server = MeetingServer(2, 1.0)
 print(server.port, server.lifeline_port, server.run, flush=True)
 server.register(0)
+server.register(1)
 server.begin(0)
+while len(server._lifelines._roll._known) < int(sys.argv[1]):
+    server.take_lost(time.monotonic())
+    time.sleep(0.05)
+print("there", flush=True)
 while True:
     for rank in server.take_lost(time.monotonic()):
         print("lost", rank, flush=True)
@@ -53,9 +58,9 @@ WATCHED = """
 import sys
 from memstore.inplace.meeting import Meeting, Place
 from memstore.inplace.watcher import Watcher
-port, lifeline, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+port, lifeline, run, rank = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 place = Place(
-    address="127.0.0.1", port=port, run=run, rank=0, life=1, first=0, world_size=2, launcher="", backend="gloo",
+    address="127.0.0.1", port=port, run=run, rank=rank, life=1, first=0, world_size=2, launcher="", backend="gloo",
     collective_timeout_s=60.0, lifeline_port=lifeline, hang_after_s=1.0,
 )
 watcher = Watcher(Meeting(place), lambda: None)
@@ -115,9 +120,9 @@ class Line:
         assert self.file.readline() == "run 7 2\n"
 
     def last_word(self) -> str:
-        """Return what the watchdog says at its end."""
+        """Return what the watchdog says at its end, beside that it goes on."""
         with self.file:
-            return self.file.read()
+            return self.file.read().replace(ALIVE.decode(), "")
 
 
 @pytest.fixture
@@ -187,11 +192,16 @@ def test_a_rank_that_dies_is_gone_at_once(rank: subprocess.Popen[str], line: Lin
     assert line.last_word() == "gone\n"
 
 
+def watchdog_of(rank: subprocess.Popen[str]) -> int:
+    """Return the watchdog's process."""
+    threads = Path(f"/proc/{rank.pid}/task").glob("*/children")
+    (found,) = [int(pid) for thread in threads for pid in thread.read_text().split()]
+    return found
+
+
 def test_a_watchdog_that_is_killed_is_started_again(rank: subprocess.Popen[str], line: Line) -> None:
     """A rank without one would freeze unseen."""
-    threads = Path(f"/proc/{rank.pid}/task").glob("*/children")
-    (watchdog,) = [int(pid) for thread in threads for pid in thread.read_text().split()]
-    os.kill(watchdog, signal.SIGKILL)
+    os.kill(watchdog_of(rank), signal.SIGKILL)
     assert line.last_word() == ""
     line.next_watchdog()
     rank.send_signal(signal.SIGSTOP)
@@ -211,10 +221,10 @@ def test_a_rank_that_forks_while_its_watchdog_is_started_is_left_alone(rank: sub
 def test_no_rank_is_killed_because_the_process_that_replaces_ranks_is_paused() -> None:
     """A rank asks it whether its generation is over, and gets no answer; its beats wait for nothing."""
     piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], **piped) as server:
+    with subprocess.Popen([sys.executable, "-c", SERVER, "1"], **piped) as server:
         words = server.stdout.readline().split()
-        with subprocess.Popen([sys.executable, "-c", WATCHED, *words], **piped) as rank:
-            assert rank.stdout.readline() == "ready\n"
+        with subprocess.Popen([sys.executable, "-c", WATCHED, *words, "0"], **piped) as rank:
+            assert (rank.stdout.readline(), server.stdout.readline()) == ("ready\n", "there\n")
             server.send_signal(signal.SIGSTOP)
             with pytest.raises(subprocess.TimeoutExpired):
                 rank.wait(3 * HANG_S)
@@ -223,3 +233,27 @@ def test_no_rank_is_killed_because_the_process_that_replaces_ranks_is_paused() -
             assert rank.wait(ARRIVES_S) == -signal.SIGKILL
             assert server.stdout.readline() == "lost 0\n"
         server.kill()
+
+
+def test_a_rank_that_is_stopped_with_its_watchdog_is_lost_while_another_one_speaks() -> None:
+    """As a pause of their container does: nothing of it can speak, and its host's kernel answers every probe."""
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER, "2"], **piped) as server:
+        words = server.stdout.readline().split()
+        ranks = [subprocess.Popen([sys.executable, "-c", WATCHED, *words, str(rank)], **piped) for rank in range(2)]
+        try:
+            for rank in ranks:
+                assert rank.stdout.readline() == "ready\n"
+            assert server.stdout.readline() == "there\n"
+            for pid in (watchdog_of(ranks[1]), ranks[1].pid):
+                os.kill(pid, signal.SIGSTOP)
+            assert server.stdout.readline() == "lost 1\n"
+            assert ranks[0].poll() is None
+        finally:
+            os.kill(watchdog_of(ranks[1]), signal.SIGKILL)
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+                for pipe in (rank.stdin, rank.stdout):
+                    pipe.close()
+            server.kill()
