@@ -254,7 +254,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "lifted": lambda e: f"step {e['step']} (attempt {e['attempt']}) may be restored again: verify was asked for it",
     "rank_dead": _rank_gone("is DEAD"),
     "rank_ended": _rank_gone("was ENDED"),
-    "rank_left": _rank_gone("left because another rank is lost, and goes on"),
+    "rank_left": _rank_gone("left because another rank is lost"),
     "host_joined": lambda e: "joined",
     "host_live": _host("live"),
     "host_suspect": _host("suspect"),

@@ -446,7 +446,8 @@ class Store(PinVerbs):
 
         Args:
             error: The exception that training ends by, as a `with` block passes it: `status` and `events` name it, and
-                it counts as a death of the restored step (R25). Ctrl-C and sys.exit(0) are a good end.
+                it counts as a death of the restored step (R25). Ctrl-C and sys.exit(0) are a good end, and in place an
+                exception that may come of a lost peer is none.
         """
         if self._is_closed:
             return
@@ -458,6 +459,8 @@ class Store(PinVerbs):
             self.puts.overlap.close()
         finally:
             self.puts.close()
+            if error is not None and self._launch.may_be_loss is not None and self._launch.may_be_loss(error):
+                self._link.interrupt("its generation was left")  # so its bye says that this process goes on
             if not self._link.fenced_by:
                 with contextlib.suppress(MemstoreError):
                     self._link.call(CloseStore(**self.puts.who(), error=_ended_by(error)), CALL_SLACK_S)

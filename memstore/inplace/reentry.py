@@ -192,7 +192,10 @@ class _Reentry:
     def _launch(self, number: int, before: int, met_s: float) -> Launch:
         """Return what connect() is to know of a generation that has met and made its process group."""
         place, now = self.place, time.monotonic()
-        launch = Launch(place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE)
+        launch = Launch(
+            place.rank, place.world_size, generation_key(place.run, number), place.launcher, IN_PLACE,
+            may_be_loss=may_be_loss,
+        )  # fmt: skip
         if number == 0:
             return launch
         losses = self.meeting.losses(number) if place.rank == 0 else ()

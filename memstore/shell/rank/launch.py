@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -61,6 +61,7 @@ class Launch:
     source: str
     in_place: InPlace | None = None  # it replaces lost ranks and keeps the processes of the others
     since_s: float = 0.0  # on the monotonic clock: when the last phase of `in_place` ended
+    may_be_loss: Callable[[BaseException], bool] | None = None  # after which its processes go on, in another launch
 
 
 _given_launch: Launch | None = None

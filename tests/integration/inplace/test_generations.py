@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 import memstore
 from memstore.core.attempts.generation_key import generation_key
 from memstore.core.wire.calls import InPlace
+from memstore.inplace.verdict import may_be_loss
 from memstore.shell.rank.launch import IN_PLACE, Launch, give_launch
-from memstore.testing.clusters.processes import ProcessCluster
+from memstore.testing.clusters.processes import ProcessCluster, wait_for
 
 WAIT_S = 60.0
 
@@ -31,7 +32,9 @@ def enter(run: str, number: int) -> None:
     in_place = InPlace(
         generation=number, losses=(), detect_s=None, abort_s=None, replace_s=None, meet_s=0.0, build_s=0.0
     ) if number else None  # fmt: skip
-    give_launch(Launch(0, 1, generation_key(run, number), f"launcher-{run}", IN_PLACE, in_place))
+    give_launch(
+        Launch(0, 1, generation_key(run, number), f"launcher-{run}", IN_PLACE, in_place, may_be_loss=may_be_loss)
+    )
 
 
 def train(cluster: ProcessCluster, steps: list[int], **options: Any) -> int | None:
@@ -71,3 +74,25 @@ def test_a_later_generation_of_a_fresh_start_without_a_commit_finds_nothing(clus
     assert train(cluster, [], fresh=True) is None
     enter("second", 1)
     assert train(cluster, [], fresh=True) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "event"),
+    [(lambda: torch.zeros(2) @ torch.zeros(3), "rank_left"), (lambda: int("x"), "rank_ended")],
+    ids=["torch", "own"],
+)
+def test_a_rank_that_leaves_a_generation_because_a_peer_may_be_lost_is_not_called_dead(
+    cluster: ProcessCluster, fault: Callable[[], object], event: str
+) -> None:
+    """What a collective raises is no end of training in place; an exception of the function's own code is one."""
+
+    def leave() -> None:
+        with memstore.connect("job", config=cluster.config.with_fields({"replicas": 1})) as store:
+            store.put(0, {"weight": torch.zeros(16)}).wait("committed", WAIT_S)
+            fault()
+
+    enter("run", 0)
+    with pytest.raises((RuntimeError, ValueError)):
+        leave()
+    gone = ("rank_left", "rank_ended", "rank_dead")
+    wait_for(lambda: [row["event"] for row in cluster.events("job") if row["event"] in gone] == [event], event)
