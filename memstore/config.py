@@ -1,4 +1,4 @@
-"""One frozen Config, validated once. Imports only errors; reads no environment.
+"""One frozen Config, validated once, when it is made. Reads no environment.
 
 Store fields are fixed when the store is started; a different value later is a ConfigError that names both (R5).
 Job fields belong to the job that connects with them; those given at the store's start are defaults for its jobs.
@@ -6,6 +6,7 @@ Job fields belong to the job that connects with them; those given at the store's
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import numbers
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
 
+from memstore.core.schedule.durable_interval import parse_every
+from memstore.core.schedule.put_interval import parse_put_every
 from memstore.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -140,6 +143,8 @@ class Config:
         if self.overlap_check not in ("whole", "sampled"):
             raise ConfigError(f"overlap_check={self.overlap_check!r} is unknown: use whole or sampled",
                               field="overlap_check", value=self.overlap_check)  # fmt: skip
+        parse_put_every(self.put_every)
+        parse_every(self.durable_every)
         _check_durable(self.durable, self.durable_compression, self.durable_key_file)
         if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
             raise ConfigError(
@@ -303,6 +308,15 @@ def _check_durable(place: object, compression: object, key_file: object) -> None
                           field="durable_compression", value=compression)  # fmt: skip
     if key_file is not None:
         _check_path("durable_key_file", key_file)
+    for field, value, package, is_needed in (
+        ("durable", place, "obstore", is_url and scheme != "file"),
+        ("durable_compression", compression, "zstandard", compression == "auto"),
+        ("durable_key_file", key_file, "cryptography", key_file is not None),
+    ):
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{field}={value!r} needs the package {package} on every host: pip install {package}", field=field
+            )
 
 
 def _check_path(name: str, value: object) -> None:

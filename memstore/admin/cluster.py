@@ -19,8 +19,6 @@ from memstore.config import Config, check_config, check_seconds
 from memstore.core.durable.checks import CHECK_DEADLINE_S
 from memstore.core.report.json_rows import status_fields
 from memstore.core.report.problems import with_commands
-from memstore.core.schedule.durable_interval import parse_every
-from memstore.core.schedule.put_interval import parse_put_every
 from memstore.core.wire.calls import AskLastCopies, AskStatus
 from memstore.core.wire.codec import Request
 from memstore.distribution import installed_version
@@ -191,8 +189,6 @@ def _controller(config: Config) -> Any:
 
 
 def _create(config: Config) -> Any:
-    parse_put_every(config.put_every)
-    parse_every(config.durable_every)
     Tls.load(config)  # raise faults of the files here, not in an actor
     others = stores_on_ray()
     if others:

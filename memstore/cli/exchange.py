@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from memstore.cli.options import Where, Whole, config_or_usage, step_or_latest, store_options
+from memstore.cli.options import Where, Whole, config_or_usage, step_or_pin, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config, bytes_from_text
 from memstore.errors import ConfigError
@@ -30,7 +30,7 @@ def _named_folder(_ctx: click.Context, _param: click.Parameter, text: str) -> Pa
 
 @click.command(short_help="Write a committed step as files that stock libraries read.")
 @click.argument("job")
-@click.argument("step", callback=step_or_latest)
+@click.argument("step", callback=step_or_pin)
 @click.argument("directory", callback=_named_folder)
 @click.option("--format", "as_format", type=FORMAT, required=True, help="What the files are.")
 @click.option("--rank", type=Whole(), metavar="R", help="Only what this rank put.")
@@ -40,10 +40,10 @@ def _named_folder(_ctx: click.Context, _param: click.Parameter, text: str) -> Pa
 @click.option("--with", "module", metavar="MODULE", help="Import a module that calls memstore.register() first.")
 @store_options
 def export(
-    config: Config, job: str, step: int | None, directory: Path, as_format: str, rank: int | None, attempt: int | None,
-    prefix: str, file_bytes: str, module: str | None, as_json: bool,
+    config: Config, job: str, step: int | str | None, directory: Path, as_format: str, rank: int | None,
+    attempt: int | None, prefix: str, file_bytes: str, module: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write STEP of JOB (a number, or "latest") into the new folder DIRECTORY, while training goes on.
+    """Write STEP of JOB (a number, "latest", or a pin's name) into the new folder DIRECTORY, while training goes on.
 
     DIRECTORY appears when it is whole. Parts that the format cannot hold are named, here and in memstore.json.
     """
@@ -51,7 +51,9 @@ def export(
         limit = bytes_from_text("file_bytes", file_bytes)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    Where(config).status(job)
+    where = Where(config)
+    where.status(job)
+    number, attempt = where.named_step(job, step, attempt)
     from memstore.client.reader import reader
     from memstore.exchange.exporting import export_step
 
@@ -59,7 +61,8 @@ def export(
         importlib.import_module(module)
     with _ends_on_sigterm(), reader(job, config=config) as source:
         note = export_step(
-            source, step, directory.absolute(), as_format, rank=rank, attempt=attempt, prefix=prefix, file_bytes=limit,
+            source, number, directory.absolute(), as_format, rank=rank, attempt=attempt, prefix=prefix,
+            file_bytes=limit,
         )  # fmt: skip
     if as_json:
         print_json(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, Whole, address_option, step_or_latest, store_options
+from memstore.cli.options import Where, Whole, address_option, step_or_latest, step_or_pin, store_options
 from memstore.cli.output import ExitCode, plural, print_json, say, size_text
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
@@ -86,15 +86,21 @@ def persist(
 
 @click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
 @click.argument("job")
-@click.argument("step", callback=step_or_latest)
+@click.argument("step", callback=step_or_pin)
 @click.argument("new_job")
 @ATTEMPT
 @address_option
 @store_options
 def fork(
-    config: Config, address: str | None, job: str, step: int | None, new_job: str, attempt: int | None, as_json: bool
+    config: Config,
+    address: str | None,
+    job: str,
+    step: int | str | None,
+    new_job: str,
+    attempt: int | None,
+    as_json: bool,
 ) -> None:
-    """Make NEW_JOB begin with STEP of JOB (a number, or "latest").
+    """Make NEW_JOB begin with STEP of JOB (a number, "latest", or the name of a pin).
 
     No byte is copied; JOB goes on untouched, and either may be removed.
     """
@@ -102,7 +108,8 @@ def fork(
 
     where = Where(config, address)
     where.status(job)
-    answer = where.ask(fork_request(job, step, new_job, attempt), FORK_S)
+    number, attempt = where.named_step(job, step, attempt)
+    answer = where.ask(fork_request(job, number, new_job, attempt), FORK_S)
     if as_json:
         print_json(fields_of(answer))
         return

@@ -192,11 +192,28 @@ def down(
         join_ray_for_verb(address)
         from memstore.admin.cluster import stop
 
+        _refuse_unknown(config)
         stop(config=config, keep_data=not discard, force=yes)
         kept = _released(config)
     except (PeerUnreachable, PeerTimeout) as error:
         raise type(error)(f"{error}. What the store left here: `memstore down --leftovers`") from error
     _report_down(config, kept, discard=discard, as_json=as_json)
+
+
+def _refuse_unknown(config: Config) -> None:
+    """Raise ConfigError if the joined cluster runs no store of the name, and nothing of it lies on this machine."""
+    from memstore.admin.cluster import is_on_ray, joined_address, stores_on_ray
+    from memstore.admin.stores import others_here
+    from memstore.shell.rank.admin_link import host_folders
+
+    if is_on_ray(config) or host_folders(config):
+        return
+    there = ", ".join(stores_on_ray()) or "none"
+    others = others_here(config, "") or "none here"
+    raise ConfigError(
+        f"there is no store {config.store!r}: the Ray cluster at {joined_address()} runs {there}; on this machine "
+        f"{others}", field="store",
+    )  # fmt: skip
 
 
 def _released(config: Config) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import click
 
 from memstore.cli.output import DATA_STREAM, STORE_CONFIG, say
-from memstore.config import WHOLE_LIMIT, Config, check_seconds, check_whole
+from memstore.config import WHOLE_LIMIT, Config, check_name, check_seconds, check_whole
 from memstore.core.report.problems import with_commands
-from memstore.core.wire.calls import AskStatus
+from memstore.core.wire.calls import AskStatus, AskSteps
 from memstore.core.wire.codec import Request, tag_of
 from memstore.core.wire.replies import Status
 from memstore.errors import ConfigError, MemstoreError, PeerTimeout, PeerUnreachable
@@ -79,6 +79,15 @@ class Where:
         if job is not None and job not in known:
             raise _unknown("job", job, known, "`memstore ls` lists its jobs", self._elsewhere(job))
         return with_commands(found, self.config)
+
+    def named_step(self, job: str, step: int | str | None, attempt: int | None) -> tuple[int | None, int | None]:
+        """Return the step and attempt of a STEP that may be a pin's name; of others as they are given."""
+        if not isinstance(step, str):
+            return step, attempt
+        pins = self.ask(AskSteps(job=job)).pins
+        if step not in pins:
+            raise _unknown("pin", step, list(pins), f"`memstore ls {job}` lists its steps and pins", "")
+        return pins[step].step, pins[step].attempt
 
     def _elsewhere(self, job: str) -> str:
         """Return which other stores have a job: those of this machine, else those of the Ray cluster; "" if none."""
@@ -156,6 +165,14 @@ def _joined_ray(address: str | None, limit_s: float) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def step_or_pin(ctx: click.Context, param: click.Parameter, text: str) -> int | str | None:
+    """Read the argument STEP as `step_or_latest` does, or as a pin's name."""
+    with contextlib.suppress(ConfigError):
+        if text != "latest" and not (text.isascii() and text.isdigit()):
+            return check_name("pin", text)
+    return step_or_latest(ctx, param, text)
 
 
 def step_or_latest(_ctx: click.Context, _param: click.Parameter, text: str) -> int | None:

@@ -41,7 +41,7 @@ class StepInfo:
     forks: tuple[str, ...] = ()  # jobs that began with it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """The result of a get on this rank; from `steps_lost` to `seconds_by_phase` the fields are of the whole job.
 
@@ -63,6 +63,14 @@ class Checkpoint:
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     rank_state: Any = None  # what this rank put as rank_state=; None where the step has another world size
     not_filled: tuple[str, ...] = ()  # paths whose values no object of the caller has now, only `state` or `rank_state`
+
+    def __repr__(self) -> str:
+        """Return a line without the state, which may be gigabytes of numbers."""
+        left = f", {len(self.not_filled)} paths not filled" if self.not_filled else ""
+        return (
+            f"Checkpoint(step={self.step}, attempt={self.attempt}, {self.nbytes} bytes from {self.source}, "
+            f"steps_lost={self.steps_lost}{left})"
+        )
 
 
 @copying()

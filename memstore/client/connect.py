@@ -16,11 +16,10 @@ from memstore.admin.stores import others_here
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_config, check_given_whole, check_name, plain
-from memstore.core.schedule.durable_interval import parse_every
-from memstore.core.schedule.put_interval import parse_put_every
 from memstore.core.wire.calls import InPlace, Join
 from memstore.core.wire.rank_messages import AttemptFenced, Welcome
-from memstore.errors import ConfigError, MemstoreError, PeerUnreachable, TransportError
+from memstore.core.wire.replies import Joined
+from memstore.errors import ConfigError, JobBusyError, MemstoreError, PeerUnreachable, TransportError
 from memstore.shell.arena.folder import arena_folder
 from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import current_node_labels, holder_hosts, rank_host
@@ -35,6 +34,7 @@ R = TypeVar("R")
 log = logging.getLogger("memstore")
 START_AFTER_S = 3.0  # a killed holder is back sooner; after this it is not restarted
 RETRY_S = 0.1
+BUSY_S = 2.0  # a holder looks every quarter of a second which of its ranks are dead; a loaded machine takes longer
 DURABLE_OFF = "durable storage is off: losing every copy of a shard loses the run (durable=)"
 LEAST_S = 0.1  # for the last part of a connect() whose time is over
 _STORES: dict[int, weakref.ref[Store]] = {}  # of this process, by id; ranks may be threads that connect all at once
@@ -157,8 +157,6 @@ def connect(
     """
     config = check_config(config)
     check_name("job", job)
-    parse_put_every(config.put_every)  # before any rank has joined
-    parse_every(config.durable_every)
     shard_rank, shard_count = check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
@@ -166,16 +164,12 @@ def connect(
     link = open_link(config, launch, address=address, nonce=nonce, job=job, deadline_s=deadline_s)
     try:
         config = fitted_to_store(config, link.welcome)
-        limit_s = max(LEAST_S, deadline_s - time.monotonic())
-        joined = ask_with_all(
-            link,
-            Join(
-                job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
-                nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
-                shard=shard_rank, shards=shard_count, limit_s=limit_s, in_place=_in_place_now(launch),
-            ),
-            limit_s=limit_s,
+        request = Join(
+            job=job, rank=launch.rank, world_size=launch.world_size, key=launch.key, launcher=launch.launcher,
+            nonce=nonce, pid=os.getpid(), config=config.job_fields(), fresh=fresh, takeover=takeover,
+            shard=shard_rank, shards=shard_count, limit_s=0.0, in_place=_in_place_now(launch),
         )  # fmt: skip
+        joined = _joined(link, request, deadline_s)
         if launch.rank == 0:
             _say_what_lacks(config, job)
         store = Store(link, launch, config, joined, job=job)
@@ -185,6 +179,19 @@ def connect(
     except BaseException:
         link.close()
         raise
+
+
+def _joined(link: HolderLink, request: Join, deadline_s: float) -> Joined:
+    """Join; where another launch is alive ask again for BUSY_S: it may have died a moment ago, which is seen soon."""
+    until_s = time.monotonic() + BUSY_S
+    while True:
+        limit_s = max(LEAST_S, deadline_s - time.monotonic())
+        try:
+            return ask_with_all(link, replace(request, limit_s=limit_s), limit_s=limit_s)
+        except JobBusyError:
+            if time.monotonic() > min(until_s, deadline_s):
+                raise
+            time.sleep(RETRY_S)
 
 
 def _say_what_lacks(config: Config, job: str) -> None:

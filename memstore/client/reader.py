@@ -18,7 +18,7 @@ from memstore.core.wire.codec import Request
 from memstore.core.wire.rank_messages import Unpin
 from memstore.core.wire.replies import StepAwaited, StepLeased
 from memstore.errors import ConfigError, LeaseLost, NoNewerStep, PeerUnreachable
-from memstore.shell.rank.admin_link import ASK_S, Tool
+from memstore.shell.rank.admin_link import ASK_S, Tool, open_any
 from memstore.shell.rank.collective import CALL_SLACK_S
 from memstore.shell.rank.range_read import ShardRanges
 from memstore.shell.rank.shard_read import ShardRead
@@ -248,7 +248,7 @@ class Reader:
 
 
 def reader(job: str, *, address: str | None = None, config: Config | None = None) -> Reader:
-    """Open a reader of a job, on this host's holder; starts nothing.
+    """Open a reader of a job, on this host's holder, or on any of this machine's; starts nothing.
 
     Args:
         job: Name of the training run.
@@ -257,7 +257,6 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
         config: Store fields to find the store.
 
     Raises:
-        ConfigError: several holders are on this machine, and it is unclear which one is this process's.
         PeerUnreachable, PeerTimeout: no holder, or no Ray cluster at `address`, which is asked for `connect_timeout_s`.
     """
     config = check_config(config)
@@ -269,7 +268,9 @@ def reader(job: str, *, address: str | None = None, config: Config | None = None
 def _reading_tool(config: Config, address: str | None) -> Tool:
     try:
         return Tool(holder_folder(config))
-    except (ConfigError, PeerUnreachable):
+    except (ConfigError, PeerUnreachable) as error:
+        if address is None and isinstance(error, ConfigError):
+            return open_any(config)  # several hosts are here: a reader belongs to none, and each brings it all bytes
         if address is None:
             raise
         from memstore.admin.cluster import join_ray

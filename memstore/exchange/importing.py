@@ -120,12 +120,16 @@ def _check_new(job: str, config: Config) -> None:
 
 
 def _settled(job: str, step: int, config: Config) -> str:
-    """Return "" once the step has all its copies, or the missing ones after REPAIR_S, which repair may add (R29)."""
+    """Return "" once the step has all its copies, or what it lacks after REPAIR_S, in which repair may add them (R29).
+
+    There is no wait where each live host has a copy already.
+    """
     deadline_s, has_said = time.monotonic() + REPAIR_S, False
-    with reader(job, config=config) as source:
+    with any_tool(config) as tool, reader(job, config=config) as source:
         while True:
-            lacks = next(info.degraded for info in source.steps() if info.step == step)
-            if not lacks or time.monotonic() > deadline_s:
+            info = next(info for info in source.steps() if info.step == step)
+            lacks, hosts = info.degraded, [h for h in tool.ask(AskStatus()).hosts if h.status == "live"]
+            if not lacks or len(hosts) <= info.copies or time.monotonic() > deadline_s:
                 return lacks
             if not has_said:
                 has_said = True

@@ -63,6 +63,8 @@ def test_up_and_down_and_what_is_left() -> None:
         assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
         run("down", "--leftovers", "--discard")
         assert not root.exists()
+        said = run("down", code=1)["said"]
+        assert f"there is no store '{name}': the Ray cluster at {cluster.address} runs none" in said
 
 
 @pytest.mark.long

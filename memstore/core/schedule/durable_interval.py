@@ -9,10 +9,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memstore.core.schedule.put_interval import optimal_interval_s
 from memstore.errors import ConfigError
-from recovery.inventory import StepId
+
+if TYPE_CHECKING:
+    from recovery.inventory import StepId  # with it comes its whole package, into each process that makes a Config
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|steps?)\Z", re.ASCII)

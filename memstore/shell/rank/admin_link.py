@@ -64,19 +64,25 @@ class Tool:
 
 @contextlib.contextmanager
 def any_tool(config: Config, avoid: Collection[str] = ()) -> Iterator[Tool]:
-    """Yield a Tool on any holder of this machine but those to avoid, for questions that are not about one host."""
+    """Yield what `open_any` returns, and close it."""
+    with open_any(config, avoid) as tool:
+        yield tool
+
+
+def open_any(config: Config, avoid: Collection[str] = ()) -> Tool:
+    """Return a Tool on any holder of this machine but those to avoid, for what is not about one host.
+
+    Raises:
+        PeerUnreachable: None answers.
+    """
     root = store_root(config)
     folders = [path for path in host_folders(config) if path.name not in avoid]
     problems = []
     for folder in folders:
         try:
-            tool = Tool(folder)
+            return Tool(folder)
         except MemstoreError as exc:
             problems.append(f"{folder.name}: {exc}")
-            continue
-        with tool:
-            yield tool
-        return
     detail = "; ".join(problems) or f"there is no arena under {root}"
     advice = config.commands("Run `memstore up`")
     if not os.path.isdir(config.arena_dir):

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memstore.config import Config
 from memstore.core.format import layout
@@ -32,11 +32,13 @@ from memstore.core.wire.peer_messages import FetchChunks, decode_run
 from memstore.core.wire.replies import ChunksElsewhere
 from memstore.errors import MemstoreError, PeerTimeout, ProtocolError
 from memstore.shell.arena.folder import read_secret
-from memstore.shell.codec.verified_stream import Targets
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.host_networks import HostNetworks
 from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.tls import Tls
+
+if TYPE_CHECKING:
+    from memstore.shell.codec.verified_stream import Targets  # imports torch, which the command line does without
 
 log = logging.getLogger("memstore")
 CONNECT_S = 5.0

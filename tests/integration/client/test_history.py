@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import memstore
 from memstore.admin.cluster import refuse_last_copies
 from memstore.admin.fork import Fork, fork
 from memstore.cli import main
@@ -231,6 +232,11 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         fleet = Fleet(cluster, nursery, kib=64)
         ranks = fleet.begin(TWO, last_step=2)
         assert run("pin", "train", "2", "best") == (0, "step 2 of train (attempt 1) is pinned as best\n")
+        with memstore.reader("train", config=cluster.config) as anywhere:  # two hosts are here, and it belongs to none
+            got = anywhere.get(2)
+            assert (anywhere.pins(), got.step) == (["best"], 2)
+            assert len(repr(got)) < 100
+            assert repr(got).startswith("Checkpoint(step=2, attempt=1, ")
         together(ranks, "train", first=3, last=4)
         with pytest.raises(CapacityError, match=r"step 4 lives only in RAM .* and what is pinned as best \(step 2\)"):
             refuse_last_copies(cluster.config)

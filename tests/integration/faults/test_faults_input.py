@@ -94,6 +94,14 @@ def test_the_same_job_started_twice_is_refused(tmp_path: Path, nursery: RankNurs
         steps = itertools.count(99)
         wait_for(lambda: is_fenced(first[0], next(steps)), "the fence")
         together(second, "train", first=4, last=5)
+        for launch in range(
+            3
+        ):  # each right after the death of the one before, which its launcher knows, and not the store
+            newer = fleet.spawn(["h0"], TORCHELASTIC_RUN_ID=f"again-{launch}")
+            fleet.kill(second)
+            newer[0].call("connect", **fleet.connect_command(0, 1))
+            together(newer, "get")
+            second = newer
 
 
 def is_fenced(rank: RankProcess, step: int) -> bool:

@@ -121,7 +121,9 @@ def test_every_verb_has_the_short_help_option(verb: str) -> None:
     assert CliRunner().invoke(main, [verb, "-h"]).stdout.startswith("Usage: ")
 
 
-@pytest.mark.parametrize("typed", ["pin job newest best", "fork job 1.5 twig", "export job 1_0 folder --format torch"])
+@pytest.mark.parametrize(
+    "typed", ["pin job newest best", "persist job 1.5", "fork job 1/2 twig", "export job -- -1 folder"]
+)
 def test_a_step_is_a_number_or_latest(typed: str) -> None:
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output
@@ -190,3 +192,13 @@ def test_what_ray_prints_is_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(verb)
     assert result.stdout == '{"number": 1}\n{"number": 2}\n'
     assert result.stderr == "(raylet) A worker died\n" * 2
+
+
+def test_a_verb_that_asks_a_holder_imports_neither_torch_nor_ray() -> None:
+    """They take seconds and half a gigabyte, of which `memstore status` needs nothing."""
+    code = (
+        "import sys, memstore.cli; from memstore.shell.rank.admin_link import Tool\n"
+        "print(sorted({'torch', 'ray'} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout == "[]\n"

@@ -34,7 +34,8 @@ def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Desk:
 def test_ls_of_one_job_draws_that_alone_and_both_lineages(two_jobs: Desk) -> None:
     """The step of the lineage has a star, what a fresh start left behind is said to be beside it."""
     assert two_jobs.run("pin", "train", "7", "best").exit_code == 0
-    assert two_jobs.run("fork", "train", "7", "twig").exit_code == 0
+    assert "no pin 'bets': did you mean best?" in two_jobs.run("fork", "train", "bets", "twig").stderr
+    assert two_jobs.run("fork", "train", "best", "twig").exit_code == 0
     jobs = json.loads(two_jobs.run("ls", "--json").stdout)["jobs"]
     assert sorted(job["job"] for job in jobs) == ["other", "train", "twig"]
     [job] = json.loads(two_jobs.run("ls", "train", "--json").stdout)["jobs"]

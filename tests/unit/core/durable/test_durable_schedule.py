@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memstore.client.connect import connect
 from memstore.config import Config
 from memstore.core.schedule.durable_interval import Every, next_durable, optimal_every, parse_every, retire
 from memstore.errors import ConfigError
@@ -42,10 +43,21 @@ def test_bad_spacing_is_refused(value: str | int) -> None:
     assert "30min" in str(caught.value)
 
 
-def test_connect_refuses_what_cannot_be_read() -> None:
-    """Before any process has joined: the controller could only fail on it."""
-    with pytest.raises(ConfigError, match="durable_every='often'"):
-        connect("job", rank=0, world_size=1, config=Config(durable_every="often"))
+@pytest.mark.parametrize(
+    ("field", "value", "package"),
+    [
+        ("durable_every", "often", ""), ("put_every", "1 day", ""), ("durable", "s3://bucket/ck", "obstore"),
+        ("durable_compression", "auto", "zstandard"), ("durable_key_file", "/key", "cryptography"),
+    ],
+)  # fmt: skip
+def test_config_refuses_what_could_only_fail_later(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: str, package: str
+) -> None:
+    """When it is made, before a store is started or a process has joined: a time, and a package that is not there."""
+    if package:
+        monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=f"{field}='{value}' .*{package and 'pip install ' + package}"):
+        Config(**{field: value})
 
 
 @given(st.floats(1e-3, 1e5), st.floats(60.0, 1e7))
