@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
 
-from memstore.core.schedule.durable_interval import parse_every
-from memstore.core.schedule.put_interval import parse_put_every
 from memstore.errors import ConfigError
+from memstore.intervals import parse_every, parse_put_every
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SECONDS_MAX = 1e8  # three years: a longer wait would overflow the system's clocks

@@ -12,8 +12,9 @@ import time
 from concurrent.futures import Future, wait
 
 from memstore.client.puts import Puts
-from memstore.core.schedule.put_interval import Schedule, parse_put_every
+from memstore.core.schedule.put_interval import Schedule
 from memstore.core.wire.replies import Joined, PutInterval
+from memstore.intervals import parse_put_every
 
 log = logging.getLogger("memstore")
 

@@ -28,6 +28,7 @@ LAYERS = {
     "recovery": 1,
     "memstore.errors": 2,
     "memstore.distribution": 2,
+    "memstore.intervals": 3,
     "memstore.config": 3,
     "memstore.core": 4,
     "memstore.shell": 5,

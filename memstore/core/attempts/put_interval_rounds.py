@@ -14,10 +14,11 @@ from memstore.core.cluster.rank_calls import RankCalls
 from memstore.core.cluster.state import ClusterState
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
-from memstore.core.schedule.put_interval import Measured, decide_steps, parse_put_every
+from memstore.core.schedule.put_interval import Measured, decide_steps
 from memstore.core.wire.calls import AskPutInterval
 from memstore.core.wire.measured import seconds
 from memstore.core.wire.replies import PutInterval
+from memstore.intervals import parse_put_every
 
 
 class PutIntervalRounds:

@@ -26,7 +26,7 @@ from memstore.core.durable.persist import Persists
 from memstore.core.durable.slice_format import slices_count
 from memstore.core.durable.states import DurableStates
 from memstore.core.durable.write_state import MARKER, DurableState, Piece, Write
-from memstore.core.schedule.durable_interval import Decision, Every, next_durable, optimal_every, parse_every, retire
+from memstore.core.schedule.durable_interval import Decision, next_durable, optimal_every, retire
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.ids import WireShard, WireSpec, WireStep
 from memstore.core.wire.orders import (
@@ -42,6 +42,7 @@ from memstore.core.wire.orders import (
     WriteSlices,
 )
 from memstore.core.wire.reports import KeyNamed, MarkerWritten, SliceWritten, TornStepRemoved
+from memstore.intervals import Every, parse_every
 from recovery.inventory import DurableMarker, StepId
 from recovery.lineage import in_lineage
 

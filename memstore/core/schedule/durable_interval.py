@@ -5,31 +5,16 @@ Values in, decision with its reason out; `memstore/core/durable/storage_ports.py
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from memstore.core.schedule.put_interval import optimal_interval_s
 from memstore.errors import ConfigError
+from memstore.intervals import Every, parse_every
+from recovery.inventory import StepId
 
-if TYPE_CHECKING:
-    from recovery.inventory import StepId  # with it comes its whole package, into each process that makes a Config
-
-_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d|steps?)\Z", re.ASCII)
 UNMEASURED_S = 1800.0  # between durable steps under "auto" until a write has finished
 _PATIENCE_DOUBLINGS = 16  # 65536 intervals: longer than any write; keeps the arithmetic finite
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """A distance between durable steps: seconds, or steps, or neither (only the first committed step)."""
-
-    interval_s: float | None = None
-    steps: int | None = None
-    is_optimal: bool = False  # seconds that `optimal_every` finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +24,6 @@ class Decision:
     start: StepId | None
     abandon: StepId | None
     why: str
-
-
-def parse_every(value: str | int | None) -> Every:
-    """Read `durable_every`: "90s", "30min", "2h", "1d", "500 steps", a number of steps, "auto", or None.
-
-    Raises:
-        ConfigError: anything else, and zero or less.
-
-    >>> parse_every("30min")
-    Every(interval_s=1800.0, steps=None)
-    >>> parse_every(500)
-    Every(interval_s=None, steps=500)
-    """
-    if value is None:
-        return Every()
-    if value == "auto":
-        return Every(is_optimal=True)
-    if type(value) is int and value > 0:
-        return Every(steps=value)
-    found = _TEXT.match(value.strip()) if isinstance(value, str) else None
-    if found:
-        number, unit = float(found[1]), found[2]
-        if unit in _UNITS_S and 0 < number * _UNITS_S[unit] < math.inf:
-            return Every(interval_s=number * _UNITS_S[unit])
-        if unit.startswith("step") and found[1].isdigit() and int(found[1]) > 0:
-            return Every(steps=int(found[1]))
-    raise ConfigError(
-        f"durable_every={value!r} is neither a time nor a number of steps above 0: "
-        'write "90s", "30min", "2h", "1d", a whole number of steps, or "auto"'
-    )
 
 
 def optimal_every(write_s: float | None, mtbf_s: float) -> Every:

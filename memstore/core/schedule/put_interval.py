@@ -11,28 +11,15 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memstore.errors import ConfigError
+from memstore.intervals import STEPS_MAX, Every
 
 FIRST_SPAN = 8  # steps until the first round: each of them is put, and measured
 LEAD_STEPS = 4  # between asking and going by the answer: it is on its way meanwhile
 SPAN_MAX = 1024  # steps from an answer to the next question
-STEPS_MAX = 1 << 20
 PRIOR_S = 86_400.0  # one failure a day, until failures were seen
-_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|%)\Z", re.ASCII)
-_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """What `put_every` asks for: steps, else seconds, else a share of the training time, else the optimum."""
-
-    steps: int | None = None
-    interval_s: float | None = None
-    overhead: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +29,6 @@ class Measured:
     step_s: float  # of training, without stalls
     stall_s: float  # that a put blocked
     commit_s: float  # from a put until its step was committed
-
-
-def parse_put_every(value: object) -> Every:
-    """Read `put_every`: "step", a number of steps, "30s", "5min", "2h", "2%" or "auto".
-
-    Raises:
-        ConfigError: Anything else, and zero or less.
-
-    >>> parse_put_every("2%")
-    Every(steps=None, interval_s=None, overhead=0.02)
-    """
-    if value == "step":
-        return Every(steps=1)
-    if value == "auto":
-        return Every()
-    if type(value) is int and 0 < value <= STEPS_MAX:
-        return Every(steps=value)
-    found = _TEXT.match(value.strip()) if isinstance(value, str) else None
-    number = float(found[1]) if found else 0.0
-    if found and found[2] == "%" and 0 < number < 100:
-        return Every(overhead=number / 100)
-    if found and found[2] != "%" and number > 0:
-        return Every(interval_s=number * _UNITS_S[found[2]])
-    raise ConfigError(
-        f'put_every={value!r} is not understood: use "step", a number of steps up to {STEPS_MAX}, a time such as "30s" '
-        'or "5min", a share of the training time such as "2%", or "auto"',
-        field="put_every", value=value,
-    )  # fmt: skip
 
 
 def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:

@@ -20,17 +20,15 @@ from memstore.client.puts import Puts
 from memstore.client.store import Store
 from memstore.client.ticket import Ticket
 from memstore.core.schedule.put_interval import (
-    STEPS_MAX,
-    Every,
     Measured,
     Schedule,
     decide_steps,
     mean_time_between_failures_s,
     optimal_interval_s,
-    parse_put_every,
 )
 from memstore.core.wire.replies import Joined, PutInterval
 from memstore.errors import ConfigError, GatherTimeout
+from memstore.intervals import STEPS_MAX, Every, parse_put_every
 from memstore.testing.clusters.processes import ProcessCluster
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.world import ControllerWorld

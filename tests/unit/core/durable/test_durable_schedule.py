@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memstore.config import Config
-from memstore.core.schedule.durable_interval import Every, next_durable, optimal_every, parse_every, retire
+from memstore.core.schedule.durable_interval import next_durable, optimal_every, retire
 from memstore.errors import ConfigError
+from memstore.intervals import Every, parse_every
 from recovery.inventory import StepId
 
 STEPS = st.builds(StepId, st.integers(1, 4), st.integers(0, 200))
