@@ -45,11 +45,12 @@ class Drops:
                     )  # fmt: skip
 
     def _look_at_leases(self, controller: Controller, host: str, shards: list[ShardId]) -> None:
-        """Look for a step that the controller has leased, with all of its room, and drops before it ends that."""
+        """Look for a step that the controller drops before it has ended its lease; repair may drop surplus copies."""
         for shard in shards:
-            job = controller.machine.jobs.get(shard.job)
-            if job is not None and StepId(shard.attempt, shard.step) in job.leased:
-                raise Violation("R36", f"{host} is to drop {shard}, which a reader has leased")
+            job, step = controller.machine.jobs.get(shard.job), StepId(shard.attempt, shard.step)
+            left = job.copies.get(step, {}).get(shard.rank, {}) if job is not None else {}
+            if job is not None and step in job.leased and all(copy.missing for copy in left.values()):
+                raise Violation("R36", f"{host} is to drop {shard}, which a reader has leased; no host has it then")
 
     def taken_by_fault(self, host: str, shard: ShardId) -> None:
         """Record that a fault destroyed a copy."""
