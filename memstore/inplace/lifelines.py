@@ -31,12 +31,13 @@ Process = tuple[int, int]  # a rank, and which of the processes that have been t
 
 
 class End(Enum):
-    """Why a connection of a watchdog ended; UNSEEN: it did not, the rank is lost by what Ray says."""
+    """Why a connection of a watchdog ended; ABSENT, UNSEEN: it did not, the rank is lost by what others say."""
 
     GONE = "ended"
     FROZEN = "frozen"
     SILENT = "silent"
     BROKEN = "unwatched"
+    ABSENT = "absent"
     UNSEEN = "ray"
 
     @property

@@ -22,7 +22,7 @@ from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
 from memstore.inplace.lifelines import End, Lifelines, Process
-from memstore.inplace.membership import NONE, Closing, Coming, Membership
+from memstore.inplace.membership import NONE, Closing, Coming, Inquiry, Membership
 
 T = TypeVar("T")
 LOOK_S = 0.005
@@ -180,6 +180,7 @@ class MeetingServer:
             self._lifelines.expect(process, until)
         lost = self._lifelines.take_lost(lives, now)
         with self._lock:
+            lost |= {rank: End.ABSENT for rank in self._members.take_absent() if rank not in lost}
             self._ends |= {rank: end for rank, end in lost.items() if self._members.lives[rank] == lives[rank]}
         return lost
 
@@ -219,6 +220,18 @@ class Meeting:
             time.sleep(DONE_LOOK_S)
             done = self.board.count(f"done/{generation}")
         return is_over
+
+    def inquire(self, generation: int) -> Inquiry:
+        """Ask which ranks do not wait in a collective, though one of this rank's timed out."""
+        return Inquiry(self.board, generation, self.place.world_size, time.monotonic())
+
+    def is_asked(self, generation: int) -> bool:
+        """Return whether some rank asks that."""
+        return membership.is_asked(self.board, generation)
+
+    def note_waiting(self, generation: int) -> None:
+        """Answer, once, that this rank waits, or has left."""
+        membership.note_waiting(self.board, generation, self.place.rank)
 
     def wait_until_closed(self, generation: int) -> None:
         """Count this rank among those that put nothing more in a generation, and wait until the other living ones have.

@@ -9,10 +9,11 @@
 
 What all ranks see is a board of numbers: `wanted` (the generation that ranks are to begin, set once its replacements
 are there), `broken` (the newest generation that lost a rank), `here/N` (ranks that came to generation N; `here/N/W`:
-which ones, of those from W * WORD on, as bits), `done/N`
-(ranks whose function returned in it; plus BROKEN once it has lost one), `life/R` (the number of the process that is
-rank R now), `finished` (the generation in which all ranks had returned before one was lost), `closed/N` (ranks that put
-nothing more in generation N).
+which ones, of those from W * WORD on, as bits), `done/N` (ranks whose function returned in it; plus BROKEN once it has
+lost one), `life/R` (the number of the process that is rank R now), `finished` (the generation in which all ranks had
+returned before one was lost), `closed/N` (ranks that put nothing more in generation N), `asked/N` (ranks whose
+collective timed out), `waits/N/W` (which ranks wait in torch too, or have left, as bits), `absent/N/W` (which do not),
+`absent` (the newest generation in which that is known).
 
 A rank may be lost while others return. Whether all were done first is decided by one addition: the server adds BROKEN
 to `done/N`, and what was there before says it. So no rank goes home while another one waits for it.
@@ -31,6 +32,7 @@ from memstore.errors import FencedError, GatherTimeout
 NONE = -1
 BROKEN = 1 << 30  # more than ranks
 WORD = 32  # ranks in one number
+ANSWER_S = 5.0  # longest wait for the ranks to say that they wait, too
 QUIET_S = 0.5  # ten looks of a watcher: a rank that has not closed its store by then is lost too, or had no group yet
 
 
@@ -55,6 +57,7 @@ class Membership:
         self.generation = NONE
         self.broken = NONE  # the newest generation that lost a rank
         self.finished = NONE  # the generation in which all ranks had returned before one was lost
+        self.absent = NONE  # the newest generation whose absent ranks were taken
         self.lives: dict[int, int] = {}  # rank -> the number of its newest process
 
     def begin(self, generation: int) -> None:
@@ -78,6 +81,13 @@ class Membership:
         life = self.lives[rank] = self.lives.get(rank, 0) + 1
         self._board.put(f"life/{rank}", life)
         return life
+
+    def take_absent(self) -> list[int]:
+        """Return, once, the ranks that did not come to a collective of the present generation, and others did."""
+        if self.absent == self.generation or self._board.number("absent") != self.generation:
+            return []
+        self.absent = self.generation
+        return _ranks_at(self._board, f"absent/{self.generation}", self._world_size)
 
     def is_done(self) -> bool:
         """Return whether the function has returned on all ranks."""
@@ -145,8 +155,7 @@ class Coming:
             self.deadline_s = now + self.meet_s  # replacements may come one after another
             self._check_life()
             self.mine = wanted
-            word, bit = divmod(self.rank, WORD)
-            self.board.count(f"here/{wanted}/{word}", 1 << bit)
+            _add_rank(self.board, f"here/{wanted}", self.rank)
             self.board.count(f"here/{wanted}", 1)
         return self.board.count(f"here/{wanted}") >= self.world_size
 
@@ -162,16 +171,61 @@ class Coming:
         if self.mine == NONE:
             what = f"the ranks were not asked to start {within}" if is_start else f"nothing replaced it {within}"
         else:
-            absent, where = self._absent(), "the start" if is_start else f"generation {self.mine}"
+            come = _ranks_at(self.board, f"here/{self.mine}", self.world_size)
+            absent, where = _others(come, self.world_size), "the start" if is_start else f"generation {self.mine}"
             who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {listed(absent)} have"
-            come = self.world_size - len(absent)
-            what = f"{come} of {self.world_size} ranks came to {where} {within}; {who} not come"
+            what = f"{len(come)} of {self.world_size} ranks came to {where} {within}; {who} not come"
         lost = "" if is_start else f"a rank of generation {self.after} was lost, and "
         return f"rank {self.rank}: {lost}{what}: all ranks must be restarted"
 
-    def _absent(self) -> list[int]:
-        words = {word: self.board.count(f"here/{self.mine}/{word}") for word in range(-(-self.world_size // WORD))}
-        return [rank for rank in range(self.world_size) if not words[rank // WORD] >> rank % WORD & 1]
+
+class Inquiry:
+    """Finds out, for a rank whose collective timed out, which ranks did not come to it: those wait in none."""
+
+    def __init__(self, board: Board, generation: int, world_size: int, now: float) -> None:
+        self.board, self.generation, self.world_size = board, generation, world_size
+        self.until_s = now + ANSWER_S
+        board.count(f"asked/{generation}", 1)
+
+    def look(self, now: float) -> list[int] | None:
+        """Return the absent ranks once that is known, None before; tell the server, unless all or none are."""
+        absent = _others(_ranks_at(self.board, f"waits/{self.generation}", self.world_size), self.world_size)
+        if absent and now < self.until_s:
+            return None
+        if 0 < len(absent) < self.world_size:
+            for word in range(_words(self.world_size)):
+                bits = sum(1 << rank % WORD for rank in absent if rank // WORD == word)
+                self.board.put(f"absent/{self.generation}/{word}", bits)
+            self.board.put("absent", self.generation)
+        return absent
+
+
+def is_asked(board: Board, generation: int) -> bool:
+    """Return whether some rank's collective of a generation has timed out."""
+    return board.count(f"asked/{generation}") > 0
+
+
+def note_waiting(board: Board, generation: int, rank: int) -> None:
+    """Note, once, that a rank waits too, or has left."""
+    _add_rank(board, f"waits/{generation}", rank)
+
+
+def _words(world_size: int) -> int:
+    return -(-world_size // WORD)
+
+
+def _add_rank(board: Board, key: str, rank: int) -> None:
+    word, bit = divmod(rank, WORD)
+    board.count(f"{key}/{word}", 1 << bit)
+
+
+def _ranks_at(board: Board, key: str, world_size: int) -> list[int]:
+    bits = [board.count(f"{key}/{word}") for word in range(_words(world_size))]
+    return [rank for rank in range(world_size) if bits[rank // WORD] >> rank % WORD & 1]
+
+
+def _others(ranks: list[int], world_size: int) -> list[int]:
+    return sorted(set(range(world_size)).difference(ranks))
 
 
 class Closing:

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from memstore.client.connect import newest_step_here
 from memstore.core.attempts.generation_key import generation_key
+from memstore.core.cluster.text import listed
 from memstore.errors import ConfigError
 from memstore.inplace import nccl
 from memstore.inplace.failures import failure_of
@@ -45,6 +46,7 @@ from memstore.shell.rank.open_links import allow_links, interrupt_all
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("memstore")
+TIMED_OUT_S = 1.0  # by which a wait may look shorter than it was
 VERDICT_S = 12.0  # a process that ended with its watchdog is known to be lost after 10 s
 _place: Place | None = None
 _used: Place | None = None
@@ -247,11 +249,23 @@ class _Reentry:
 
     def _is_over(self, generation: int) -> bool:
         deadline_s = time.monotonic() + max(VERDICT_S, 2 * (self.place.hang_after_s or 0))
+        inquiry = self.meeting.inquire(generation) if self._has_timed_out() else None
         while not self.meeting.is_over(generation):
             if time.monotonic() > deadline_s:
                 return False
+            if inquiry is not None and (absent := inquiry.look(time.monotonic())) is not None:
+                log.warning(
+                    "memstore: rank %d: a collective timed out; of %d ranks these wait in none: %s", self.place.rank,
+                    self.place.world_size, listed(absent) or "none",
+                )  # fmt: skip
+                inquiry = None
             time.sleep(LOOK_S)
         return True
+
+    def _has_timed_out(self) -> bool:
+        """Return whether the training thread was in torch for as long as a collective may take."""
+        limit_s = self.place.collective_timeout_s
+        return self.watcher.waited_s >= max(limit_s / 2, limit_s - TIMED_OUT_S)
 
 
 def _collect() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from memstore.inplace.watchdog_process import WatchdogProcess
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.05
+ASK_EVERY_S = 1.0
 CLOSE_S = 5.0
 
 
@@ -37,6 +39,10 @@ class Watcher:
         self._generation: int | None = None
         self._has_left = False  # the training thread has left the function: it is freed no more
         self.over_s: float | None = None  # since when the generation is seen to be over
+        self._training = threading.get_ident()  # the thread that is in the function
+        self._in_torch_since_s: float | None = None
+        self.waited_s = 0.0  # for how long the training thread was in torch the last time, such as in a collective
+        self._ask_s = math.inf  # when to ask next whether a collective of another rank timed out; inf: it is answered
         self._watchdog = WatchdogProcess(meeting.place)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memstore-generation", daemon=True)
@@ -46,6 +52,8 @@ class Watcher:
         """Free the training thread when this generation is over."""
         with self._lock:
             self._generation, self._has_left, self.over_s = generation, False, None
+            self._training, self._in_torch_since_s, self.waited_s = threading.get_ident(), None, 0.0
+            self._ask_s = time.monotonic() + ASK_EVERY_S
 
     def leaving(self) -> None:
         """Leave the training thread alone: it has left the function, and tears the generation down."""
@@ -74,8 +82,10 @@ class Watcher:
     def _look(self) -> None:
         with self._lock:
             generation = self._generation
-        if generation is None or not self._meeting.is_over(generation):
+        if generation is None:
             return
+        if not self._meeting.is_over(generation):
+            return self._look_at_training(generation, time.monotonic())
         with self._lock:
             if generation != self._generation:
                 return
@@ -88,6 +98,24 @@ class Watcher:
                 self._free()  # again and again until it has left: it may wait for something new meanwhile
             except Exception:  # what ends the waits met something of the training thread: it is tried again
                 log.exception("memstore: the waits of a generation that is over could not all be ended")
+
+    def _look_at_training(self, generation: int, now: float) -> None:
+        """Note how long the training thread has been in torch, and say so if another rank's collective timed out."""
+        with self._lock:
+            if generation != self._generation:
+                return
+            has_left = self._has_left
+        if not has_left:
+            frame = sys._current_frames().get(self._training)
+            is_in_torch = frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "torch"
+            self._in_torch_since_s = (self._in_torch_since_s or now) if is_in_torch else None
+            if self._in_torch_since_s is not None:
+                self.waited_s = now - self._in_torch_since_s
+        if now >= self._ask_s and (has_left or self._in_torch_since_s is not None):
+            self._ask_s = now + ASK_EVERY_S
+            if self._meeting.is_asked(generation):
+                self._meeting.note_waiting(generation)
+                self._ask_s = math.inf
 
     def _kill(self, generation: int) -> None:
         """End this process, which cannot be freed: other ranks wait for it, and what replaces ranks sees its end."""

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[Faults, dict[str, Any]]] = {
     "replacement-killed": ({(0, 1): "exit", (1, 1): "exit"}, {}),
     "two-killed": ({(0, 1): "exit", (0, 2): "exit"}, {}),
     "cannot-leave": ({(0, 1): "exit", (0, 2): "wait"}, {"leave_s": 2.0}),
+    "absent": ({(0, 2): "wait"}, {"collective_timeout_s": 6.0}),
     "all-killed": ({(0, 0): "exit", (0, 1): "exit", (0, 2): "exit"}, {}),
 }
 
@@ -71,7 +72,7 @@ def test_the_others_keep_their_processes_and_no_loss_changes(
     for end, losses in zip(ends, unbroken, strict=True):
         assert max(end.losses) == STEPS - 1
         assert end.losses.items() <= losses.items()
-    check_events(cluster, name, lost, "frozen" if "stop" in faults.values() else "ended")
+    check_events(cluster, name, lost, {"frozen": "frozen", "absent": "absent"}.get(name, "ended"))
 
 
 def test_a_rank_that_is_stopped_with_its_watchdog_is_replaced(

@@ -14,6 +14,7 @@ CAUSES: Mapping[Cause, str] = {
     "frozen": "its process was frozen",
     "silent": "its host did not answer",
     "unwatched": "it lost its watchdog, and no other one came: its process ended, too",
+    "absent": "it did not come to a collective, for which the others waited until that timed out",
     "ray": "Ray says that its process ended",
 }
 

@@ -73,7 +73,11 @@ _COUNTERS: tuple[Row, ...] = (
     ("restores_total", (*JOB, "verdict"), "Restores by verdict: local, peer, mixed, durable, none, failed."),
     ("restored_bytes_total", (*JOB, "tier"), "Bytes restored, by the tier they came from."),
     ("steps_lost_total", JOB, "Steps known to be trained that restores went back behind: at least so many."),
-    ("replaced_ranks_total", (*JOB, "cause"), "Ranks replaced in place: ended, frozen, silent, unwatched, ray."),
+    (
+        "replaced_ranks_total",
+        (*JOB, "cause"),
+        "Ranks replaced in place: ended, frozen, silent, unwatched, absent, ray.",
+    ),
     ("recovery_phase_seconds_total", (*JOB, "phase"), "Seconds of recoveries in place, by phase."),
     ("repaired_copies_total", JOB, "Copies that repair made."),
     ("repaired_bytes_total", JOB, "Bytes of the copies that repair made."),

@@ -194,7 +194,7 @@ class ShortRow(Part, frozen=True):
     why_not: str
 
 
-Cause = Literal["ended", "frozen", "silent", "unwatched", "ray"]
+Cause = Literal["ended", "frozen", "silent", "unwatched", "absent", "ray"]
 """Why a rank is lost: its process ended or was frozen, its host is silent, its watchdog is gone, or Ray says so."""
 
 

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from memstore.core.cluster.text import listed
 from memstore.errors import GatherTimeout
-from memstore.inplace.membership import NONE, QUIET_S, Closing, Coming, Membership, is_over_for_all
+from memstore.inplace.membership import (
+    ANSWER_S,
+    NONE,
+    QUIET_S,
+    Closing,
+    Coming,
+    Inquiry,
+    Membership,
+    is_asked,
+    is_over_for_all,
+    note_waiting,
+)
 from memstore.testing.simulator.rank.in_place import SimBoard
 
 RANKS = 3
@@ -58,6 +69,36 @@ def test_a_meeting_that_fails_names_the_ranks_that_have_not_come(came: set[int])
     absent = sorted(set(range(100)) - came)
     assert f"{len(came)} of 100 ranks came to the start within 60 s; rank" in str(caught.value)
     assert f" {listed(absent)} ha" in str(caught.value)
+
+
+@given(st.sets(st.integers(0, 69), max_size=70))
+def test_ranks_that_do_not_come_to_a_collective_are_lost_unless_none_or_all_are(waiting: set[int]) -> None:
+    """A rank whose collective timed out asks; those that wait as well, or have left, say so."""
+    board = SimBoard()
+    server = Membership(board, 70)
+    server.begin(3)
+    assert not is_asked(board, 3)
+    inquiry = Inquiry(board, 3, 70, 10.0)
+    assert is_asked(board, 3)
+    for rank in waiting:
+        note_waiting(board, 3, rank)
+    absent = sorted(set(range(70)) - waiting)
+    assert inquiry.look(10.0) == (None if absent else [])
+    assert inquiry.look(10.0 + ANSWER_S) == absent
+    assert server.take_absent() == (absent if waiting and absent else [])
+    assert server.take_absent() == []
+
+
+def test_what_a_former_generation_lacked_is_no_loss_of_this_one() -> None:
+    """The ranks were replaced for another reason meanwhile."""
+    board = SimBoard()
+    server = Membership(board, 2)
+    server.begin(0)
+    inquiry = Inquiry(board, 0, 2, 0.0)
+    note_waiting(board, 0, 0)
+    server.begin(1)
+    assert inquiry.look(ANSWER_S) == [1]
+    assert server.take_absent() == []
 
 
 def test_a_rank_waits_until_all_but_the_lost_one_have_closed_their_stores() -> None:
