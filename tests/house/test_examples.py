@@ -34,7 +34,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
         yield embedded
 
 
-RESUMABLE = ("torchrun.py", "ddp_shared_shard.py", "torchtitan_style.py", "lightning_fit.py", "megatron_style.py")
+RESUMABLE = ("torchrun.py", "ddp_shared_shard.py", "torchtitan_style.py", "lightning_fit.py", "accelerate_loop.py")
 
 
 @pytest.mark.drill
