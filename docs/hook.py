@@ -18,6 +18,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, COPIES = "docs/", "repository/"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+ERRORS = "docs/operate/troubleshooting.md"  # as docstrings name the page
+RULES = re.compile(r" \((?:[RD]\d+(?:\.\d+)?(?:, )?)+\)")  # of the protocol and decisions: who changes the code needs them
 CODE = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".txt": "text", "": "text"}
 
 
@@ -112,3 +114,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             pieces += [markdown[at : found.start(2)], place, mark, anchor]
             at = found.end(2)
     return "".join([*pieces, markdown[at:]])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the defaults of commands, and docstrings, as a user needs them."""
+    html = html.replace("<code>Sentinel.UNSET</code>", "none")  # what click 8.3 calls an option without a default
+    if page.file.src_uri == "reference/api.md":
+        html = RULES.sub("", html).replace(ERRORS, '<a href="../operate/troubleshooting.html#errors">troubleshooting</a>')
+    return html

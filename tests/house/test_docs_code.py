@@ -1,12 +1,13 @@
 """What a reader pastes works: Python blocks pass the type checker, commands are parsed by what they start.
 
-The README's first loop is run as well (tests/unit/client/test_launch.py), and so are the commands of the examples
-(test_examples*.py). Lines of `memstore` verbs: tests/integration/cli/test_remedies.py.
+The loops of README and quickstart are run as well (tests/unit/client/test_launch.py), and so are the commands of the
+examples (test_examples*.py). Lines of `memstore` verbs: tests/integration/cli/test_remedies.py.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from ray.scripts.scripts import cli
 from repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,6 +57,7 @@ def train(config: dict[str, int]) -> None: ...
 def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return batch
 """
+COLUMNS = 80
 OWN_PARSERS = ("memstore.testing.simulator.__main__", "memstore.testing.nemesis.__main__")
 
 
@@ -100,15 +103,96 @@ def test_python_blocks_pass_the_type_checker(tmp_path: Path) -> None:
     assert found[1].startswith("note: ")
 
 
-def commands(word: str) -> list[tuple[str, str]]:
-    """Return (page, command) of every line of a code block that begins with `word`."""
+def commands(word: str = "") -> list[tuple[str, str]]:
+    """Return (page, command) of every line of a code block that begins with `word`, behind `$` and variables."""
     lines = [
-        (str(page.relative_to(ROOT)), line.partition("  ")[0].partition(" #")[0])
+        (
+            str(page.relative_to(ROOT)),
+            re.sub(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*", "", line.partition("  ")[0].partition(" #")[0]),
+        )
         for page in PAGES
         for block in blocks(page.read_text(encoding="utf-8"), "")
         for line in block.splitlines()
     ]
     return [(page, line) for page, line in lines if line.startswith(word)]
+
+
+def parse_python(words: list[str], folder: Path) -> None:
+    """Run `-c`; of a script of ours read its options; what the reader writes himself, train.py, is left alone."""
+    if words[0] == "-c":
+        subprocess.run([sys.executable, *words], cwd=folder, timeout=120, check=True)
+    elif words[0].startswith("examples/"):
+        source = (ROOT / words[0]).read_text(encoding="utf-8")
+        assert [option for option in words[1:] if option.startswith("--") and f'"{option}"' not in source] == []
+    else:
+        assert (
+            words[:2] in (["-m", "memstore.testing.simulator"], ["-m", "memstore.testing.nemesis"])
+            or words[0] == "train.py"
+        )
+
+
+def parse_torchrun(words: list[str], folder: Path) -> None:
+    """Its own options, then a script."""
+    parsed = importlib.import_module("torch.distributed.run").get_args_parser().parse_args(words)
+    parse_python([parsed.training_script, *parsed.training_script_args], folder)
+
+
+def parse_ray(words: list[str], _folder: Path) -> None:
+    """As Ray's own command line reads it."""
+    with cli.make_context("ray", words, resilient_parsing=False) as context:
+        name, command, rest = cli.resolve_command(context, words)
+        assert command is not None
+        command.make_context(name, rest, parent=context)
+
+
+def parse_pip(words: list[str], _folder: Path) -> None:
+    """Extras are those of the distribution, files are there."""
+    assert words[:1] == ["install"]
+    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE), extra
+    for option, file in itertools.pairwise(words):
+        assert option != "-c" or (ROOT / file).exists(), file
+
+
+def run_in_shell(words: list[str], folder: Path) -> None:
+    """Make a key as the page says."""
+    subprocess.run(["bash", "-c", " ".join(["head", *words])], cwd=folder, timeout=60, check=True)
+    assert (folder / "key").stat().st_size == 32
+
+
+PARSERS = {
+    "python": parse_python, "torchrun": parse_torchrun, "ray": parse_ray, "pip": parse_pip, "head": run_in_shell,
+}  # fmt: skip
+PROGRAM = re.compile(r"(?:python|torchrun|ray|pip|head|git|docker|kubectl|curl|sudo|apt(?:-get)?|cd|export|prlimit) ")
+OTHERS = ("memstore ", "make ")  # tests/integration/cli/test_remedies.py; below
+
+
+@pytest.mark.parametrize(("page", "command"), [(page, line) for page, line in commands() if PROGRAM.match(line)])
+def test_every_command_of_a_page_is_one(page: str, command: str, tmp_path: Path) -> None:
+    """Each is run, or read by the program that it starts; a program without a parser here is refused."""
+    program, _, rest = command.partition(" & ")[0].partition(" ")
+    assert program in PARSERS, f"{page} starts {program}: give it a parser here"
+    words = rest.split() if program == "head" else shlex.split(rest)
+    PARSERS[program](words, tmp_path)
+
+
+def too_long(block: str) -> list[str]:
+    """Return the lines that a window of 1,280 pixels cuts; drawings and output may scroll."""
+    return [line for line in block.splitlines() if len(line) > COLUMNS]
+
+
+def test_code_fits_its_column() -> None:
+    """The half that is cut is the comment, which explains."""
+    assert too_long("x" * COLUMNS) == []
+    assert too_long("x" * COLUMNS + "y") != []
+    found = []
+    for page in PAGES[1:]:  # the README is read where it is not cut
+        text = page.read_text(encoding="utf-8")
+        typed = [block for block in blocks(text, "") if PROGRAM.match(block) or block.startswith(("#", "$ ", *OTHERS))]
+        shown = [line for block in typed for line in block.splitlines() if line.startswith(("#", *OTHERS))]
+        found += [(page.name, line) for block in blocks(text, "python") for line in too_long(block)]
+        found += [(page.name, line) for line in too_long("\n".join(shown))]
+    assert found == []
 
 
 @pytest.mark.parametrize(("page", "command"), commands("python -m memstore.testing"))

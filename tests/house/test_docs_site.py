@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
+import markdown
 import pytest
 import yaml
 from repository import ROOT
@@ -83,3 +88,66 @@ def test_a_copy_of_source_is_a_page_and_a_folder_is_a_list() -> None:
     assert hook.copy_of("examples/torchrun.py").startswith("# examples/torchrun.py\n\n````python\n")
     assert "- `wire.json`" in hook.copy_of("benchmarks/results")
     assert Path(hook.ROOT) == ROOT
+
+
+def test_an_option_without_a_default_has_none_on_the_site() -> None:
+    """click 8.3 has an object for it, whose name mkdocs-click prints."""
+    source = "::: mkdocs-click\n    :module: memstore.cli\n    :command: main\n    :style: table\n    :depth: 2\n"
+    html = markdown.markdown(source, extensions=["mkdocs-click", "tables"])
+    shown = hook.on_page_content(html, page_of("operate/cli.md"), None, None)
+    assert "--keep-steps" in shown
+    assert "UNSET" not in shown
+
+
+def test_the_pages_of_the_interface_have_no_rule_numbers() -> None:
+    """They are for who changes the code; what a docstring names as a file of the manual is a link."""
+    text = "<p>Join a job (R20). As R7 says (R4, D161), see docs/operate/troubleshooting.md.</p>"
+    shown = hook.on_page_content(text, page_of("reference/api.md"), None, None)
+    link = '<a href="../operate/troubleshooting.html#errors">troubleshooting</a>'
+    assert shown == f"<p>Join a job. As R7 says, see {link}.</p>"
+
+
+def page_of(place: str) -> Any:
+    """A page of the site, as the hook is given it."""
+    return SimpleNamespace(file=SimpleNamespace(src_uri=place))
+
+
+# Public members that no page names and a user may want all the same.
+BESIDES = {
+    "is_over", "fraction", "has_failed", "is_ready", "shared_shard", "to_dict", "on_exception", "on_fit_start",
+    "on_train_batch_end", "on_train_start", "on_step_end", "on_train_begin", "teardown",
+}  # fmt: skip
+
+
+def members(target: str) -> set[str]:
+    """Return the methods and properties that the site shows of a directive's class, or of a module's classes."""
+    module, _, name = target.rpartition(".")
+    found = getattr(importlib.import_module(module), name, None) or importlib.import_module(target)
+    classes = [found] if inspect.isclass(found) else []
+    if inspect.ismodule(found):
+        classes = [
+            c for c in vars(found).values() if inspect.isclass(c) and c.__module__ == target and c.__name__[0] != "_"
+        ]
+    return {
+        key
+        for c in classes
+        for key, value in vars(c).items()
+        if inspect.isfunction(value) or isinstance(value, property)
+    }
+
+
+def test_the_page_of_the_interface_shows_what_users_call() -> None:
+    """mkdocs.yml leaves out what only memstore's own parts call; what it shows is named by a page."""
+    filters = re.findall(r'^ {14}- "!(.*)"$', (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(filters) > 1
+    pages = [
+        *(ROOT / "docs" / "guide").glob("*.md"),
+        *(ROOT / "docs" / "operate").glob("*.md"),
+        ROOT / "docs/concepts.md",
+    ]
+    pages += [ROOT / "README.md", ROOT / "docs/reference/config.md", *(ROOT / "examples").glob("*.py")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    directives = re.findall(r"^::: (\S+)", (ROOT / "docs/reference/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = {key for target in directives for key in members(target) if not any(re.search(f, key) for f in filters)}
+    assert {"put", "get", "wait_newer", "wait"} <= shown
+    assert {key for key in shown - BESIDES if not re.search(rf"\b{key}\b", text)} == set()

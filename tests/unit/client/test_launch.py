@@ -151,7 +151,7 @@ def train_step(_): state["step"] += 1
 """
 
 
-def test_the_readmes_first_loop_runs_as_pasted(tmp_path: Path) -> None:
+def test_the_first_loops_of_readme_and_quickstart_run_as_pasted(tmp_path: Path) -> None:
     """Under plain python, twice: the second one goes on and has nothing left to do."""
     loop = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     with ProcessCluster(tmp_path / "c", {"h1": {}}) as cluster:
@@ -168,6 +168,17 @@ def test_the_readmes_first_loop_runs_as_pasted(tmp_path: Path) -> None:
             assert run.stderr.count("this process is rank 0 of 1") == 1
             said.append(run.stdout.strip())
         assert said == ["None 3", "2 3"]  # into= fills the step as well
+        page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+        prelude = README_PRELUDE.format(store=cluster.config.store).partition("state, STEPS")[0]
+        script.write_text(prelude + page.split("```python\n")[1].split("```")[0].replace(", 100)", ", 10)"))
+        for began, last in (("a new job", "step 9 loss"), ("Checkpoint(step=9, attempt=1, 12012032 bytes", "")):
+            run = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+            assert run.returncode == 0, run.stderr
+            assert run.stdout.startswith(began)
+            assert last in run.stdout.splitlines()[-1]
 
 
 def test_launcher_names_tell_runs_apart_and_survive_restarts() -> None:
