@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, COPIES = "docs/", "repository/"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 ERRORS = "docs/operate/troubleshooting.md"  # as docstrings name the page
-RULES = re.compile(r" \((?:[RD]\d+(?:\.\d+)?(?:, )?)+\)")  # of the protocol and decisions: who changes the code needs them
+ERRORS_LINK = '<a href="../operate/troubleshooting.html#errors">troubleshooting</a>'
+RULES = re.compile(r" \((?:[RD]\d+(?:\.\d+)?(?:, )?)+\)")  # of the protocol: for who changes the code
 CODE = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".txt": "text", "": "text"}
 
 
@@ -118,7 +119,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show the defaults of commands, and docstrings, as a user needs them."""
-    html = html.replace("<code>Sentinel.UNSET</code>", "none")  # what click 8.3 calls an option without a default
+    html = html.replace("<code>Sentinel.UNSET</code>", "none")  # the name of no default since click 8.3
     if page.file.src_uri == "reference/api.md":
-        html = RULES.sub("", html).replace(ERRORS, '<a href="../operate/troubleshooting.html#errors">troubleshooting</a>')
+        html = RULES.sub("", html).replace(ERRORS, ERRORS_LINK)
     return html
