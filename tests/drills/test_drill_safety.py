@@ -38,6 +38,7 @@ def plan(step: int | None, committed: int | None, verdict: str = "local") -> Pla
         job="llama", lost_hosts=["h1"], verdict=verdict, why="rank 0 is nowhere", step=step, attempt=1,
         committed_step=committed, steps_lost=0, ranks_moved=[], world_size=1, step_world_size=1, moved_bytes=0,
         bytes=BytesByTier(local=0, peer=0, durable=0), transfers=[], rejected=[], gone=[], unlisted="", odds=[],
+        starts_on={},
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_a_put_may_be_interrupted_anywhere(cluster: ProcessCluster, store: Store
         put(step).wait("committed", WAIT_S)
     kept: list[BaseException] = []  # and what it holds on to
     for at in itertools.count(1):
-        step = 2 * at
+        step = 2 * at + 4
         interrupted = interrupt(lambda: put(step), at)  # noqa: B023
         if interrupted is None:
             break
