@@ -76,13 +76,17 @@ class PlainTable(Table):
     """A table without lines that breaks no word: where it would have to, each row is printed as a list of its cells."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Give each column its longest word; print lists if that does not fit."""
+        """Give each column at least its longest word; print lists if that does not fit."""
         cells = [[str(cell) for cell in column.cells] for column in self.columns]
-        for column, texts in zip(self.columns, cells, strict=True):
-            words = " ".join([str(column.header), *texts]).split() or [""]
-            column.min_width = max(map(cell_len, words))
-        wanted = sum((column.min_width or 0) + GAP for column in self.columns) - GAP
-        if wanted <= options.max_width:
+        texts = [[str(column.header), *column_cells] for column, column_cells in zip(self.columns, cells, strict=True)]
+        least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in texts]
+        most = [max(map(cell_len, column)) for column in texts]
+        spare = options.max_width - sum(least) - GAP * (len(least) - 1)
+        if spare >= 0:
+            by_wish = sorted(range(len(least)), key=lambda at: most[at] - least[at])
+            for place, at in enumerate(by_wish):  # the columns that wish for least get all of it
+                more = min(most[at] - least[at], spare // (len(least) - place))
+                self.columns[at].width, spare = least[at] + more, spare - more
             yield from super().__rich_console__(console, options)
             return
         names = [str(column.header) for column in self.columns]
@@ -91,7 +95,7 @@ class PlainTable(Table):
             yield Text(" ".join(row[:first]).strip(), style="bold")
             for name, cell in zip(names[first:], row[first:], strict=True):
                 if cell not in ("", "-"):
-                    yield Padding(Text(f"{name}: {cell}"), (0, 0, 0, 2))
+                    yield Padding(Text(f"{name}: {cell}"), (0, 0, 0, 2), expand=False)
 
 
 def plain_table(*headers: str) -> PlainTable:

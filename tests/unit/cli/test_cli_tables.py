@@ -134,3 +134,30 @@ def test_a_pin_is_reported_with_its_step_and_attempt_and_can_be_taken_back_once(
     assert "pinned" not in two_jobs.run("ls", "train").stdout
     again = two_jobs.run("unpin", "train", "best")
     assert (again.exit_code, "best" in again.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+@pytest.mark.parametrize("verb", [["status"], ["ls"], ["metrics"], ["metrics", "--list"]], ids=" ".join)
+def test_no_word_is_broken_at_any_width(
+    two_jobs: Desk, monkeypatch: pytest.MonkeyPatch, verb: list[str], columns: int
+) -> None:
+    """Every word of the wide screen is whole on the narrow one, and no line is longer than that; in a pipe none wraps.
+
+    A row that does not fit is a list of its cells.
+    """
+    two_jobs.world.kill_host("h2")
+    two_jobs.world.run(10.0)
+    wide = two_jobs.run(*verb).stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = two_jobs.run(*verb).stdout
+    assert max(map(len, narrow.splitlines())) <= columns
+    words = set(narrow.replace(":", " ").split())
+    # Names of columns whose cells begin the lists, or of which none has anything to show.
+    gone = wide.split()[0], "JOB", "HOST", "STEP", "ARENA", "used/reserved/claimed/limit", "-"
+    said = [word for word in wide.replace(":", " ").split() if word not in gone and not word[0].isdigit()]
+    assert [word for word in said if word not in words] == []
+    if verb == ["status"]:
+        [train] = [line for line in wide.splitlines() if line.startswith("train ")]
+        assert len([line for line in wide.splitlines() if line.startswith("! ")]) >= 2
+        assert "2/2" in train
+        assert ("RANKS: 2/2" in narrow) == (columns == 50)
