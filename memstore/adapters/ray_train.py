@@ -35,7 +35,6 @@ from memstore.inplace.reentry import join_meeting
 
 log = logging.getLogger("memstore")
 LOOK_S = 0.1
-COMES_SHARE = 0.5  # of meet_s, in which a new worker enters the function, or is replaced
 
 
 @dataclass
@@ -120,7 +119,7 @@ class InPlaceBackend(_TorchBackend):  # type: ignore[misc]
             hang_after_s=backend_config.hang_after_s,
         )  # fmt: skip
         for process in lives.items():
-            server.expect(process, time.monotonic() + COMES_SHARE * backend_config.meet_s)
+            server.expect(process, backend_config.meet_s, time.monotonic())
         if not server.is_done():
             server.begin(server.generation + 1)
         if self.spares is not None:

@@ -21,12 +21,13 @@ from memstore.core.wire.calls import RankLoss
 from memstore.inplace import membership
 from memstore.inplace.failures import Failure
 from memstore.inplace.gloo_sockets import open_sockets, probe_new
-from memstore.inplace.lifelines import End, Lifelines, Process
+from memstore.inplace.lifelines import UNWATCHED_S, End, Lifelines, Process
 from memstore.inplace.membership import NONE, Closing, Coming, Inquiry, Membership
 
 T = TypeVar("T")
 LOOK_S = 0.005
 DONE_LOOK_S = 0.05
+COMES_SHARE = 0.5  # of meet_s, in which a process that has started comes to the meeting, or is replaced
 LOSSES_MAX = 256  # the newest ones are kept
 _FAILURE = msgspec.json.Decoder(Failure)
 _LOSSES = msgspec.json.Decoder(tuple[RankLoss, ...])
@@ -164,10 +165,10 @@ class MeetingServer:
             self._unread.difference_update(there)
             return [_FAILURE.decode(self._store.get(f"failure/{number}")) for number in there]
 
-    def expect(self, process: Process, until: float) -> None:
-        """Take a process, which has begun, for lost if it has no watchdog by then."""
+    def expect(self, process: Process, meet_s: float, now: float) -> None:
+        """Take a process, which has begun, for lost if it has no watchdog in time for the others' wait for it."""
         with self._lock:
-            self._expected.append((process, until))
+            self._expected.append((process, now + max(UNWATCHED_S, COMES_SHARE * meet_s)))
 
     def take_lost(self, now: float) -> dict[int, End]:
         """Return the ranks that were lost since the last look, each with the reason; one thread looks."""

@@ -23,7 +23,6 @@ log = logging.getLogger("memstore")
 POLL_S = 0.05
 SPARE_LOOK_S = 2.0  # between two questions to a spare
 SPARE_ANSWERS_S = 1.0  # longest wait for a spare's answer, with which it takes the place of a rank
-COMES_SHARE = 0.5  # of meet_s, in which a process that has started comes to the meeting, or is replaced
 SPARE_AFTER_S = 10.0  # a spare's imports take a core, which the recovery needs first
 
 
@@ -141,7 +140,7 @@ class _Run:
             there, _ = ray.wait(list(self.unplaced), num_returns=len(self.unplaced), timeout=0)
             for ref in there:  # placed, or lost: then its function's end says so
                 process, _ = self.unplaced.pop(ref)
-                self.server.expect(process, time.monotonic() + COMES_SHARE * self.group.meet_s)
+                self.server.expect(process, self.group.meet_s, time.monotonic())
         for (rank, _), since_s in self.unplaced.values():
             if time.monotonic() - since_s > self.group.meet_s:
                 raise RecoveryError(self.group.no_room_text(rank))
