@@ -53,7 +53,7 @@ class EngineCheckpoints:
         contents = _Contents({})
         with self._contents_in_place(contents) as folder:
             self.engine.save_checkpoint(folder, TAG, client_state=client_state or {}, save_latest=False)
-        return self.store.put(self.engine.global_steps, contents.files)
+        return self.store.put(self.engine.global_steps, contents)
 
     def load(self) -> dict[str, Any] | None:
         """Do what engine.load_checkpoint does, from the newest whole step; return the client state. Collective.
@@ -66,10 +66,8 @@ class EngineCheckpoints:
         saved, shapes = got.state["model"], self.engine._get_zero_param_shapes()
         kept = self.engine.module_state_dict().keys() - _trained(shapes)
         if saved["param_shapes"] != shapes or saved["module"].keys() != kept:
-            raise ManifestMismatch(
-                f"step {got.step} has parameters {saved['param_shapes']} and {sorted(saved['module'])}, the engine "
-                f"{shapes} and {sorted(kept)}: build the model that was saved"
-            )
+            what = f"{saved['param_shapes']} and {sorted(saved['module'])}, the engine {shapes} and {sorted(kept)}"
+            raise ManifestMismatch(f"step {got.step} has parameters {what}: build the model that was saved")
         with self._contents_in_place(_Contents(got.state, self.engine.optimizer.loss_scaler)) as folder:
             name = Path(self.engine._get_ckpt_name(folder, TAG))
             name.parent.mkdir()
@@ -98,6 +96,12 @@ class _Contents(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, files: dict[str, Any], loss_scaler: Any = None) -> None:
         super().__init__()
         self.files, self.loss_scaler = files, loss_scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.files
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.files = state
 
     def create(self, info: CheckpointCommitInfo) -> None: ...
 

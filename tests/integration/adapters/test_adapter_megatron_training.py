@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from framework_runs import check_goes_on, run
+from framework_runs import check_goes_on, run, two_hosts
 
 from memstore.testing.clusters.processes import ProcessCluster
 
@@ -27,8 +27,7 @@ PROGRAM = "megatron_program.py"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    folder = tmp_path_factory.mktemp("megatron")
-    with ProcessCluster(folder, {"h1": {}, "h2": {}}, replicas=2) as started:
+    with two_hosts(tmp_path_factory.mktemp("megatron")) as started:
         yield started
 
 
@@ -39,9 +38,7 @@ def test_it_goes_on_where_it_was_killed(cluster: ProcessCluster, tmp_path: Path,
     check_goes_on(cluster, PROGRAM, tmp_path, unbroken, "-".join(map("".join, options.items())).lower(), **options)
 
 
-def test_it_goes_on_when_a_host_is_lost(cluster: ProcessCluster, tmp_path: Path) -> None:
+def test_it_goes_on_when_a_host_is_lost(tmp_path: Path) -> None:
     """A host is gone with its memory: both ranks go on where the other one is."""
-    unbroken = run(cluster, PROGRAM, "", tmp_path)
-    check_goes_on(cluster, PROGRAM, tmp_path, unbroken, "lost", loses="h2")
-    cluster.start_holder("h2")
-    cluster.wait_live("h2")
+    with two_hosts(tmp_path / "store") as cluster:
+        check_goes_on(cluster, PROGRAM, tmp_path, run(cluster, PROGRAM, "", tmp_path), "lost", loses="h2")

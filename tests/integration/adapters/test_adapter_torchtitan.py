@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from framework_runs import Trained, check_goes_on, run
+from framework_runs import Trained, check_goes_on, run, two_hosts
 
 from memstore.testing.clusters.processes import ProcessCluster
 
@@ -19,8 +19,7 @@ PROGRAM = "torchtitan_program.py"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    folder = tmp_path_factory.mktemp("titan")
-    with ProcessCluster(folder, {"h1": {}, "h2": {}}, replicas=2, arena_bytes=512 << 20) as started:
+    with two_hosts(tmp_path_factory.mktemp("titan")) as started:
         yield started
 
 
@@ -37,11 +36,10 @@ def test_fsdp2_goes_on_where_it_was_killed(
     check_goes_on(cluster, PROGRAM, tmp_path, unbroken, mode, ASYNC=mode)
 
 
-def test_it_goes_on_when_a_host_is_lost(cluster: ProcessCluster, tmp_path: Path, unbroken: Trained) -> None:
+def test_it_goes_on_when_a_host_is_lost(tmp_path: Path, unbroken: Trained) -> None:
     """A host is gone with its memory: both ranks go on where the other one is."""
-    check_goes_on(cluster, PROGRAM, tmp_path, unbroken, "lost", loses="h2")
-    cluster.start_holder("h2")
-    cluster.wait_live("h2")
+    with two_hosts(tmp_path / "store") as cluster:
+        check_goes_on(cluster, PROGRAM, tmp_path, unbroken, "lost", loses="h2")
 
 
 @pytest.mark.parametrize(("option", "value"), [("TP", "2"), ("WORKERS", "2")])

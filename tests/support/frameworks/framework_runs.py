@@ -25,6 +25,11 @@ DEADLINE_S = 400.0
 Trained = dict[tuple[int, int], tuple[str, str]]  # loss and data by rank and step
 
 
+def two_hosts(folder: Path) -> ProcessCluster:
+    """Return a store of two hosts, each of which has a copy of everything."""
+    return ProcessCluster(folder, {"h1": {}, "h2": {}}, replicas=RANKS, arena_bytes=512 << 20)
+
+
 def trained(output: str) -> Trained:
     return {(int(rank), int(step)): (loss, data) for rank, step, loss, data in LINE.findall(output)}
 
@@ -53,6 +58,7 @@ def run(cluster: ProcessCluster, program: str, job: str, folder: Path, hosts: st
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "state_dict() made that" not in done.stderr  # a put's warning of what no get could fill
     return trained(done.stdout)
 
 
