@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from memstore.shell.tensors.slot_stream import SlotStream
 
 CHUNK_BYTES = 4 << 20
 PATHS_SHOWN = 20
+LOOK_S = 0.02
+STDERR = 2
 LAUNCH_VARIABLES = (  # a child that had them would join the process group of this launch
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -134,26 +137,34 @@ def _child(part: str, folder: Path, target: str, steps: int, timeout_s: float) -
     env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
     command = [sys.executable, "-m", "memstore.client.rehearsal", part, str(folder), target, str(steps)]
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    # What the user's code prints is no data of ours: it goes to stderr.
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=STDERR, start_new_session=True)
     try:
-        code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
+        is_over = _has_ended(process.pid, timeout_s)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still that of its group
+        code = process.wait()
+    if not is_over:
         raise PeerTimeout(
             f"the fresh process of the rehearsal of {target} has not ended after {timeout_s:g} s: raise timeout_s, or "
             "look what build() waits for. Its process group is ended.",
             operation="rehearse", limit_s=timeout_s,
-        ) from None  # fmt: skip
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all of it has ended
-        process.wait()
+        )  # fmt: skip
     result = folder / f"{part}.json"
     if not result.exists():
         return {"error": f"the fresh process ended with code {code} before it had a result: see what it printed"}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of a child without reaping it; False if it lives on."""
+    until_s = time.monotonic() + timeout_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
 # -- in the fresh process -----------------------------------------------------------------------------

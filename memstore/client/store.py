@@ -24,6 +24,7 @@ from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
 from memstore.config import Config, check_given_whole, check_seconds, check_whole
+from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
@@ -482,8 +483,8 @@ class Store(PinVerbs):
 
 def _ended_by(error: BaseException | None) -> str:
     """Return the exception as one line, "" for one that a person or the script ends a good run by."""
-    is_good = error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit))
-    if is_good or (isinstance(error, SystemExit) and not error.code):
+    if error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
         return ""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:ERROR_SHOWN] if said else type(error).__name__
+    if isinstance(error, SystemExit) and not error.code:
+        return ""
+    return error_text(error, ERROR_SHOWN)

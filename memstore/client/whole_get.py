@@ -13,6 +13,7 @@ from typing import Any
 from memstore.client.checkpoint import Checkpoint, checkpoint, open_shard
 from memstore.client.puts import Puts
 from memstore.client.shared_shard import Resized, check_shard
+from memstore.core.cluster.text import error_text
 from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.calls import Get, ShardLoaded
 from memstore.core.wire.rank_messages import CheckInto
@@ -22,6 +23,8 @@ from memstore.errors import MemstoreError, WorldSizeError
 from memstore.shell.rank.collective import collective, loaded_with_all
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.shard_read import ShardRead
+
+PROBLEM_SHOWN = 2000  # characters of an error that all ranks are sent
 
 
 class WholeGet:
@@ -94,11 +97,12 @@ class WholeGet:
         try:
             yield
         except BaseException as exc:
-            if report is not None:  # None: the others' get() is over
-                self._link.call_soon(self._word(request, report, f"{type(exc).__name__}: {exc}"))
+            said = error_text(exc, PROBLEM_SHOWN)
             is_half_written = getattr(exc, "is_unusable", False) or not isinstance(exc, Exception)
             if is_half_written and not (self._into is None and self._own_into is None):
-                self._puts.unusable = str(exc) or type(exc).__name__
+                self._puts.unusable = said
+            if report is not None:  # None: the others' get() is over
+                self._link.call_soon(self._word(request, report, said))
             raise
 
     def _is_over(self, request: Get, report: RestoreReport) -> bool:

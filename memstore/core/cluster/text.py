@@ -99,3 +99,13 @@ def phases_text(seconds: Mapping[str, float]) -> str:
     'meet 0.25 s, first step 1.00 s'
     """
     return ", ".join(f"{phase.replace('_', ' ')} {took_s:.2f} s" for phase, took_s in seconds.items())
+
+
+def error_text(error: BaseException, limit: int) -> str:
+    """Return an exception as one line of at most `limit` characters that a message can hold, whatever its text has.
+
+    >>> error_text(OSError("no file 'a\\udc80'"), 300)
+    "OSError: no file 'a\\\\udc80'"
+    """
+    said = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+    return f"{type(error).__name__}: {said}"[:limit] if said else type(error).__name__

@@ -28,6 +28,7 @@ from memstore.core.wire.replies import Noted, PhaseSeconds, RestoreReport, Shard
 from memstore.core.wire.reports import IntoChecked, StageEnded
 from memstore.core.wire.status_rows import BytesByTier, RejectedStep
 from recovery.inventory import Copy, ShardId, StepId
+from recovery.planner import RecoveryPlan
 
 ADOPTED = "adopted by a restore"  # a whole step without a commit fact that a restore chose
 FETCH_S = 30.0  # longest that repair leaves the network to ranks that fetch what was released
@@ -65,9 +66,7 @@ class Staging:
 
     def start(self, now: float, active: Round) -> Outcome:
         """Order every host to bring its ranks' shards together and verify them."""
-        job, result = self.state.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("staging needs a plan")
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
         needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
         needed |= set(active.staging_hosts.values()) if active.is_agreement else set()  # perhaps where no rank sits
         if not all(self.state.hosts.is_live(host) for host in needed):
@@ -78,10 +77,10 @@ class Staging:
         runs: dict[int, list[Run]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
-        durable = place_of(job.attempts[active.attempt].config, job.markers.get(result.step))
+        durable = place_of(job.attempts[active.attempt].config, job.markers.get(step))
         for rank, staging_host in sorted(active.staging_hosts.items()):
-            shard = ShardId(job.name, result.step.attempt, result.step.step, rank)
-            holders = [h for h in job.copies.get(result.step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
+            shard = ShardId(job.name, step.attempt, step.step, rank)
+            holders = [h for h in job.copies.get(step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
             order = StageShard(
                 job=job.name, round=active.number, rank=rank, shard=WireShard.of(shard),
                 spec=WireSpec.of(result.specs[rank]), runs=tuple(runs.get(rank, ())), durable=durable,
@@ -169,14 +168,11 @@ class Staging:
 
     def _adopt(self, now: float, active: Round) -> Outcome:
         """Adopt the step that every rank has loaded as this attempt's own (R22)."""
-        job, result = self.state.jobs[active.job], active.plan
-        attempt = job.attempts[active.attempt]
-        if result is None or result.step is None:
-            raise ValueError("an adoption needs a plan")
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
         active.enter(now, "releasing")
         if not active.is_adopting:
             return Released()
-        step = result.step
+        attempt = job.attempts[active.attempt]
         if step not in job.commits:
             ranks = range(len(result.specs))
             digests = tuple(result.digests[r] for r in ranks)
@@ -191,41 +187,27 @@ class Staging:
 
     def _hand_out(self, now: float, active: Round) -> Outcome:
         """Send every rank its shard and the slots of its bytes; no get() returns before all ranks have loaded."""
-        job, result = self.state.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("bytes are handed out of a plan")
-        attempt = job.attempts[active.attempt]
-        for member in attempt.members.values():
-            member.last_active_s = now
-        if result.bytes_peer:
-            attempt.fetch_until_s = now + FETCH_S
-        active.report = self._report(now, active)
-        self._answer(active, result.step)
+        self._answer(now, active)
         active.enter(now, "loading")
         return None
 
     def release(self, now: float, active: Round) -> None:
         """Let every rank's get() return."""
-        job, result = self.state.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("a release needs a plan")
-        attempt = job.attempts[active.attempt]
-        for member in attempt.members.values():
-            member.last_active_s = now
-        report = active.report = active.report or self._report(now, active)
-        self.out.emit(RoundReleased(active, result.step, report))
+        job, attempt = self.state.jobs[active.job], self.state.jobs[active.job].attempts[active.attempt]
         if active.is_loading:
             active.loads.answer_all(self.out, Noted())
         else:
-            self._answer(active, result.step)
+            self._answer(now, active)
+        for member in attempt.members.values():
+            member.last_active_s = now
+        if active.report is not None:
+            self.out.emit(RoundReleased(active, _planned(active)[1], active.report))
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
         self.repair.consider(now, job)
 
     def _report(self, now: float, active: Round) -> RestoreReport:
-        job, result = self.state.jobs[active.job], active.plan
-        if result is None or result.step is None:
-            raise ValueError("a report needs a plan")
+        job, (result, step) = self.state.jobs[active.job], _planned(active)
         attempt = job.attempts[active.attempt]
         before = job.attempts.get(attempt.parent) if attempt.parent is not None else None
         trained_step = before.trained_step if before is not None else -1  # no copy may be left of it
@@ -235,21 +217,34 @@ class Staging:
             moved_bytes=result.moved_bytes,
             bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
             rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
-            steps_lost=max(0, trained_step - result.step.step),
+            steps_lost=max(0, trained_step - step.step),
             seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
             notes=tuple(active.notes[:10]),
         )  # fmt: skip
 
-    def _answer(self, active: Round, step: StepId) -> None:
+    def _answer(self, now: float, active: Round) -> None:
+        """Send every rank the step, and its shard with the slots of its bytes unless all agreed on the step alone."""
+        result, step = _planned(active)
+        attempt = self.state.jobs[active.job].attempts[active.attempt]
+        for member in attempt.members.values():
+            member.last_active_s = now
+        if result.bytes_peer:
+            attempt.fetch_until_s = now + FETCH_S
+        report = active.report = self._report(now, active)
         for rank, call in active.calls.items():
             if active.is_agreement:
-                self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=active.report))
+                self.out.answer(call, StepAgreed(step=step.step, attempt=step.attempt, report=report))
                 continue
-            staged, report = active.staged[rank], active.report
-            if report is None:
-                raise ValueError("bytes are handed out with a report")
+            staged = active.staged[rank]
             reply = ShardStaged(
                 step=step.step, attempt=step.attempt, verdict=report.verdict, why=report.why, shard=staged.shard,
                 digest=staged.digest, report=report,
             )  # fmt: skip
             self.out.answer(call, reply)
+
+
+def _planned(active: Round) -> tuple[RecoveryPlan, StepId]:
+    """Return the plan of a round that has decided, and its step."""
+    if active.plan is None or active.plan.step is None:
+        raise ValueError(f"round {active.number} of job {active.job!r} is {active.phase} without a plan")
+    return active.plan, active.plan.step

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +52,14 @@ def test_the_command_says_so_with_its_exit_code() -> None:
     bad = CliRunner().invoke(main, ["rehearse", f"{FILE}:forgets", "--json"])
     assert bad.exit_code == 1
     assert "state['counter']['count']" in bad.output
+
+
+def test_what_user_code_prints_does_not_mix_with_the_data() -> None:
+    """stdout has one JSON document, whatever build() prints."""
+    command = [sys.executable, "-m", "memstore.cli", "rehearse", f"{FILE}:prints", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S * 2, check=False)
+    assert json.loads(done.stdout)["is_equal"] is True, done.stderr
+    assert "a model is built" in done.stderr
 
 
 def test_a_function_that_no_process_can_import_is_refused() -> None:

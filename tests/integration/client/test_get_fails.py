@@ -19,13 +19,14 @@ class Picky:
 
     def __init__(self, groups: int) -> None:
         self.groups, self.error = groups, True
+        self.says = "loaded state dict has a different number of parameter groups"
 
     def state_dict(self) -> dict[str, Any]:
         return {"groups": self.groups}
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         if self.error:
-            raise ValueError("loaded state dict has a different number of parameter groups")
+            raise ValueError(self.says)
         self.groups = loaded["groups"]
 
 
@@ -141,3 +142,19 @@ def test_step_numbers_that_begin_again_are_refused_and_only_the_newest_is_put_tw
         with pytest.raises(StepConflict, match=r"does not follow step 9\. .* step \+ epoch \* steps_per_epoch"):
             stores[0].put(older, full(older))
     assert [ticket.wait("committed", WAIT_S).step for ticket in put_all(stores, 10)] == [10, 10]
+
+
+def test_an_error_whose_text_no_message_can_hold_reaches_the_rank_and_the_others(site: Site) -> None:
+    """A file name that is no UTF-8, in what load_state_dict raises: its rank gets that error, the others their own."""
+    stores = site.connect()
+    states = [full(0.0), full(0.0)]
+    states[0]["opt"].says, states[1]["opt"].error = "cannot read a\udc80", False
+    mine, others = get_all(stores, states)
+    assert isinstance(mine, LoadError)
+    assert "cannot read a\udc80" in str(mine)
+    assert "get() failed on rank 0 while its state was loaded" in str(others)
+    assert "cannot read a\\udc80" in str(others)
+    stores[0].close(error=OSError("cannot read a\udc80"))
+    job = site.controller.machine.state.jobs["job"]  # in this process: the store's own view
+    assert job.newest is not None
+    assert job.newest.ended_by == "OSError on rank 0: cannot read a\\udc80"

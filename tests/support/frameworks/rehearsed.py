@@ -85,6 +85,11 @@ def forgets() -> Built:
     return state, count
 
 
+def prints() -> Built:
+    print("a model is built")  # noqa: T201
+    return good()
+
+
 def raises() -> Built:
     raise RuntimeError("no data set here")
 

@@ -11,9 +11,11 @@ from memstore.testing.controller.world import ControllerWorld
 BROKEN = "LoadError: AdamW.load_state_dict() raised ValueError: another number of groups"
 
 
-def ask_all(world: ControllerWorld, ranks: Sequence[FakeRank], limit_s: float = 60.0) -> None:
+def hand_out(world: ControllerWorld, ranks: Sequence[FakeRank], limit_s: float = 60.0) -> None:
+    """Have all ranks ask, until each was sent its bytes."""
     for rank in ranks:
         world.call(rank, "get", step=None, timeout_s=limit_s)
+    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks), limit_s)
 
 
 def word(world: ControllerWorld, rank: FakeRank, number: int) -> None:
@@ -25,8 +27,7 @@ def test_no_get_returns_while_another_rank_loads() -> None:
     world, _ = trained(3, last=2)
     ranks = world.launch(3)
     ranks[1].loads = False
-    ask_all(world, ranks)
-    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    hand_out(world, ranks)
     world.run(5.0)
     assert not any(rank.answers.get("shard_loaded") for rank in ranks)
     word(world, ranks[1], ranks[1].answers["get"][-1]["round"])
@@ -73,8 +74,7 @@ def test_a_rank_that_dies_as_it_loads_ends_the_get_of_the_others() -> None:
     world, _ = trained(3, last=1)
     ranks = world.launch(3)
     ranks[1].loads = False
-    ask_all(world, ranks)
-    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    hand_out(world, ranks)
     world.kill_rank(ranks[1])
     assert world.run_until(lambda: bool(ranks[0].errors.get("get") and ranks[2].errors.get("get")))
     assert "rank 1 died" in ranks[0].error("get")
@@ -85,7 +85,7 @@ def test_a_rank_that_loads_for_too_long_is_named() -> None:
     world, _ = trained(3, last=1)
     ranks = world.launch(3)
     ranks[1].loads = False
-    ask_all(world, ranks, limit_s=5.0)
+    hand_out(world, ranks, limit_s=5.0)
     assert world.run_until(lambda: bool(ranks[0].errors.get("get")), 20.0)
     assert "loading took more than 5 s on ranks 1" in ranks[0].error("get")
     word(world, ranks[1], ranks[1].answers["get"][-1]["round"])
@@ -98,8 +98,7 @@ def test_a_controller_that_dies_while_ranks_load_has_all_ask_again() -> None:
     world, _ = trained(3, last=2)
     ranks = world.launch(3)
     ranks[2].loads = False
-    ask_all(world, ranks)
-    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    hand_out(world, ranks)
     world.crash_controller()
     ranks[2].loads = True
     word(world, ranks[2], ranks[2].answers["get"][-1]["round"])
@@ -129,8 +128,7 @@ def test_a_rank_whose_bytes_got_lost_on_their_way_is_sent_them_once_more() -> No
     world, _ = trained(3, last=2)
     ranks = world.launch(3)
     ranks[1].loads = False
-    ask_all(world, ranks)
-    assert world.run_until(lambda: all(rank.answers.get("get") for rank in ranks))
+    hand_out(world, ranks)
     ranks[1].loads = True
     world.call(ranks[1], "get", step=None, timeout_s=60.0)
     assert world.run_until(lambda: all(not rank.is_loading for rank in ranks))
