@@ -189,8 +189,8 @@ _DRILLS = (
         "tmpfs-full", "storage",
         "the file system of the arenas: no page of it is left, for manifest or journal, while all ranks put",
         "a file system of the drill's own, for the arenas of its own hosts",
-        Promise(f"{GOES_ON_WELL}, nothing stored is lost, the status names the host and the reason, commits resume "
-                "once there is room"),
+        Promise(f"{GOES_ON_WELL}, nothing stored is lost, steps are committed all the while: holders keep pages for "
+                "manifests and journal in reserve"),
         flow=GOES_ON, needs_root=True, runs_on=(TIGHT,), is_standard=False,
     ),
     Drill(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +12,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from memstore.cli.output import size_text
 from memstore.config import MIB
-from memstore.core.wire.replies import Status
 from memstore.drills.breaking.kept_up import FullFileSystem
 from memstore.drills.breaking.mounts import check_full
 from memstore.drills.scenes.scene import Scene
 from memstore.drills.sites.site_tight import TightSite, memory_in_use
 from memstore.errors import DrillError
-from memstore.shell.arena.journal_file import JOURNAL_NAME
 from memstore.shell.arena.lock import is_alive
 
 HOG_LIMIT_BYTES = 4096 * MIB  # the task takes no more than this from the machine, also if the monitor fails to kill it
@@ -27,8 +24,6 @@ HOG_STEP_BYTES = 64 * MIB
 HOG_WAITS_S = 5.0  # time for the monitor to kill the task at its limit; it looks every 0.1 s
 HOG_S = 60.0
 PAGE_BYTES = 4096
-JOURNAL_ROOM_BYTES = 256  # a skipped step takes 100 bytes of a journal, and three are soon skipped
-PADDING_STEPS_MAX = 60
 
 
 def take_memory(limit_bytes: int) -> int:
@@ -61,31 +56,17 @@ class TightScene(Scene):
 
 
 class TmpfsFull(TightScene):
-    """No free page in the arenas' file system, while all ranks put: first manifests fail, and soon journal entries."""
+    """No free page in the arenas' file system, while all ranks put: holders write to the pages they have in reserve."""
 
     name = "tmpfs-full"
     struck = "the file system of the arenas"
+    is_noticed = False  # the pages in reserve are enough for every put
     puts_count = 16
     hold_s = 2.0
     filler: FullFileSystem | None = None
 
-    def setup(self) -> None:
-        """Train on until the last pages of the journals have room for a few facts only."""
-        super().setup()
-        job, report, left = self.job, self.context.report, PADDING_STEPS_MAX
-        while (room := self._journal_room()) > JOURNAL_ROOM_BYTES and left:
-            step, left = job.committed_step() + 1, left - 1
-            job.train(step, step, "before the fault")
-        self.room_bytes, report.step_before = room, job.committed_step()
-        self.context.job_before = job.wait_redundant()
-
-    def _journal_room(self) -> int:
-        """Return the free bytes of the emptiest of the journals' last pages."""
-        sizes = [os.stat(os.path.join(self.site.folder(host), JOURNAL_NAME)).st_size for host in self.lives]
-        return max(-size % PAGE_BYTES for size in sizes)
-
     def begin_puts(self, pause_s: float | None = None, marks: Mapping[int, str] | None = None) -> list[Any]:
-        """Fill the file system, then start the puts; else the first commit would open another page of the journals."""
+        """Fill the file system, then start the puts: every commit is made without a free page."""
         self.filler = FullFileSystem(self.tight.arenas)
         self.filler.start()
         return super().begin_puts(pause_s, marks)
@@ -93,32 +74,21 @@ class TmpfsFull(TightScene):
     def inject(self) -> str:
         if self.filler is None:
             raise DrillError("nothing was filled")
-        beside = f"{self.room_bytes} bytes left in the journals' last pages"
-        return f"a file of {size_text(self.filler.nbytes)} takes all the room beside the arenas, {beside}"
+        return f"a file of {size_text(self.filler.nbytes)} takes all the room beside the arenas"
 
     def wait_for_effect(self) -> str:
         return check_full(self.tight.arenas, PAGE_BYTES)
 
-    def detected(self, status: Status, injected_s: float) -> str | None:
-        short = {row.host: row.stats.short_of_room for row in status.hosts if row.stats is not None}
-        return next((f"{host}: {why}" for host, why in short.items() if why), None)
-
     def recover(self) -> None:
-        """Require that what is stored can be read, then give the space back."""
-        before, step = self.context.report.step_before or 0, self.job.committed_step()
-        found = self.job.read(step, 0)  # the ranks read when their puts have ended
-        if step < before:
-            self.broken(f"while the file system was full, committed step {before} was replaced by step {step}")
+        """Require that the last of the puts is committed without a free page and read, then give the space back."""
+        step = (self.context.report.step_before or 0) + self.puts_count
+        what = f"step {step} to be committed while the file system is full"
+        self.site.wait_for(what, lambda: self.job.committed_step() == step)
+        found = self.job.read(step, 0)
         self.check_read(found, "while the file system was full")
         self.say("readable", f"step {step}, {sum(not r.problem for r in found)} of {len(found)} shards equal")
         self.cleanup()
         self.say("room", "the file that took it is gone")
-
-    def wait_for_recovery(self) -> None:
-        def look() -> bool:
-            return not any(row.stats is not None and row.stats.short_of_room for row in self.site.status().hosts)
-
-        self.site.wait_for("the status to show no host that is short of room", look)
 
     def cleanup(self) -> None:
         if self.filler is not None:
