@@ -137,7 +137,8 @@ class StepCommits:
     def _give_up_if_passed(self, job: Job, attempt: Attempt, number: int) -> None:
         """Give an open step up if some rank's host has sealed a newer step of that rank, and never this one (R12).
 
-        This is the check of `_give_up_passed` for a step that opens late, when that rank has passed it already.
+        This is the check of `_give_up_passed` for a step that opens late, when that rank has passed it already, and
+        for all open ones when inventories were taken.
         Otherwise ranks that each hold an open step which another rank passed over would wait for one another's puts.
         """
         step = StepId(attempt.attempt_number, number)
@@ -187,7 +188,10 @@ class StepCommits:
             self.evaluate_all(job)
 
     def adopt(self, job: Job, host: str | None = None) -> None:
-        """Open again the newest attempt's steps in inventories (all, or a host's) that no fact has ended."""
+        """Open again the newest attempt's steps in inventories (all, or a host's) that no fact has ended.
+
+        Those that a rank has passed over are given up: else they stay open until that rank puts once more.
+        """
         attempt = job.newest
         if attempt is None:
             return
@@ -202,6 +206,8 @@ class StepCommits:
                     member.step = max(member.step, step.step)
                     if member.host_id in job.copies[step][rank]:
                         member.put(step.step, self.state.now)
+        for number in sorted(attempt.steps.open):
+            self._give_up_if_passed(job, attempt, number)
 
     def trained(self, reported: Mapping[str, tuple[int, int]]) -> None:
         """Take a host's report of the step that its ranks of a job train, put or not."""

@@ -81,6 +81,18 @@ def test_a_step_that_a_rank_passed_over_is_given_up_whichever_put_comes_first(is
     assert world.put_all(ranks, 4)
 
 
+@pytest.mark.parametrize("is_first_ahead", [True, False], ids=["behind", "ahead"])
+def test_a_successor_gives_up_a_step_that_a_rank_passed_over(is_first_ahead: bool) -> None:
+    """The controller ends before it hears of either put: the hosts' inventories alone say who passed over what."""
+    world, ranks = trained()
+    for rank, step in ((0, 2), (1, 1)) if is_first_ahead else ((1, 1), (0, 2)):
+        world.put(ranks[rank], step)
+    world.crash_controller()
+    world.run(10.0)
+    assert ranks[1].tickets[1] == "skipped"
+    assert "rank 0 put step 2 without having put it" in str(world.holders["h1"].orders)
+
+
 def test_a_controller_that_is_new_gives_up_what_a_rank_passed_over_before() -> None:
     """Its predecessor died before it could: the next rank without room makes the new one look."""
     world, ranks = trained()
