@@ -64,7 +64,7 @@ class Puts:
         self.last_step = self._floor = -1
         self.overlap = Overlap(self)
         self.shared_shard: SharedShard | None = None
-        self.unusable = ""  # why the state that a get() was to fill holds no step; "": none failed
+        self._unusable = ""  # why the state that a load was to fill holds no step; "": none failed
         self._plans: dict[str, PlanMemory] = {}  # of the state, and of rank_state
         self.skipped = SkippedPuts(link)
 
@@ -229,12 +229,16 @@ class Puts:
         return PendingPut(self.link, Ticket(step, nbytes, began_s, self.link.commands), world_size=self.world_size)
 
     def check_usable(self) -> None:
-        """Raise CommitError while the state of this rank may be half written by a get() that failed."""
-        if self.unusable:
+        """Raise CommitError while the state of this rank may be half written by a load that failed."""
+        if self._unusable:
             raise CommitError(
-                f"job {self.job!r} rank {self.rank}: get() failed here, and nothing is put of what it left behind "
-                f"({self.unusable}). Call store.get() on every rank again, or connect(..., fresh=True) to start over"
+                f"job {self.job!r} rank {self.rank}: a load failed here, and nothing is put of what it left behind "
+                f"({self._unusable}). Load again on every rank, or connect(..., fresh=True) to start over"
             )
+
+    def loaded(self, problem: str) -> None:
+        """Take why a load left this rank's state half written, "" when one has filled it."""
+        self._unusable = problem
 
     def _begin(self, room: PendingPut, extra_slots: int, timeout_s: float | None, growth_s: float) -> None:
         """Take room for a put, or skip it: it is over then."""

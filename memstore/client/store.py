@@ -336,13 +336,18 @@ class Store(PinVerbs):
         """Return a StorageReader: `dcp.load(state, storage_reader=...)`, with any world size (R27).
 
         Args:
-            step: Read this step and adopt nothing; None: the step that get() would return is adopted.
+            step: Read this step and adopt nothing; None: the step that get() would return is adopted. A load that
+                fails while it fills the state has puts refused, as a get() has.
         """
         from memstore.client.dcp.reader import DcpReader
 
         step, timeout_s = check_given_whole("step", step), check_seconds("timeout_s", timeout_s)
         ranges = ShardRanges(self._link, self.job, timeout_s)
-        return DcpReader(ranges, step, lambda: self.agree_on_step(timeout_s=timeout_s), self.wait_before_step)
+
+        def agree() -> int | None:
+            return self.agree_on_step(timeout_s=timeout_s)
+
+        return DcpReader(ranges, step, agree, self.wait_before_step, report=self.puts.loaded)
 
     def _go_on_from(self, step: int) -> None:
         self.puts.go_on_from(step)

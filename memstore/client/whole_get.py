@@ -55,7 +55,7 @@ class WholeGet:
                 with self._telling(request, report):
                     loaded = self._load(found, request.timeout_s)
                 if report is None or self._is_over(request, report):
-                    self._puts.unusable = ""
+                    self._puts.loaded("")
                     return loaded
         finally:
             self._into = self._own_into = None
@@ -100,7 +100,7 @@ class WholeGet:
             said = error_text(exc, PROBLEM_SHOWN)
             is_half_written = getattr(exc, "is_unusable", False) or not isinstance(exc, Exception)
             if is_half_written and not (self._into is None and self._own_into is None):
-                self._puts.unusable = said
+                self._puts.loaded(said)
             if report is not None:  # None: the others' get() is over
                 self._link.call_soon(self._word(request, report, said))
             raise
@@ -111,7 +111,7 @@ class WholeGet:
             return loaded_with_all(self._link, self._word(request, report), request.timeout_s)
         except MemstoreError as exc:
             if not (self._into is None and self._own_into is None):
-                self._puts.unusable = str(exc)  # it holds what no rank goes on from
+                self._puts.loaded(str(exc))  # it holds what no rank goes on from
             raise
 
     def _word(self, request: Get, report: RestoreReport, problem: str | None = None) -> ShardLoaded:

@@ -73,13 +73,15 @@ class DcpReader(StorageReader):
         agree: Adopts a step, as agree_on_step does; without it the newest committed step is read.
         wait: Waits until the target of the load is not being copied any more.
         lease: Leases a step, of that attempt if one is given, for the time of a load: a Reader's.
+        report: Takes why the target of a load is half written, "" once a load has filled it.
     """
 
     def __init__(
         self, ranges: ShardRanges, step: int | None, agree: Callable[[], int | None] | None = None,
         wait: Callable[[], None] = lambda: None, lease: LeaseStep | None = None,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.step, self._ranges, self._agree, self._wait = step, ranges, agree, wait
+        self.step, self._ranges, self._agree, self._wait, self._report = step, ranges, agree, wait, report
         self.failed: Exception | None = None  # why it had no metadata: torch goes on without, and forgets the reason
         self._metadata: Metadata | None = None
         self._ready: Metadata | None = None  # read as the load began
@@ -184,7 +186,12 @@ class DcpReader(StorageReader):
             if self._lease_step is not None and isinstance(chosen, StepId) and chosen != self._at:
                 self._begin_lease(self._lease_step, chosen.step, chosen.attempt)
                 self._metadata = self._global_metadata()
-            self._read_parts(plan, planner)
+            try:
+                self._read_parts(plan, planner)
+            except BaseException as error:
+                self._report(f"a DCP load of step {self.step} failed: {error!r}")
+                raise
+        self._report("")
         self.end_lease()
         future: Future[None] = Future()
         future.set_result(None)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from link_site import WAIT_S, Site, state, together
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from memstore.client.store import Store
 from memstore.errors import CommitError, LoadError, RecoveryError, StepConflict
@@ -72,9 +75,9 @@ def test_what_load_state_dict_raises_fails_the_get_on_all_ranks_and_no_put_is_ta
     assert isinstance(others, RecoveryError)
     assert "get() failed on rank 0 while its state was loaded" in str(others)
     for store in stores:
-        with pytest.raises(CommitError, match="get\\(\\) failed here, and nothing is put"):
+        with pytest.raises(CommitError, match="a load failed here, and nothing is put"):
             store.put(0, full(0.0))
-        with pytest.raises(CommitError, match="get\\(\\) failed here"):
+        with pytest.raises(CommitError, match="a load failed here"):
             store.prepare(full(0.0))
     again = site.connect()
     states = [full(0.0), full(0.0)]
@@ -117,11 +120,46 @@ def test_a_read_of_an_older_step_that_fails_half_way_stops_puts_too(site: Site) 
 
     together(*[lambda s=s, i=i: read(s, i) for s, i in zip(stores, states, strict=True)])
     for store in stores:
-        with pytest.raises(CommitError, match=r"get\(\) failed here"):
+        with pytest.raises(CommitError, match="a load failed here"):
             store.put(8, full(8))
     states[0]["opt"].error = False
     assert [got.step for got in get_all(stores, states)] == [7, 7]
     assert [ticket.wait("committed", WAIT_S).step for ticket in put_all(stores, 8)] == [8, 8]
+
+
+class StopsHalfWay(DefaultLoadPlanner):
+    """A planner that fails once the first tensor is filled."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        raise ValueError("no more of it")
+
+
+def test_a_dcp_load_that_fails_half_way_stops_puts_too(site: Site) -> None:
+    """agree_on_step() has adopted the step by then; a load that fills the state lets the rank put again."""
+    stores = site.connect("saving")
+    states = [full(0.0), full(0.0)]
+    for each in states:
+        each["opt"].error = False
+    get_all(stores, states)
+    together(*[lambda s=store: dcp.save(state(8.0), storage_writer=s.dcp_writer(8), no_dist=True) for store in stores])
+
+    stores, filled = site.connect("loading"), [state(0.0), state(0.0)]
+
+    def load(store: Store, planner: DefaultLoadPlanner | None = None) -> Any:
+        try:
+            dcp.load(filled[store.rank], storage_reader=store.dcp_reader(), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            return error
+        return None
+
+    ends = together(lambda: load(stores[0], StopsHalfWay()), lambda: load(stores[1]))
+    assert "no more of it" in str(ends[0])
+    assert ends[1] is None
+    with pytest.raises(CommitError, match=r"a load failed here.*a DCP load of step 8 failed: .*no more of it"):
+        stores[0].put(9, state(9.0))
+    assert together(lambda: load(stores[0]), lambda: load(stores[1])) == [None, None]
+    assert all(torch.equal(each["w"], state(8.0)["w"]) for each in filled)
+    assert [ticket.wait("committed", WAIT_S).step for ticket in put_all(stores, 9)] == [9, 9]
 
 
 def test_step_numbers_that_begin_again_are_refused_and_only_the_newest_is_put_twice(site: Site) -> None:
