@@ -83,7 +83,7 @@ def test_a_step_that_a_rank_passed_over_is_given_up_whichever_put_comes_first(is
 
 @pytest.mark.parametrize("is_first_ahead", [True, False], ids=["behind", "ahead"])
 def test_a_successor_gives_up_a_step_that_a_rank_passed_over(is_first_ahead: bool) -> None:
-    """The controller ends before it hears of either put: the hosts' inventories alone say who passed over what."""
+    """The controller ends before it learns of either put: the hosts' inventories alone say who passed over what."""
     world, ranks = trained()
     for rank, step in ((0, 2), (1, 1)) if is_first_ahead else ((1, 1), (0, 2)):
         world.put(ranks[rank], step)
