@@ -38,12 +38,13 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
         ended: Stores of the process that it says to have closed.
     """
     table, process = state.ranks, state.ranks.process_of(link)
+    if isinstance(hello, RankHello):
+        state.idle_s = 0.0
+        yield from _report_ended(state)  # or its launch would be refused for ranks that ended just now
     store = (*process, hello.life)
     if link.order < table.newest.get(store, link.order):
         yield from _retire(link)  # its thread ran late: the slots that its rank held then say nothing of now
         return
-    if isinstance(hello, RankHello):
-        state.idle_s = 0.0
     yield from _forget_ended(state, ended)
     if table.has_newer_store(process, hello.life):
         yield from _welcome(state, link, hello)
@@ -247,6 +248,17 @@ def _forget_ended(state: HolderState, owners: Sequence[Owner]) -> Procedure[None
 
 def reap(state: HolderState) -> Procedure[None]:
     """Reclaim the leases of processes that are proved dead, and report these processes (R8, R20)."""
+    yield from _report_ended(state)
+    table = state.ranks
+    table.newest = {store: order for store, order in table.newest.items() if state.is_alive(Owner(*store[1:3], 0))}
+    table.stores = {process: newest for process, newest in table.stores.items() if state.is_alive(newest[1])}
+    state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
+    for job in sorted({link.job for link in table.links.values() if link.job}):
+        yield from grant_job(state, job)
+
+
+def _report_ended(state: HolderState) -> Procedure[None]:
+    """Report the ranks whose processes are proved dead, and free what they leased."""
     table = state.ranks
     for nonce, owner in list(table.owners.items()):
         if not state.is_alive(owner) and table.owners.get(nonce) == owner:
@@ -258,8 +270,3 @@ def reap(state: HolderState) -> Procedure[None]:
             yield from _forget(state, owner)
             if (link := table.links.get(nonce)) is not None:
                 yield CloseLink(link)
-    table.newest = {store: order for store, order in table.newest.items() if state.is_alive(Owner(*store[1:3], 0))}
-    table.stores = {process: newest for process, newest in table.stores.items() if state.is_alive(newest[1])}
-    state.store.reclaim_dead(set(table.owners.values()), state.is_alive)
-    for job in sorted({link.job for link in table.links.values() if link.job}):
-        yield from grant_job(state, job)

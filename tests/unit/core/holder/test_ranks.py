@@ -227,3 +227,13 @@ def test_a_process_that_connects_again_while_its_bye_is_carried_out_is_no_dead_o
     list(leaving)
     assert [type(report) for report in reports] == [RankArrived, RankGone, RankArrived]
     assert state.ranks.links == {"n": again}
+
+
+def test_a_rank_that_arrives_is_reported_after_those_of_the_launch_before_it_that_ended() -> None:
+    """Or its launch would be refused as long as the next look at processes has not come (R20)."""
+    reports: list[Report] = []
+    state = host(SlotTable(8), reports)
+    list(ranks.join(state, Link(), HELLO))
+    state.is_alive = lambda owner: owner != OWNER
+    list(ranks.join(state, Link("m", Owner(2, 2, 2)), structs.replace(HELLO, nonce="m", pid=2)))
+    assert reports == [RankArrived(nonce="n"), RankGone(nonce="n"), RankArrived(nonce="m")]
