@@ -20,7 +20,7 @@ from memstore.client.overlapped_copy import Overlap
 from memstore.client.pending_put import PendingPut
 from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
-from memstore.client.ticket import CATCHING_UP, LEVELS, TERMINAL, SkippedPuts, Ticket, check_step
+from memstore.client.ticket import CATCHING_UP, LEVELS, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
@@ -396,8 +396,16 @@ class Puts:
             raise self.link.fenced_error()
         if not has_room:
             room.is_over = True
-            self.skip(ticket, f"no room within {budget_s:g} s: older steps are not committed yet")
+            self.skip(ticket, f"no room within {budget_s:g} s: {self._room_is_held_by(ticket.step)}")
         self._has_room = self._has_room or has_room
+
+    def _room_is_held_by(self, step: int) -> str:
+        """Return what a step waits for that finds no room."""
+        with self._lock:
+            oldest = min((s for s, t in self.tickets.items() if s < step and t.level in UNCOMMITTED), default=None)
+        if oldest is None:
+            return "no older step of this rank waits for a commit: copies that are sent, read or written hold its room"
+        return f"step {oldest} is not committed yet"
 
     def _abandon_open(self) -> bool:
         """Give up puts that an adapter began and never submitted, such as of a save that failed elsewhere."""

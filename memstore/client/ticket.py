@@ -13,6 +13,7 @@ from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
 LEVELS = ("pending", "sealed", "replicated", "committed", "durable")  # ordered
+UNCOMMITTED = LEVELS[:3]
 TERMINAL = ("skipped", "superseded", "failed")
 SKIPS_WARN = 3  # in a row: one is an everyday thing under load
 CATCHING_UP = "the store is catching up"

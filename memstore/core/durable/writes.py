@@ -297,6 +297,8 @@ class DurableOrders:
                 write.phase = "marking"
                 self._order_marker(job, attempt, host_id, write)
             return
+        if not state.abandoned_in_a_row:
+            state.abandoned_count = 0  # it ended in its ordinary time: storage keeps up again
         state.active, state.abandoned_in_a_row, state.problem = None, 0, ""
         if step in job.torn:
             self._report_retired(job, write)

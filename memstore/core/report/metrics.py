@@ -18,7 +18,7 @@ from memstore.core.wire.status_rows import AttemptStatus, HostStats
 JOB, HOST = ("job_name",), ("host",)
 STALL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMMIT_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-RESTORE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+RESTORE_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 RECOVERY_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -47,6 +47,7 @@ Row = tuple[str, tuple[str, ...], str]  # name, tags, description
 _GAUGES: tuple[Row, ...] = (
     ("controller_term", (), "Term of the controller that serves; absent while none does."),
     ("hosts", ("state",), "Hosts by state: live, suspect, dead, draining."),
+    ("problems", ("kind", "severity"), "Rows of `memstore status` about what is wrong, by kind and severity."),
     ("events_unwritten", (), "Events that the log or the counters missed since the controller started."),
     ("job_running", JOB, "1 while an attempt of the job is open and not all of its processes have ended."),
     (
@@ -138,6 +139,8 @@ def status_gauges(status: Status, unwritten_count: int) -> list[Sample]:
         states[host.status] += 1
         states["draining"] += host.drains_s is not None and host.status != "dead"
     samples = [Sample("memstore_hosts", count, (state,)) for state, count in states.items()]
+    rows = Counter((row.kind, row.severity) for row in status.problems)
+    samples += [Sample("memstore_problems", count, about) for about, count in rows.items()]
     samples.append(Sample("memstore_controller_term", status.term))
     samples.append(Sample("memstore_events_unwritten", unwritten_count))
     for job in status.jobs:

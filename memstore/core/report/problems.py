@@ -7,7 +7,7 @@ raises no alarm: its rows are notes, for a while.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from msgspec.structs import replace
 
@@ -47,13 +47,14 @@ DESCRIPTORS_GOOD = 65536
 LAUNCH_IS_SLOW_S = 5.0  # ranks of one launch come within this of each other where nothing is wrong
 CLOSED_SHOWN_S = 3600.0  # after it was closed; no longer than until another job runs
 SEVERITIES = (UNRECOVERABLE, STOPPED, DEGRADED, NOTE)
-KINDS = (
+Kind = Literal[
     "host_suspect", "host_dead", "host_drains", "host_full", "network_busy", "holder_nice", "over_limit",
     "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
     "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
     "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_keys", "durable_failed", "durable_missing",
-    "durable_abandoned",
-)  # fmt: skip
+    "durable_abandoned"
+]  # fmt: skip
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 def problems(hosts: list[HostRow], launches: list[LaunchRow], jobs: list[JobRow]) -> list[ProblemRow]:
@@ -89,7 +90,7 @@ def with_commands(status: Status, config: Config) -> Status:
     return replace(status, problems=rows)
 
 
-def _row(kind: str, severity: Severity, about: str, cause: str, since_s: float | None, remedy: str) -> ProblemRow:
+def _row(kind: Kind, severity: Severity, about: str, cause: str, since_s: float | None, remedy: str) -> ProblemRow:
     return ProblemRow(kind=kind, severity=severity, about=about, cause=cause, since_s=since_s, remedy=remedy)
 
 
@@ -104,7 +105,8 @@ def _host_problems(host: HostRow, jobs: list[JobRow]) -> Iterator[ProblemRow]:
             else "its copies are rebuilt on the other hosts; a replacement that joins gets its share by itself"
         )
         severity: Severity = DEGRADED if is_needed else NOTE
-        yield _row(f"host_{status}", severity, name, f"{status}: {host.why}", host.status_s, remedy)
+        kind: Kind = "host_suspect" if status == "suspect" else "host_dead"
+        yield _row(kind, severity, name, f"{status}: {host.why}", host.status_s, remedy)
     if host.drains_s is not None and status != "dead":
         due_s = host.drains_s
         when = f"is to go in {due_s:.0f} s" if due_s > 0 else f"was to be gone {-due_s:.0f} s ago"
@@ -395,7 +397,7 @@ def _commit_remedy(name: str, newest: AttemptStatus, hosts: list[HostRow]) -> st
     if away:
         return f"wait for {', '.join(away[:3])}, see above: it answers again, or its copies go elsewhere"
     if newest.is_skip_for_room:
-        return "put less often, or raise arena_bytes or keep_steps: copies do not arrive as fast as steps are put"
+        return "put less often, or raise stall_budget_s if training may wait: copies come slower than steps are put"
     return f"`memstore events {name} --level problem` shows each skipped step and each host's trouble"
 
 
@@ -457,7 +459,7 @@ def _durable_problems(name: str, newest: AttemptStatus) -> Iterator[ProblemRow]:
     elif newest.durable_abandoned:
         yield _row(
             "durable_abandoned", NOTE, name,
-            f"{newest.durable_abandoned} durable writes were abandoned for a newer one", newest.durable_s,
+            f"{plural(newest.durable_abandoned, 'durable write')} abandoned for a newer one", newest.durable_s,
             "faster storage, or a larger durable_every",
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
 from memstore.testing.ranks.rank_process import RankNursery, together
 
+FROZEN_S = 1.0  # longer than a put of the small budget takes, shorter than dead_after_s
 HOSTS = {"h1": {"rack": "r1"}, "h2": {"rack": "r2"}, "h3": {"rack": "r3", "memstore": "replica"}}
 
 
@@ -70,9 +72,9 @@ def test_a_killed_rank_stops_training_and_a_frozen_holder_does_not(
 
 
 @contextlib.contextmanager
-def launched(cluster: ProcessCluster, job: str) -> Iterator[list[Store]]:
+def launched(cluster: ProcessCluster, job: str, **fields: Any) -> Iterator[list[Store]]:
     """Connect two ranks of this process, and restore nothing."""
-    stores = connect_all(cluster.config, job)
+    stores = connect_all(cluster.config.with_fields(fields), job)
     try:
         assert on_every_rank(2, lambda rank: stores[rank].get()) == [None, None]
         yield stores
@@ -116,3 +118,34 @@ def test_ranks_that_put_different_steps_are_warned_and_so_is_who_starts_from_not
             assert "Every rank has to put the same steps" in text
         on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))  # the remedy
         assert [said(rank) for rank in range(2)] == [[], []]
+
+
+def test_puts_that_come_faster_than_their_copies_are_skipped_unless_training_may_wait(cluster: ProcessCluster) -> None:
+    """The row about room, the reason with the step that holds it, and both printed remedies."""
+    state: dict[str, Any] = {"w": np.ones(100_000)}
+
+    def row() -> dict[str, Any] | None:
+        rows = [row for row in cluster.status()["problems"] if row["about"].startswith("fast")]
+        return next((row for row in rows if row["kind"] == "steps_skipped"), None)
+
+    def frozen_meanwhile(stores: list[Store], first: int) -> list[str]:
+        """Put two steps while no copy leaves this process's hosts; the first fills the room that there is."""
+        cluster.signal_holder("h2", signal.SIGSTOP)
+        with ThreadPoolExecutor(2) as pool:
+            puts = [pool.submit(lambda store=store: [store.put(first + n, state) for n in (0, 1)]) for store in stores]
+            wait(puts, FROZEN_S)
+            cluster.signal_holder("h2", signal.SIGCONT)
+            tickets = [put.result(60) for put in puts]
+        for pair in tickets:
+            wait_for(lambda pair=pair: pair[1].level not in ("pending", "sealed", "replicated"), "the end of a put")
+        return [pair[1].reason if pair[1].level == "skipped" else "" for pair in tickets]
+
+    with launched(cluster, "fast", stall_budget_s=0.05) as stores:
+        on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))
+        reasons = frozen_meanwhile(stores, 2)
+        assert any("no room within 0.05 s: step 2 is not committed yet" in reason for reason in reasons)
+        found = wait_for(row, "the row")
+        assert found["remedy"].startswith("put less often, or raise stall_budget_s if training may wait")
+    with launched(cluster, "faster", stall_budget_s=30.0) as stores:
+        on_every_rank(2, lambda rank: stores[rank].put(1, state).wait("committed", 30))
+        assert frozen_meanwhile(stores, 2) == ["", ""]

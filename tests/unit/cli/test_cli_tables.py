@@ -145,6 +145,7 @@ def test_no_word_is_broken_at_any_width(
 
     A row that does not fit is a list of its cells.
     """
+    two_jobs.world.call(two_jobs.world.ranks["train", 0], "drain", host="h1", within_s=60.0)
     two_jobs.world.kill_host("h2")
     two_jobs.world.run(10.0)
     wide = two_jobs.run(*verb).stdout

@@ -288,7 +288,7 @@ def test_a_host_whose_way_to_the_storage_hangs_is_done_without() -> None:
         assert world.put_all(ranks, step)
         world.run(2.0)
     assert max(step for _, _, step in world.durable.markers) > 2
-    assert world.served.parts.durable_states.of("train").abandoned_count == 1
+    assert [event["event"] for event in world.events("train")].count("durable_abandoned") == 1
 
 
 def close_all(world: ControllerWorld, ranks: list[FakeRank]) -> None:

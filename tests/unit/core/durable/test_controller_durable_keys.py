@@ -50,8 +50,13 @@ def test_a_step_is_written_under_one_key_and_the_other_host_is_named() -> None:
     row = job_row(world, ranks[0])
     said = f"h0 has key {A}, h1 has key {B}"
     assert said in row["durable_keys"]
-    assert any((problem["kind"], said in problem["cause"]) == ("durable_keys", True) for problem in row["problems"])
+    [problem] = [problem for problem in row["problems"] if problem["kind"] == "durable_keys"]
+    assert said in problem["cause"]
+    assert problem["remedy"] == "put one file on every host; the next durable write asks again"
     assert any(event["event"] == "durable_keys" for event in world.events("train"))
+    world.holders["h1"].durable_key = A  # the remedy
+    assert world.put_all(ranks, 2, until="durable", limit_s=20.0)
+    assert "durable_keys" not in {problem["kind"] for problem in job_row(world, ranks[0])["problems"]}
 
 
 def test_a_step_that_fits_under_no_key_is_not_durable() -> None:
