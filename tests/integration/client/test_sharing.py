@@ -113,13 +113,17 @@ def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_reported(
         assert reported[0]["host"] == "near"
         assert "found 0 ms between collectives" in reported[0]["why"]
         status = cluster.status()
-        assert any(row["kind"] == "network_busy" for row in status["problems"])
+        [row] = [row for row in status["problems"] if row["kind"] == "network_busy"]
+        assert "found 0 ms between collectives" in row["cause"]
+        assert row["remedy"].startswith("put less often or less ")
 
         def stats() -> dict[str, Any]:
             return next(row["stats"] for row in cluster.status()["hosts"] if row["host"] == "near")
 
         assert holder_growth("near", None, convert(stats(), HostStats))[-1].name == "memstore_spilled_bytes_total"
         wait_for(lambda: stats()["spilled_bytes"] >= 1 << 20, "a heartbeat after the last of the copy")
+        store.put(2, state(2)).wait("committed")  # the remedy: not within a collective
+        wait_for(lambda: "network_busy" not in {row["kind"] for row in cluster.status()["problems"]}, "its end")
 
 
 def test_marks_are_ignored_where_interleaving_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import mmap
 from pathlib import Path
 
 import pytest
+from cli_store import run_remedies
 
 from memstore.core.wire.calls import VerifyStore
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -49,7 +50,11 @@ def test_the_scrub_finds_damage_by_itself(tmp_path: Path, nursery: RankNursery) 
 
         assert wait_for(found, "the scrub to find it") == ["h1"]
         wait_for(lambda: cluster.job("train")["copies"] == 2, "the repair")
+        assert "verify" in run_remedies(cluster)
         assert all(answer.damaged == 0 for answer in cluster.ask(VerifyStore()).found.values())
+        cluster.kill_holder("h1")
+        cluster.start_holder("h1")
+        wait_for(lambda: not found(), "the row to go with the holder that it is about")
 
 
 def test_a_damaged_chunk_is_never_served(tmp_path: Path, nursery: RankNursery) -> None:

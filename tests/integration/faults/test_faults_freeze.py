@@ -160,5 +160,10 @@ def test_a_dead_holder_is_known_at_once_and_a_silent_one_suspected_first(tmp_pat
         cluster.kill_holder("h2")
         wait_for(lambda: ("h1", "host_dead") in seen(), "the silent host to be dead")
         assert seen() == [("h2", "host_dead"), ("h1", "host_suspect"), ("h1", "host_dead")]
+        rows = {row["about"]: row for row in cluster.status()["problems"] if row["kind"] == "host_dead"}
+        assert {host: row["severity"] for host, row in rows.items()} == dict.fromkeys(("h1", "h2"), "note")
+        assert "a replacement that joins gets its share by itself" in rows["h2"]["remedy"]
         cluster.signal_holder("h1", signal.SIGCONT)
-        cluster.wait_live("h1")
+        cluster.start_holder("h2")
+        cluster.wait_live("h1", "h2")
+        assert not [row for row in cluster.status()["problems"] if row["kind"].startswith("host_")]

@@ -69,7 +69,12 @@ def test_a_restart_keeps_the_limit_and_a_second_job_is_admitted(tmp_path: Path, 
         second = Fleet(cluster, nursery, job="second", kib=1024)
         second.begin(["h0", "h1"], last_step=1)
         assert cluster.job("second")["committed_step"] == 1
-        assert not [row for row in cluster.status()["problems"] if row["kind"] == "over_limit"]
+        assert over_limit(cluster) == []
+
+
+def over_limit(cluster: ProcessCluster) -> list[dict[str, Any]]:
+    """What status says of hosts that have reserved more than they may."""
+    return [row for row in cluster.status()["problems"] if row["kind"] == "over_limit"]
 
 
 def pages(cluster: ProcessCluster, host: str) -> int:
@@ -89,6 +94,14 @@ def test_rm_and_a_refused_first_put_give_their_memory_back(tmp_path: Path, nurse
         for rank in large.begin(["h0", "h1"], last_step=1):
             rank.kill()
         assert pages(cluster, "h0") > only_small + 15 * MIB
+        cluster.config = replace(cluster.config, arena_bytes=4 * MIB)
+        cluster.kill_holder("h1")
+        cluster.start_holder("h1")
+        cluster.wait_live("h0", "h1")
+        [row] = wait_for(lambda: over_limit(cluster), "a smaller limit than what is reserved")
+        assert (row["about"], row["severity"]) == ("h1", "degraded")
+        assert "over the limit of 4.0 MiB (arena_bytes): nothing more is admitted" in row["cause"]
+        assert row["remedy"].startswith("`memstore rm` a job that is not needed")
         for job in ("large", "small"):
             wait_for(lambda job=job: cluster.job(job)["ranks_alive"] == 0, f"the end of {job}")
             result = CliRunner().invoke(main, ["rm", job, "--yes", "--store", cluster.config.store])
@@ -96,11 +109,8 @@ def test_rm_and_a_refused_first_put_give_their_memory_back(tmp_path: Path, nurse
             limit = only_small if job == "large" else 0
             wait_for(lambda limit=limit: pages(cluster, "h0") <= limit, f"the memory of {job}")
         wait_for(lambda: all(s["claimed_bytes"] == 0 for s in stats(cluster).values()), "status to say so")
+        assert over_limit(cluster) == []
 
-        cluster.config = replace(cluster.config, arena_bytes=4 * MIB)
-        cluster.kill_holder("h1")
-        cluster.start_holder("h1")
-        cluster.wait_live("h0", "h1")
         ranks = Fleet(cluster, nursery, job="refused", kib=8192).launch(["h0", "h1"])
         for rank in ranks:
             rank.begin("put", step=0)

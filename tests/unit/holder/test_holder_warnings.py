@@ -41,3 +41,7 @@ def test_a_helper_that_was_not_built_and_a_damaged_table_are_said_with_the_remed
     for part in ("put aside as slots.damaged", "without its native helper", "libxxhash-dev"):
         assert part in words
         assert part in caplog.text
+    monkeypatch.setattr(extension, "built", object())  # the remedy: it was installed again
+    holder = started(tmp_path)
+    holder.close()
+    assert host_causes("host_warning", holder.heartbeat().stats) == ["it is small"]

@@ -351,12 +351,13 @@ def test_a_launch_that_gathers_says_who_is_awaited() -> None:
     assert answer == {"come": "2 of 4 ranks have come", "awaited": "ranks 1, 3", "is_complete": False}
     [problem] = [problem for problem in world.status()["problems"] if problem["about"] == JOB]
     assert problem["cause"] == "a launch gathers: 2 of 4 ranks have come after 7 s, waiting for ranks 1, 3"
-    assert problem["severity"] == "note"
+    assert (problem["kind"], problem["severity"]) == ("launch_waits", "note")
     assert problem["remedy"].startswith("start ranks 1, 3, or see")
     ranks += [world.join(r, 4, "k") for r in (1, 3)]
     world.run(1.0)
     assert {rank.attempt for rank in ranks} == {1}
     assert world.status()["launches"] == []
+    assert "launch_waits" not in {problem["kind"] for problem in world.status()["problems"]}
 
 
 def test_a_launch_that_waits_for_a_host_names_it() -> None:

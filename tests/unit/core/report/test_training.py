@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from memstore.cli.output import ExitCode
 from memstore.cli.status import check_code
 from memstore.core.report.metrics import status_gauges
-from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, KINDS, NOTE, STOPPED
+from memstore.core.report.problems import CLOSED_SHOWN_S, DEGRADED, NOTE, STOPPED
 from memstore.core.schedule.step_pace import LAG_MIN_S, LATE_MIN_S, LATE_UNPACED_S, Pace
 from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import trained
@@ -310,13 +309,3 @@ def test_copies_that_cannot_lie_far_apart_are_a_note_until_a_host_makes_it_possi
     world.run(10.0)
     train(world, ranks, 3, 4)
     assert rows(world, "placement") == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_row_is_produced_by_a_fault_in_some_test_and_is_in_the_manual(kind: str) -> None:
-    """The tests that name it break something, find the row, and do its remedy or see it go with its cause."""
-    page = (ROOT / "docs/operate/troubleshooting.md").read_text(encoding="utf-8")
-    assert f"| `{kind}` |" in page
-    paths = set((ROOT / "tests").rglob("test_*.py")) - {ROOT / "tests/unit/core/report/test_survival.py"}
-    named = [path for path in paths if f'"{kind}"' in path.read_text(encoding="utf-8")]
-    assert named, f"no test finds a row of kind {kind}"
