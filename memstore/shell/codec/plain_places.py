@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memstore.core.format.object_tree import Node
+from memstore.core.format.object_tree import NESTING_MAX, Node
 from memstore.shell.codec.walk import is_stateful
 from memstore.shell.tensors import subclasses
 
@@ -129,12 +129,16 @@ def is_mutable(record: Any) -> bool:
     return dataclasses.is_dataclass(record) and not getattr(record, "__dataclass_params__").frozen  # noqa: B009
 
 
-def copies(state: Any, name: str) -> Iterator[str]:
+def copies(state: Any, name: str, around: tuple[int, ...] = ()) -> Iterator[str]:
     """Yield the paths in a state to dicts that state_dict() of some object made, and that are no part of the object.
 
     Such a dict has private names among its keys, or is an optimizer's. Of a module's only those entries are yielded
-    that share no memory with anything else: its parameters and buffers are there themselves.
+    that share no memory with anything else: its parameters and buffers are there themselves. A state that contains
+    itself or is nested too deep ends there: the plan of it refuses it. `around` has the ids of what it lies in.
     """
+    if id(state) in around or len(around) >= NESTING_MAX:
+        return
+    inside = (*around, id(state))
     if isinstance(state, dict):
         if getattr(state, "_metadata", None) is not None:  # torch's note in the dict of a module
             yield from (f"{name}[{key!r}]" for key in _copied_keys(state))
@@ -142,10 +146,10 @@ def copies(state: Any, name: str) -> Iterator[str]:
             yield name
         else:
             for key, value in state.items():
-                yield from copies(value, f"{name}[{key!r}]")
+                yield from copies(value, f"{name}[{key!r}]", inside)
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
-            yield from copies(value, f"{name}[{index}]")
+            yield from copies(value, f"{name}[{index}]", inside)
 
 
 def _copied_keys(state: dict[Any, Any]) -> list[Any]:
@@ -179,11 +183,16 @@ def _storage_of(value: Any) -> int | None:
 
 def is_live(value: Any) -> bool:
     """Return whether a value is, or has in it, a tensor, an array or an object with load_state_dict()."""
-    if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value):
-        return True
-    if isinstance(value, dict):
-        return any(map(is_live, value.values()))
-    return isinstance(value, list | tuple | deque) and any(map(is_live, value))
+    seen: set[int] = set()  # of containers: one may contain itself
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor | np.ndarray) or is_stateful(each):
+            return True
+        if isinstance(each, dict | list | tuple | deque) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+    return False
 
 
 def _has_identity(value: Any) -> bool:

@@ -169,9 +169,9 @@ class StateWalk:
         The caller discards the id when it is done; a refusal ends the whole walk.
         """
         if id(value) in self._open:
-            raise _Refused("it contains itself", value)
+            raise _Refused("it contains itself; put it without that entry", value)
         if len(self._open) >= NESTING_MAX:
-            raise _Refused(f"it is nested deeper than {NESTING_MAX} containers", value)
+            raise _Refused(f"it is nested deeper than {NESTING_MAX} containers; put it flatter", value)
         self._open.add(id(value))
 
     def _dict(self, value: dict[Any, Any]) -> Any:

@@ -137,7 +137,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
         rows = [[name, dtype.fields[name][1], describe_dtype(dtype.fields[name][0])] for name in dtype.names]
         return ["struct", dtype.itemsize, rows]
     if dtype.hasobject or dtype.kind not in "biufcSUVMm" or np.dtype(dtype.str) != dtype:
-        raise ValueError(f"numpy dtype {dtype} cannot be stored without pickle")
+        raise ValueError(f"numpy dtype {dtype} cannot be stored without pickle; put its tolist()")
     return dtype.str
 
 

@@ -18,7 +18,7 @@ from memstore.client.reader import Reader
 from memstore.client.store import Store
 from memstore.config import Config
 from memstore.core.wire.calls import AskEvents
-from memstore.errors import ConfigError, StepConflict
+from memstore.errors import ConfigError, StepConflict, UnsupportedState
 from memstore.shell.rank.admin_link import Tool
 
 Call = Callable[[Store, Reader, Any], Any]
@@ -190,3 +190,22 @@ def test_a_question_that_no_message_can_hold_names_its_fault(pair: tuple[Store, 
     """Behind the checks of arguments: the question and its job are named, and the field that is wrong."""
     with pytest.raises(ConfigError, match=r"^events of job 'job' cannot be asked for: Expected `int` >= 0 .*since"):
         pair[1]._tool.ask(AskEvents(job="job", since=-1))
+
+
+def test_a_state_without_an_end_is_refused_by_path_at_the_first_put(new: tuple[Store, Reader]) -> None:
+    """A list in itself, a dict in itself twice, a tower; the remedy is taken."""
+    store, _ = new
+    ring: list[Any] = [1.0]
+    ring.append(ring)
+    wheel: dict[str, Any] = {}
+    wheel |= {"a": wheel, "b": wheel}
+    tower: Any = [1.0]
+    for _ in range(3000):
+        tower = [tower]
+    for value, match in ((ring, r"\['x'\]\[1\].*without that entry"), (wheel, "itself"), (tower, "put it flatter")):
+        for call in (store.prepare, lambda state: store.put(1, state)):
+            with pytest.raises(UnsupportedState, match=match):
+                call({"x": value})
+    with pytest.raises(UnsupportedState, match=r"dtype object.*put its tolist\(\)"):
+        store.put(1, {"x": np.array([1, "a"], dtype=object)})
+    store.put(1, {"x": ring[:1], "y": np.array([1, "a"], dtype=object).tolist()}).wait("committed", WAIT_S)
