@@ -115,7 +115,7 @@ class StateBuild:
         self._assigned = {} if match is None else match.plain.by_node
         self._extents: dict[tuple[int, str | None], torch.Tensor] = {}
         self._tensors: dict[int, Any] = {}
-        self._loads: list[tuple[Any, Any]] = []
+        self._loads: list[tuple[str, Any, Any]] = []  # path, object, what it gets
         self._values: dict[int, Any] = {}  # id of a node that is assigned -> its object
         self._later: list[Callable[[], object]] = []  # steps that need bytes that were read, in order
         self._waiting_bytes = 0  # host memory kept for them
@@ -134,10 +134,10 @@ class StateBuild:
             raise _Malformed(f"a {node.tag.name.lower()} cannot be rebuilt: {error}") from None
         if id(node) in self._assigned:
             self._values[id(node)] = value
-        stateful = self._statefuls.get(id(node))
-        if stateful is None:
+        if id(node) not in self._statefuls:
             return value
-        self._loads.append((stateful, value))
+        path, stateful = self._statefuls[id(node)]
+        self._loads.append((path, stateful, value))
         return stateful
 
     def bring_parts(self) -> None:
@@ -177,14 +177,14 @@ class StateBuild:
         Raises:
             LoadError: One of them did not take it.
         """
-        for number, (stateful, value) in enumerate(self._loads):
+        for number, (path, stateful, value) in enumerate(self._loads):
             try:
                 stateful.load_state_dict(value)
             except Exception as exc:
-                done = [type(each).__name__ for each, _ in self._loads[:number]]
+                done = ", ".join(["all tensors", *(written for written, _, _ in self._loads[:number])])
                 raise LoadError(
-                    f"{type(stateful).__name__}.load_state_dict() raised {type(exc).__name__}: {exc} (written by then: "
-                    f"all tensors{', ' if done else ''}{', '.join(done)})"
+                    f"{type(stateful).__name__}.load_state_dict() raised {type(exc).__name__}: {exc} (of {path}; written "
+                    f"by then: {done})"
                 ) from exc
 
     def _fill(self, spec: TensorSpec, target: Any, leaf: Leaf) -> None:

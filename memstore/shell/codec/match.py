@@ -41,6 +41,7 @@ _SEQUENCES = {
 }  # fmt: skip
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _HOLDS_BYTES = (Tag.TENSOR, Tag.ARRAY, Tag.DTENSOR, Tag.SUBCLASS)
+_OF_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"))  # in names
 Places = dict[int, Any]  # id of a node -> the live tensor, array or subclass to fill there
 
 
@@ -54,7 +55,9 @@ class StateMatch:
     def __init__(self, layout: Layout, into: object, name: str, keys: Callable[[Any], Any]) -> None:
         self.places: Places = {}
         self.leaves: dict[int, Leaf] = {}  # id of a tensor's or array's node -> the Leaf of its target
-        self.statefuls: dict[int, Any] = {}  # id of a node -> the object whose load_state_dict takes it
+        self.statefuls: dict[
+            int, tuple[str, Any]
+        ] = {}  # id of a node -> path and object whose load_state_dict takes it
         self.meshes: list[Any] = []
         self._overlapping: list[tuple[str, TensorSpec, Any]] = []  # targets in which several elements share memory
         self.plain = PlainPlaces()
@@ -63,7 +66,15 @@ class StateMatch:
         self._homeless: list[tuple[str, Node]] = []
         self._owner: Any = None  # the object with load_state_dict() whose state is being compared
         self._fixed: dict[int, frozenset[int]] = {}  # by id of such an object
-        self._match(layout.tree, into, name, is_strict=True, place=None)
+        try:
+            self._match(layout.tree, into, name, is_strict=True, place=None)
+        except ManifestMismatch as error:
+            if not hasattr(error, "lacks_remedy"):
+                raise
+            raise ManifestMismatch(
+                f"{error}: give what was put, built as it was then (the object itself where that is its state_dict()), "
+                "or take the value from the state of got = store.get() without into="
+            ) from None
         for path, node in self._homeless:
             if self.mesh_of(node) is None:
                 raise ManifestMismatch(
@@ -117,14 +128,14 @@ class StateMatch:
             if type(target).load_state_dict is torch.optim.Optimizer.load_state_dict:
                 self._check_groups(node, target, path)
         if not isinstance(node, Node):
-            raise ManifestMismatch(f"{path} was stored as {_shown(node)} and is a {type(target).__name__} in `into`")
+            raise _differs(f"{path} was stored as {_shown(node)} and is a {type(target).__name__} in `into`")
         outer, self._owner = self._owner, target
         if isinstance(target, torch.nn.Module):
             self._match_module(node, target, path)
         else:
             self._match(node, target.state_dict(), path, is_strict=False, place=handled)
         self._owner = outer
-        self.statefuls[id(node)] = target
+        self.statefuls[id(node)] = path, target
 
     def _match_module(self, node: Node, module: torch.nn.Module, path: str) -> None:
         """Match a module, whose parameters all exist; other objects may still have to create their state."""
@@ -135,8 +146,13 @@ class StateMatch:
             else:
                 self._match(node, live, path, is_strict=True, place=handled)
         except ManifestMismatch as error:
-            if _holds(node, (Tag.DTENSOR,)):
+            if not hasattr(error, "lacks_remedy"):
                 raise
+            if _holds(node, (Tag.DTENSOR,)):
+                raise ManifestMismatch(
+                    f"{error}: build and shard it as it was; what other ranks or another sharding shall load is saved "
+                    "through DCP (store.dcp_writer, store.dcp_reader)"
+                ) from None
             raise ManifestMismatch(
                 f"{error}; to load what fits: got = store.get() without into=, take the entries that do not fit out of "
                 f"got.{path}, and pass it to load_state_dict(..., strict=False)"
@@ -177,7 +193,7 @@ class StateMatch:
 
     def _match_leaf(self, node: Any, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
         if isinstance(target, torch.Tensor | np.ndarray) and self._is_fixed(target, is_strict):
-            raise ManifestMismatch(f"{path} was stored as a plain object and is a {_shown(target)} in `into`")
+            raise _differs(f"{path} was stored as a plain object and is a {_shown(target)} in `into`")
         self.plain.take(node, target, path, place)
 
     def _match_record(self, node: Node, target: Any, path: str, *, is_strict: bool, place: Place) -> None:
@@ -212,12 +228,14 @@ class StateMatch:
                 self._match(child, target[key], where, is_strict=is_strict, place=inner)
             elif _holds_bytes(child):
                 is_needed = is_strict or (module is not None and key in one_sided)
+                if is_needed and module is not None:
+                    _check_wrapping(where, key, target)
                 self._homeless_below(child, where, is_needed, "with tensors", None)
             else:
                 self.plain.take(child, None, where, inner)
         missing = [key for key in target if key in one_sided and key not in stored]
         if missing and (is_strict or module is not None):
-            raise ManifestMismatch(f"{path}[{missing[0]!r}] is in `into` and was not stored")
+            raise _differs(f"{path}[{missing[0]!r}] is in `into` and was not stored")
 
     def _by_live_key(self, pairs: Iterable[tuple[Any, Any]], target: dict[Any, Any]) -> dict[Any, Any]:
         """Return the stored values under the keys of `target`: a NaN equals no other, and is found by its bits."""
@@ -237,7 +255,7 @@ class StateMatch:
         """Match a list, tuple or deque with one that is stored item by item, or as a block of numbers."""
         count, is_refilled = self._count(node), type(target) is deque and not _holds_bytes(node)
         if is_strict and count < len(target) and not is_refilled:  # live entries without a counterpart
-            raise ManifestMismatch(f"{path} was stored with {count} items and has {len(target)} in `into`")
+            raise _differs(f"{path} was stored with {count} items and has {len(target)} in `into`")
         if node.tag in NUMBER_BYTES or is_refilled:
             self._match_whole(node, target, path, is_strict=is_strict, place=place)
         else:
@@ -277,7 +295,7 @@ class StateMatch:
     def _homeless_below(self, node: Any, path: str, is_strict: bool, stored: str, target: Any) -> None:
         """Refuse bytes without a place, or, inside a Stateful object, note what needs a mesh to exist."""
         if is_strict:
-            raise ManifestMismatch(f"{path} was stored {stored} and `into` has {_shown(target)} there")
+            raise _differs(f"{path} was stored {stored} and `into` has {_shown(target)} there")
         if not isinstance(node, Node):
             return
         if node.tag is Tag.SUBCLASS:
@@ -304,13 +322,13 @@ class StateMatch:
             self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_tensor, target, path), target, path, is_strict)
         elif node.tag is Tag.ARRAY and type(target) is np.ndarray:
             if not target.flags.writeable and self._is_fixed(target, is_strict):
-                raise ManifestMismatch(f"{path} is a read-only array in `into`; it cannot be filled")
+                raise _differs(f"{path} is a read-only array in `into`; it cannot be filled")
             self._match_leaf_bytes(node, leaf_or_mismatch(leaf_of_array, target, path), target, path, is_strict)
         elif not self._is_fixed(target, is_strict):
             self._homeless_below(node, path, False, "", target)
         else:
             kind = node.data[0] if node.tag is Tag.SUBCLASS else node.tag.name.lower()
-            raise ManifestMismatch(f"{path} was stored as a {kind} and is {_shown(target)} in `into`")
+            raise _differs(f"{path} was stored as a {kind} and is {_shown(target)} in `into`")
 
     def _match_leaf_bytes(self, node: Node, leaf: Leaf, target: Any, path: str, is_strict: bool) -> None:
         spec = self._layout.tensors[node.data]
@@ -318,11 +336,11 @@ class StateMatch:
         if is_other and not self._is_fixed(target, is_strict):
             return
         if (spec.dtype, spec.shape) != (leaf.dtype, leaf.shape):
-            raise ManifestMismatch(
+            raise _differs(
                 f"{path} was stored as {spec.dtype} {list(spec.shape)} and is {leaf.dtype} {list(leaf.shape)} in `into`"
             )
         if leaf.strides and any(not step and size > 1 for step, size in zip(leaf.strides, leaf.shape, strict=True)):
-            raise ManifestMismatch(f"{path} is an expanded view in `into`; one element cannot take many values")
+            raise _differs(f"{path} is an expanded view in `into`; one element cannot take many values")
         if leaf.strides and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
             self._overlapping.append((path, spec, target))
         self.places[id(node)], self.leaves[id(node)] = target, leaf
@@ -334,7 +352,7 @@ class StateMatch:
             ("mesh ranks", "mesh shape", "mesh names", "placements", "shape"), node.data, described, strict=False
         ):
             if old != new:
-                raise ManifestMismatch(f"{path}: DTensor stored with {what} {old}, `into` has {new}")
+                raise _differs(f"{path}: DTensor stored with {what} {old}, `into` has {new}")
         self.meshes.append(target.device_mesh)
         self._match(
             node.children[0], subclasses.local_tensor(target), f"{path}.to_local()", is_strict=True, place=handled
@@ -360,7 +378,7 @@ class StateMatch:
         except UnsupportedState as error:
             raise ManifestMismatch(f"{path}: the subclass's flatten context cannot be compared: {error}") from None
         if list(inner) != node.data[1] or packed != msgpack.packb(_raw(node.children[-1])):
-            raise ManifestMismatch(f"{path}: stored {node.data[0]} and the one in `into` differ in parts or context")
+            raise _differs(f"{path}: stored {node.data[0]} and the one in `into` differ in parts or context")
         for (name, part), child in zip(inner.items(), node.children[:-1], strict=True):
             self._match(child, part, f"{path}.{name}", is_strict=True, place=handled)
         self.places[id(node)] = target
@@ -392,6 +410,25 @@ def _entries(node: Any) -> dict[str, Any]:
     """Return the stored values of a plain dict under its keys of text."""
     pairs = node.children if isinstance(node, Node) and node.tag is Tag.DICT else ()
     return {key: child for key, child in zip(pairs[::2], pairs[1::2], strict=True) if isinstance(key, str)}
+
+
+def _differs(message: str) -> ManifestMismatch:
+    """Return an error to which the remedy is added further out: it depends on what the two sides lie in."""
+    return ManifestMismatch(message, lacks_remedy=True)
+
+
+def _check_wrapping(path: str, stored: str, target: Collection[str]) -> None:
+    """Refuse a module that is wrapped otherwise than it was: strict=False would load nothing of it."""
+    now = next((key for key in target if key != stored and _unwrapped(key) == _unwrapped(stored)), None)
+    if now is not None:
+        raise ManifestMismatch(
+            f"{path} was stored and `into` has it as {now!r}: give the module wrapped as it was put, best at each put "
+            "and get without torch.compile (model._orig_mod) and without DDP (model.module)"
+        )
+
+
+def _unwrapped(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _OF_WRAPPERS)
 
 
 def leaf_or_mismatch(describe: Callable[[Any], Leaf], target: Any, path: str) -> Leaf:

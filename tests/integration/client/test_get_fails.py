@@ -70,7 +70,7 @@ def test_what_load_state_dict_raises_fails_the_get_on_all_ranks_and_no_put_is_ta
     assert isinstance(mine, LoadError)
     said = str(mine)
     assert "Picky.load_state_dict() raised ValueError: loaded state dict has a different number" in said
-    assert "written by then: all tensors" in said
+    assert "(of state['opt']; written by then: all tensors" in said
     assert said.endswith("the state given as into= is unusable: repair that object and call get() again")
     assert isinstance(others, RecoveryError)
     assert "get() failed on rank 0 while its state was loaded" in str(others)

@@ -54,6 +54,8 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype is other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | deque):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -215,9 +217,48 @@ def test_the_way_out_of_a_module_that_has_changed_works() -> None:
     assert torch.equal(new.weight, old.weight)
 
 
+def test_a_module_that_is_wrapped_otherwise_is_named_with_its_wrapper() -> None:
+    """strict=False would load nothing of it, without a word; without the wrapper it is filled."""
+    old, new = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    compiled = torch.compile(new, backend="eager")
+    with pytest.raises(ManifestMismatch, match=r"it as '_orig_mod\.weight': give.*model\._orig_mod") as raised:
+        check_into(stored({"x": old})[0], {"x": compiled})
+    assert "strict=False" not in str(raised.value)
+    decode_state(*stored({"x": old}), into={"x": compiled._orig_mod})
+    assert torch.equal(new.weight, old.weight)
+
+
+DICTS: dict[str, tuple[Any, Any]] = {
+    "state of an optimizer that has not stepped": ({"state": {0: torch.ones(2)}}, {"state": {}}),
+    "extra state of another length": ({"_extra_state": torch.ones(9)}, {"_extra_state": torch.ones(3)}),
+    "one more": ({}, {"new": torch.ones(2)}),
+    "a list": ([1, 2], [1, 2, 3]),
+    "an expanded view": (torch.ones(3), torch.zeros(1).expand(3)),
+}
+
+
+@pytest.mark.parametrize("name", DICTS)
+def test_what_differs_outside_of_a_module_comes_with_two_ways_on(name: str) -> None:
+    """The object itself, or the value out of a get without into=."""
+    value, live = DICTS[name]
+    layout, views, chunk_bytes = stored({"x": value})
+    with pytest.raises(ManifestMismatch, match=r"state\['x'\].*the object itself.*store\.get\(\) without into="):
+        check_into(layout, {"x": live})
+    assert same(decode_state(layout, views, chunk_bytes)["x"], value)
+
+
+def test_a_list_in_itself_takes_the_numbers_that_were_stored() -> None:
+    """It is looked through once."""
+    ring: list[Any] = [1.0]
+    ring.append(ring)
+    into = {"x": ring}
+    decode_state(*stored({"x": [0.5] * 100}), into=into)
+    assert into == {"x": [0.5] * 100}
+
+
 def test_a_meta_tensor_is_refused_with_what_to_call() -> None:
     """It has no memory to fill."""
     with torch.device("meta"):
         model = torch.nn.Linear(3, 2)
-    with pytest.raises(ManifestMismatch, match=r"to_empty\(device="):
+    with pytest.raises(ManifestMismatch, match=r"to_empty\(device=\.\.\.\) on its module first$"):
         check_into(stored({"x": torch.nn.Linear(3, 2)})[0], {"x": model})
