@@ -183,8 +183,8 @@ class StateBuild:
             except Exception as exc:
                 done = ", ".join(["all tensors", *(written for written, _, _ in self._loads[:number])])
                 raise LoadError(
-                    f"{type(stateful).__name__}.load_state_dict() raised {type(exc).__name__}: {exc} (of {path}; written "
-                    f"by then: {done})"
+                    f"{type(stateful).__name__}.load_state_dict() raised {type(exc).__name__}: {exc} (of {path}; "
+                    f"written by then: {done})"
                 ) from exc
 
     def _fill(self, spec: TensorSpec, target: Any, leaf: Leaf) -> None:
