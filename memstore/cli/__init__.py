@@ -84,7 +84,7 @@ def main() -> None:
     """Checkpoints of every step, in the memory of the training hosts, replicated to peers.
 
     Exit codes: 0 fine, 1 operating error, 2 wrong usage, 3 something committed cannot be recovered, 4 degraded,
-    130 Ctrl-C.
+    5 a job does not train (status --check), 130 Ctrl-C.
     """
 
 

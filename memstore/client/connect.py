@@ -27,7 +27,7 @@ from memstore.shell.native.extension import problem as native_problem
 from memstore.shell.rank.admin_link import store_root
 from memstore.shell.rank.collective import ask_with_all
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.rank.launch import Launch, detect_launch
+from memstore.shell.rank.launch import REHEARSAL_VARIABLE, Launch, detect_launch
 from memstore.shell.rank.sigterm import WATCH, check_sigterm
 
 R = TypeVar("R")
@@ -157,6 +157,11 @@ def connect(
     """
     config = check_config(config)
     check_name("job", job)
+    if REHEARSAL_VARIABLE in os.environ:
+        raise ConfigError(
+            f"this process rehearses {os.environ[REHEARSAL_VARIABLE]} and joins no job, else it would fence the one "
+            f"that trains: call connect({job!r}) outside of build(), under `if __name__ == '__main__':`"
+        )
     shard_rank, shard_count = check_shard(shard_rank, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)

@@ -32,6 +32,7 @@ from memstore.core.format.manifest import chunk_sizes
 from memstore.errors import ConfigError, LoadError, MemstoreError, PeerTimeout
 from memstore.shell.codec.decode import build_state, decode_state, matched
 from memstore.shell.codec.encode import copy_into, plan_state
+from memstore.shell.rank.launch import REHEARSAL_VARIABLE
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.tensors.slot_stream import SlotStream
 
@@ -135,6 +136,7 @@ def rehearse_alone(target: str, steps: int, timeout_s: float) -> Rehearsal:
 def _child(part: str, folder: Path, target: str, steps: int, timeout_s: float) -> dict[str, Any]:
     """Run one process of a rehearsal to its end; with it ends all that it started."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    env[REHEARSAL_VARIABLE] = target
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
     command = [sys.executable, "-m", "memstore.client.rehearsal", part, str(folder), target, str(steps)]
     # What the user's code prints is no data of ours: it goes to stderr.

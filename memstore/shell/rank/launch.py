@@ -25,6 +25,7 @@ from memstore.shell.arena.lock import process_start_time
 from memstore.shell.host.identity import read_boot_id
 
 log = logging.getLogger("memstore")
+REHEARSAL_VARIABLE = "MEMSTORE_REHEARSAL"  # what a process rehearses: it is no rank of any launch
 _KEY_NBYTES = 16  # 128 random bits: two launches never draw the same
 _BLOCK_NBYTES = 256  # what rank 0 broadcasts: the key, then its launcher's name in UTF-8, padded with zeros
 

@@ -30,6 +30,7 @@ FILE = Path(rehearsed.__file__)
         ("without_random_state", "something that training uses is not in the state, such as random state"),
         ("raises", "raised RuntimeError: no data set here"),
         ("absent", "has no function 'absent'"),
+        ("connects", "joins no job, else it would fence the one that trains: call connect('llm') outside of build()"),
     ],
 )
 def test_what_would_not_come_back_is_named(name: str, found: str) -> None:

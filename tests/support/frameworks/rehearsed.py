@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import memstore
+
 Built = tuple[dict[str, Any], Callable[[], float]]
 
 
@@ -97,3 +99,9 @@ def raises() -> Built:
 def hangs() -> Built:
     torch.futures.Future().wait()  # for ever
     raise AssertionError
+
+
+def connects() -> Built:
+    """A training script's whole work: in a rehearsal it would become the job's next launch."""
+    memstore.connect("llm", rank=0, world_size=1)
+    return good()
