@@ -59,7 +59,7 @@ class StatusReport:
         """Return the answer to `memstore status`."""
         now, state = self.state.now, self.state
         self._shards = {name: shards for name, shards in self._shards.items() if name in state.jobs}
-        holds, pushes = self._holds(), Counter(source for source, _ in self.pushes.under_way.values())
+        holds, pushes = self._holds(), self._repairs()
         hosts = [self._host(host, holds.get(host, []), pushes[host]) for host in sorted(state.hosts.states)]
         waiting = launches(state, self.attempts)
         jobs = [self._job(job) for _, job in sorted(state.jobs.items())]
@@ -79,6 +79,15 @@ class StatusReport:
             drain_left=remains.shards_count, drain_may_come=remains.may_come, drain_short=remains.short,
             drain_durable=remains.durable, is_on_probation=self.state.hosts.is_on_probation(now, host),
             up_s=now - state.began_s, pushes=pushes,
+        )  # fmt: skip
+
+    def _repairs(self) -> Counter[str]:
+        """Return by host the copies of committed steps that it sends; those of an open step are its rank's put."""
+        commits = {name: job.commits for name, job in self.state.jobs.items()}
+        under_way = self.pushes.under_way.items()
+        return Counter(
+            source for (shard, _), (source, _) in under_way
+            if StepId(shard.attempt, shard.step) in commits.get(shard.job, ())
         )  # fmt: skip
 
     def _holds(self) -> dict[str, list[str]]:

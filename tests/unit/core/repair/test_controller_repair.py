@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from memstore.core.wire.orders import PushCopy
-from memstore.testing.controller.holder import CHUNKS
+from memstore.testing.controller.holder import CHUNKS, FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import ShardId, StepId
@@ -324,3 +324,24 @@ def test_what_is_held_for_a_host_that_dies_often_takes_no_room_of_puts() -> None
             beside.update(host for host in world.holders_of(step, rank) if host not in asked)
     assert beside
     assert max(beside.values()) == 1
+
+
+def test_status_counts_copies_of_committed_steps_as_repair_and_no_put() -> None:
+    """A put under way lacks copies too, and its host is ordered to send them: nothing is lost that is to be rebuilt."""
+    world, ranks = trained(4, 3)
+    for holder in world.holders.values():
+        holder.push = lambda shard, target: None  # type: ignore[method-assign]
+    world.put(ranks[0], 2)
+    world.run(3.0)
+    assert any(holder.received(PushCopy) for holder in world.holders.values())
+    assert sum(pushes(world, ranks[0])) == 0
+    world.kill_host("h1")
+    world.run(12.0)
+    assert sum(pushes(world, ranks[0])) > 0
+
+
+def pushes(world: ControllerWorld, rank: FakeRank) -> list[int]:
+    """Return what status says that each host sends."""
+    world.call(rank, "status")
+    world.run(0.5)
+    return [row["pushes"] for row in rank.answers["status"][-1]["hosts"]]
