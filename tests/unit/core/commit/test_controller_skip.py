@@ -49,12 +49,12 @@ def test_status_tells_why_a_step_was_skipped() -> None:
     world.run(1.0)
     cause, remedy = skip_row(world, ranks[0])
     assert cause == "1 step skipped; the newest: rank 1 gave up step 1: no room"
-    assert "raise arena_bytes" in remedy
+    assert "raise stall_budget_s" in remedy
     world.skip(ranks[0], 2, is_failed=True)
     world.run(1.0)
     cause, remedy = skip_row(world, ranks[0])
     assert cause == "2 steps skipped; the newest: rank 0 gave up step 2: its state was changed"
-    assert "arena_bytes" not in remedy
+    assert "stall_budget_s" not in remedy
     world.put(ranks[0], 3)
     world.put(ranks[1], 4)
     world.run(1.0)
