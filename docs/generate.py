@@ -31,7 +31,6 @@ VALUES = {
     "arena_dir": "an absolute path",
     "arena_bytes": '`"auto"`, bytes, or text such as `"64GiB"`',
     "failure_domains": "names of node labels",
-    "transport": '`"tcp"` or `"nixl"`',
     "interface": '`eth2`, `10.20.0.0/16`, an address, a list of these (`["ib0", "ib1"]`), or None',
     "tls_cert": "an absolute path or None",
     "tls_key": "an absolute path or None",

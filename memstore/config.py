@@ -42,7 +42,6 @@ STORE_FIELDS = (
     "interface",
     "port",
     "streams",
-    "transport",
     "heartbeat_s",
     "suspect_after_s",
     "dead_after_s",
@@ -74,7 +73,6 @@ class Config:
     interface: str | Sequence[str] | None = None  # network(s) of copies, each an interface or a CIDR; None: default's
     port: int = 0  # port of every holder; 0: any free one
     streams: int = 4  # most connections for bulk bytes between two hosts; never more than the host has cores
-    transport: str = "tcp"  # carries bulk bytes between holders: "tcp", or "nixl" where NVIDIA NIXL is installed
     heartbeat_s: float = 0.5  # time between two heartbeats of a holder
     suspect_after_s: float = 1.5  # silence after which new work avoids a host (R28)
     dead_after_s: float = 5.0  # silence after which a host is dead; its copies are rebuilt as long after that (R28)
@@ -131,7 +129,6 @@ class Config:
         if self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 4096", field="chunk_bytes")
         _check_tls({name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")})
-        _check_transport(self.transport, self.tls_cert)
         if self.min_copies > self.replicas:
             raise ConfigError(
                 f"min_copies={self.min_copies} exceeds replicas={self.replicas}: lower min_copies or raise replicas",
@@ -280,15 +277,6 @@ def _check_tls(files: dict[str, Any]) -> None:
     for name in given:
         if not isinstance(files[name], str) or not files[name].startswith("/") or "\0" in files[name]:
             raise ConfigError(f"{name}={files[name]!r} is not an absolute path", field=name, value=files[name])
-
-
-def _check_transport(transport: object, tls_cert: str | None) -> None:
-    """Refuse an unknown transport, and one that would send in the clear what TLS is to hide."""
-    if transport not in ("tcp", "nixl"):
-        raise ConfigError(f"transport={transport!r} is unknown: use tcp or nixl", field="transport", value=transport)
-    if transport == "nixl" and tls_cert is not None:
-        raise ConfigError("transport='nixl' has no TLS: unset tls_cert, tls_key and tls_ca, or use tcp",
-                          field="transport", value=transport)  # fmt: skip
 
 
 def _check_durable(place: object, compression: object, key_file: object) -> None:

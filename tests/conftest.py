@@ -38,10 +38,8 @@ os.environ.update(
 )
 # What a launcher or a shell may have left; a test that wants one of them sets it.
 _FOREIGN = ("MEMSTORE_", "TORCHELASTIC_", "SLURM_", "MASTER_", "LOCAL_")
-_transport = os.environ.get("MEMSTORE_TEST_TRANSPORT", "tcp")  # of ProcessCluster; nixl with UCX_TLS=tcp
 for _name in [n for n in os.environ if n.startswith(_FOREIGN) or n in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "COLUMNS")]:
     del os.environ[_name]
-os.environ["MEMSTORE_TEST_TRANSPORT"] = _transport
 
 # With it each of a thousand processes would compile all sources again, for as long as they take to run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

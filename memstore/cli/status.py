@@ -284,8 +284,6 @@ def state_text(host: HostRow) -> str:
         return f"repairing: sending {plural(host.pushes, 'shard')}"
     if is_over_limit(host.stats):
         return "over its limit !"
-    if host.stats is not None and host.stats.withheld_bytes:
-        return f"{size_text(host.stats.withheld_bytes)} out of use: reads that were given up have not ended"
     return "ok"
 
 

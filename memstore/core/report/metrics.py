@@ -96,7 +96,6 @@ _ARENA: tuple[Row, ...] = (
     ("arena_reserved_bytes", HOST, "Arena bytes that jobs have reserved."),
     ("arena_claimed_bytes", HOST, "Arena bytes that are allocated and pre-faulted."),
     ("arena_limit_bytes", HOST, "Arena bytes allowed."),
-    ("arena_withheld_bytes", HOST, "Arena bytes out of use until reads that were given up have ended."),
 )
 _DAMAGE: tuple[Row, ...] = (
     ("scrub_findings_total", HOST, "Damaged slots found in the arena, and manifests beside it."),
@@ -179,7 +178,6 @@ def holder_gauges(host: str, stats: HostStats) -> list[Sample]:
         Sample("memstore_arena_reserved_bytes", stats.reserved_bytes, (host,)),
         Sample("memstore_arena_claimed_bytes", stats.claimed_bytes, (host,)),
         Sample("memstore_arena_limit_bytes", stats.limit_bytes, (host,)),
-        Sample("memstore_arena_withheld_bytes", stats.withheld_bytes, (host,)),
     ]
 
 

@@ -7,9 +7,6 @@ an ERROR frame (`error_message.py`). Chunks travel between the two, in CHUNK fra
       '--HasCopy, Refused-->         '--NoIncoming-->                                         '--ChunksMissing--> again
     WholeShard, with all chunks of a small shard --CopySealed, HasCopy, Refused--> or --ChunksMissing--> ChunkBatch ...
     FetchChunks --> CHUNK frames --ChunksSent-->
-
-Where a transport carries the chunks, a CHUNK frame only says where they lie, and the receiver reads them; what it
-fetched it acknowledges with ChunksRead after each frame, because the sender keeps its pin until then.
 """
 
 from __future__ import annotations
@@ -39,20 +36,6 @@ class ChunkRun(Message, frozen=True, tag="run"):
 
     sizes: tuple[Unsigned, ...]
     """Size 0 stands for a chunk that the sender lacks."""
-
-
-class ChunkPlaces(Message, frozen=True, tag="places"):
-    """The body of a CHUNK frame without bulk: where its chunks lie in the sender's arena, in the order asked for."""
-
-    sizes: tuple[Unsigned, ...]
-    """Size 0 stands for a chunk that the sender lacks."""
-    offsets: tuple[Unsigned, ...]
-    metadata: bytes
-    """What the receiver's transport needs to read from that arena."""
-
-
-class ChunksRead(Message, frozen=True, tag="read"):
-    """The chunks of the last frame are read, as far as they will be. In an EVENT frame."""
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -195,6 +178,5 @@ PeerRequest = Offer | ChunkBatch | Seal | WholeShard | Abort | FetchManifest | F
 
 decode_request: Decoder[PeerRequest] = Decoder(PeerRequest)
 decode_run: Decoder[ChunkRun] = Decoder(ChunkRun)
-decode_chunks: Decoder[ChunkRun | ChunkPlaces] = Decoder(ChunkRun | ChunkPlaces)
-decode_read: Decoder[ChunksRead] = Decoder(ChunksRead)
+decode_chunks: Decoder[ChunkRun] = Decoder(ChunkRun)
 decode_wanted: Decoder[ChunksWanted] = Decoder(ChunksWanted)

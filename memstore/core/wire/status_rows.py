@@ -92,7 +92,6 @@ class HostStats(Part, frozen=True):
     reserved_bytes: Unsigned
     claimed_bytes: Unsigned
     limit_bytes: Unsigned
-    withheld_bytes: Unsigned
     shards: Unsigned
     leased_slots: Unsigned
     digest_errors: Unsigned

@@ -18,7 +18,6 @@ from pathlib import Path
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotState, SlotTable
-from memstore.core.arena.withheld_slots import WithheldSlots
 from memstore.core.format.manifest import (
     Chunk,
     Manifest,
@@ -66,7 +65,7 @@ class ReplicaStore:
         self.arena, self.manifests, self.clock = arena, manifests, clock
         self.chunk_bytes = chunk_bytes
         self.table = SlotTable(arena.slots_count)
-        self.index, self.withheld = ReplicaIndex(self.table), WithheldSlots(self.table)
+        self.index = ReplicaIndex(self.table)
         self.room = ClaimedMemory(
             arena, self.index, self.lock, lambda: self.flush(), chunk_bytes=chunk_bytes, limit_bytes=limit_bytes,
             limit_why=limit_why, admit=admit,
@@ -479,7 +478,7 @@ class ReplicaStore:
             self.flush()
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes used, reserved, claimed, allowed and withheld, for status."""
+        """Return the bytes used, reserved, claimed and allowed, for status."""
         with self.lock:
             used = self.table.claimed_count - len(self.table.free)
             reserved = sum(share.total for share in self.index.shares.values())
@@ -488,7 +487,6 @@ class ReplicaStore:
                 "reserved_bytes": max(reserved, used) * self.chunk_bytes,
                 "claimed_bytes": self.table.claimed_count * self.chunk_bytes,
                 "limit_bytes": self.room.limit_bytes,
-                "withheld_bytes": self.withheld.count * self.chunk_bytes,
                 "shards": len(self.index.shards),
                 "leased_slots": sum(len(n) for n in self.table.leases.values()),
             }

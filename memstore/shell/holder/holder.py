@@ -42,7 +42,6 @@ from memstore.shell.arena.idle_time import IdleTime
 from memstore.shell.arena.incarnation import next_incarnation
 from memstore.shell.arena.journal_file import Journal
 from memstore.shell.arena.lock import ArenaLock, LockOwner, is_alive
-from memstore.shell.arena.mapping import ARENA_NAME
 from memstore.shell.arena.memory_limits import admission, measure
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.arena.tombstones import Tombstones
@@ -72,13 +71,11 @@ from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import Listener, connect_unix
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
-from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.client import Peer
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.shell.threads.priority import RankPriority
-from memstore.shell.transport.by_name import open_transport
 from recovery.inventory import Copy, ShardId
 
 log = logging.getLogger("memstore")
@@ -114,7 +111,6 @@ class Holder:
             self.folder, limit_bytes=arena_limit_bytes, chunk_bytes=config.chunk_bytes, limit_why=limit_words[0],
             admit=lambda asked, claimed: admission(measure(config.arena_dir), asked_bytes=asked, claimed_bytes=claimed),
         )  # fmt: skip
-        self.transport = open_transport(config.transport, self.folder / ARENA_NAME, lock_file.fileno())
         self.journal = Journal.open(self.folder / "journal")
         self.fences = JobFences()
         term = read_journal(self.journal.records(), self.fences)
@@ -191,12 +187,9 @@ class Holder:
             context, self.runner, self.calls, self.sealer, self.send_gate, self.trained,
             damage=self.damage, release_room=self.rooms.release,
         )  # fmt: skip
-        self.reads: ChunkReads | None = None  # None: frames carry the chunks
-        if self.transport is not None:
-            self.reads = ChunkReads(self.transport, self.replicas, self.replicas.arena.mapping.offset)
         self.peer_server = PeerServer(
             self.replicas, context.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-            before_offer=self._before_offer, damage=self.damage, reads=self.reads,
+            before_offer=self._before_offer, damage=self.damage,
         )  # fmt: skip
         self.orders = OrderRouter(
             context,
@@ -223,7 +216,6 @@ class Holder:
         return Peer(
             host, endpoints, secret=self.secret, store=self.config.store, identity=self._identity,
             streams=self.config.streams, damage=self.damage, pacing=self.pacing, tls=self.tls,
-            reads=self.reads,
         )  # fmt: skip
 
     def _start_loops(self) -> list[threading.Thread]:
@@ -251,8 +243,6 @@ class Holder:
         self.stop_serving()
         for thread in self._threads:
             thread.join(timeout=5.0)
-        if self.transport is not None:
-            self.transport.close()
         self.journal.close()
         self.replicas.close()
         self.idle.close()
@@ -335,7 +325,6 @@ class Holder:
             for work in (
                 self.ranks.reap, self.ranks.expire_reads, self.peer_server.give_up_idle, self.idle.keep,
                 self.sessions.write_waiting, self.replicas.manifests.look_for_room, self.guard.look, self._follow_ranks,
-                *([self.reads.free_ended] if self.reads is not None else []),
             ):  # fmt: skip
                 self.context.logged(work)
 

@@ -1,7 +1,6 @@
 """Chunks on the wire: a run of them in one frame, sent from where they lie and received into slots (R13, R14).
 
-The body of a CHUNK frame is a ChunkRun, which gives the sizes of the chunks that its bulk is. With ChunkReads it is a
-ChunkPlaces without bulk, and the receiver reads the chunks itself.
+The body of a CHUNK frame is a ChunkRun, which gives the sizes of the chunks that its bulk is.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import NamedTuple
 from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.wire.error_message import decode_error
 from memstore.core.wire.frame import BULK_BYTES_MAX, Kind
-from memstore.core.wire.peer_messages import ChunkPlaces, ChunkRun, decode_chunks
+from memstore.core.wire.peer_messages import ChunkRun, decode_chunks
 from memstore.errors import ProtocolError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel, Frame, SendGate
-from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.corruption_counts import Damage
 
 RUN_BYTES = BULK_BYTES_MAX  # the larger, the less of the interpreter's lock is held for a gigabyte
@@ -50,15 +48,8 @@ def send_run(
     *,
     timeout_s: float,
     gate: SendGate | None = None,
-    reads: ChunkReads | None = None,
 ) -> None:
-    """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError.
-
-    With `reads` only the chunks' places are sent: they have to stay there until the receiver has answered.
-    """
-    if reads is not None:
-        channel.send(Kind.CHUNK, request_id, reads.places(views), deadline_s=timeout_s * len(views), gate=gate)
-        return
+    """Send one run; None stands for a chunk that is lacking here. `timeout_s` is for each chunk. TransportError."""
     run = ChunkRun(sizes=tuple(0 if view is None else view.nbytes for view in views))
     bulk = [view for view in views if view is not None]
     channel.send(Kind.CHUNK, request_id, run, bulk, deadline_s=timeout_s * len(views), gate=gate)
@@ -66,15 +57,14 @@ def send_run(
 
 def receive_run(
     channel: Channel, replicas: ReplicaStore, replica: IncomingReplica, indices: Sequence[int], *,
-    take: Callable[[int], list[int]], damage: Damage, timeout_s: float, reads: ChunkReads | None = None, host: str = "",
+    take: Callable[[int], list[int]], damage: Damage, timeout_s: float,
 ) -> Run:  # fmt: skip
     """Receive the next frame's chunks, the first of `indices`, each digested while it is hot.
 
     Args:
         take: Takes up to the given number of slots; chunks without one are skipped and count as bad.
         damage: Called with chunks whose digest differs from the replica's.
-        timeout_s: For each chunk; for a whole run that is read.
-        reads: Reads the chunks of a frame that names their places, from `host`.
+        timeout_s: For each chunk.
 
     Raises:
         TransportError: The connection failed, or the frame is not such a run. Earlier chunks are kept.
@@ -82,13 +72,7 @@ def receive_run(
         MemstoreError: The peer's own error, if that came instead.
     """
     frame = channel.recv(timeout_s=timeout_s)
-    run = _run(channel, replicas, frame, len(indices))
-    sizes = run.sizes
-    if isinstance(run, ChunkPlaces):
-        if reads is None:
-            raise ProtocolError(f"{channel.peer} sends places of chunks: give its holder and this one one `transport`")
-        here, nbytes = reads.bring(run, replica, indices, host=host, take=take, damage=damage, timeout_s=timeout_s)
-        return _run_of(indices, sizes, here, nbytes)
+    sizes = _run(channel, replicas, frame, len(indices)).sizes
     return receive_bulk(channel, replicas, replica, indices, sizes, take=take, damage=damage, timeout_s=timeout_s)
 
 
@@ -119,14 +103,14 @@ def _run_of(indices: Sequence[int], sizes: Sequence[int], here: set[int], nbytes
     return Run(len(sizes), [i for i in indices[: len(sizes)] if i not in here], nbytes)
 
 
-def _run(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -> ChunkRun | ChunkPlaces:
+def _run(channel: Channel, replicas: ReplicaStore, frame: Frame, count: int) -> ChunkRun:
     """Return what a frame names; ProtocolError unless it is 1 to `count` chunks that fit slots and its bulk."""
     if frame.kind is Kind.ERROR and not frame.bulk_bytes:
         raise decode_error(frame.data).rebuilt()
     if frame.kind is not Kind.CHUNK:
         raise ProtocolError(f"{channel.peer}: {frame.kind.name} where up to {count} chunks were due")
     run = decode_chunks(frame.data)
-    sizes, bulk_bytes = run.sizes, sum(run.sizes) if isinstance(run, ChunkRun) else 0
+    sizes, bulk_bytes = run.sizes, sum(run.sizes)
     if not 0 < len(sizes) <= count:
         raise ProtocolError(f"{channel.peer}: a run of {len(sizes)} chunks where up to {count} were due")
     if bulk_bytes != frame.bulk_bytes or max(sizes) > replicas.chunk_bytes:

@@ -25,7 +25,6 @@ from memstore.core.wire.ids import Endpoint, WireShard
 from memstore.core.wire.peer_messages import (
     ChunkBatch,
     ChunksMissing,
-    ChunksRead,
     CopySealed,
     FetchChunks,
     HasCopy,
@@ -42,7 +41,6 @@ from memstore.shell.net.listener import connect_tcp
 from memstore.shell.net.pacing import Pacing
 from memstore.shell.net.tls import Tls
 from memstore.shell.peer.chunk_frames import RUN_BYTES, SLOW_RUN_BYTES, receive_run, runs, send_run
-from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 from memstore.shell.threads.pool_work import await_ended
@@ -70,12 +68,11 @@ class Peer:
         damage: Damage,
         pacing: Pacing,
         tls: Tls | None = None,
-        reads: ChunkReads | None = None,
     ) -> None:
         self.host_id, self._networks = host_id, HostNetworks(endpoints)
         self._secret, self._store, self._identity = secret, store, identity
         self._streams = min(streams, os.cpu_count() or 1)  # more only take turns
-        self._tls, self._pacing, self._reads = tls, pacing, reads
+        self._tls, self._pacing = tls, pacing
         self._idle: list[Channel] = []
         self._borrowed: set[Channel] = set()
         self._lock = threading.Lock()
@@ -274,8 +271,7 @@ class Peer:
                 raise ProtocolError(f"{channel.peer} asks for chunks {lack[:64]}, which were not offered to it")
             is_slow = throttle is not None or gate is not None or bool(self._pacing.bytes_per_s)
             limit_bytes = SLOW_RUN_BYTES if is_slow else RUN_BYTES
-            parts = list(runs([shipment.sizes[i] for i in lack], limit_bytes))
-            for part in parts:
+            for part in runs([shipment.sizes[i] for i in lack], limit_bytes):
                 views = [shipment.view(i) for i in lack[part]]
                 if None in views:
                     raise PeerRefused(f"one of the chunks {lack[part]} went bad here", is_final=True)
@@ -285,11 +281,9 @@ class Peer:
                 paced = functools.partial(self._pacing.sending, channel)
                 with paced() if gate is None else contextlib.nullcontext():
                     held = gate and gate.paced(paced)  # while it waits, its share of the pace is the others'
-                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held, reads=self._reads)
+                    send_run(channel, request_id, views, timeout_s=CALL_TIMEOUT_S, gate=held)
                 self.sent_bytes += nbytes
-            # Chunks that the peer reads itself have not left with the frames: it may still wait for the last ones.
-            unread = 0 if self._reads is None else len(parts)
-            if channel.recv(timeout_s=CALL_TIMEOUT_S * (1 + unread)).kind is not Kind.REPLY:
+            if channel.recv(timeout_s=CALL_TIMEOUT_S).kind is not Kind.REPLY:
                 raise ProtocolError(f"{channel.peer}: a batch ended without its reply")
 
         self._converse(send)
@@ -325,10 +319,8 @@ class Peer:
             while want:
                 run = receive_run(
                     channel, replicas, replica, want, take=replicas.take_slots_growing, damage=self._damage,
-                    timeout_s=CALL_TIMEOUT_S, reads=self._reads, host=self.host_id,
+                    timeout_s=CALL_TIMEOUT_S,
                 )  # fmt: skip
-                if self._reads is not None:
-                    channel.send(Kind.EVENT, request_id, ChunksRead(), deadline_s=CALL_TIMEOUT_S)
                 bad += run.bad
                 want = want[run.answered :]
             channel.recv(timeout_s=CALL_TIMEOUT_S)

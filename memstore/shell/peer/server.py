@@ -41,7 +41,6 @@ from memstore.core.wire.peer_messages import (
     Verified,
     Verify,
     WholeShard,
-    decode_read,
     decode_request,
 )
 from memstore.errors import (
@@ -55,7 +54,6 @@ from memstore.errors import (
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.net.channel import Channel
 from memstore.shell.peer.chunk_frames import receive_bulk, receive_run, runs, send_run
-from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.corruption_counts import Damage
 from memstore.shell.threads.priority import lower_thread_priority
 from recovery.inventory import Copy, ShardId
@@ -85,7 +83,7 @@ class PeerServer:
     def __init__(
         self, replicas: ReplicaStore, host_id: str, *, is_fenced: Callable[[str, int], bool],
         on_sealed: Callable[[Copy], None], before_offer: Callable[[ShardId], None] = lambda shard: None,
-        damage: Damage | None = None, reads: ChunkReads | None = None,
+        damage: Damage | None = None,
     ) -> None:  # fmt: skip
         self.replicas = replicas
         self.host_id = host_id
@@ -97,7 +95,7 @@ class PeerServer:
         self.life_of: dict[Channel, set[Channel]] = {}
         self.lock = threading.Lock()
         self.received_bytes = 0
-        self.damage, self.reads = damage or Damage(), reads
+        self.damage = damage or Damage()
 
     def serve(self, channel: Channel, identity: HolderIdentity) -> None:
         """Answer requests until the peer goes away; its incoming replicas go with its last connection (R13)."""
@@ -220,7 +218,7 @@ class PeerServer:
             with self._receiving(incoming):
                 run = receive_run(
                     channel, self.replicas, replica, lack, take=self._take, damage=self.damage,
-                    timeout_s=CHUNK_TIMEOUT_S, reads=self.reads, host=sender,
+                    timeout_s=CHUNK_TIMEOUT_S,
                 )  # fmt: skip
             incoming.last_frame_s = self.replicas.clock.monotonic()
             self.received_bytes += run.nbytes
@@ -391,16 +389,13 @@ class PeerServer:
         """Send chunks from where they lie; the receiver checks every digest after they left (R7)."""
         stored, pin = self._pinned(request, is_reader=is_reader)
         lacking: list[int] = []
-        reads = None if is_reader else self.reads  # ranks have no transport
         try:
             want = request.chunks
             sizes = [stored.spec.chunk_nbytes(i) if i < len(stored.slots) else 0 for i in want]
             for part in runs(sizes):
                 views = [self.replicas.chunk_view(stored, i) if i < len(stored.slots) else None for i in want[part]]
                 lacking += [i for i, view in zip(want[part], views, strict=True) if view is None]
-                send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S, reads=reads)
-                if reads is not None:
-                    decode_read(channel.recv(timeout_s=2 * CHUNK_TIMEOUT_S).data)
+                send_run(channel, request_id, views, timeout_s=CHUNK_TIMEOUT_S)
         finally:
             self.replicas.unpin(stored, pin)
         return ChunksSent(lacking=tuple(lacking))

@@ -88,8 +88,6 @@ def run(spec: dict[str, Any]) -> None:
             identity, config, secret=secret, arena_limit_bytes=limit.nbytes,
             limit_words=(limit.why, limit.warning), on_fatal=lambda why: os._exit(1),
         )  # fmt: skip
-        if holder.transport is not None:  # else small shards, which are all that tests have, pass it by
-            holder.state.limits = dataclasses.replace(holder.state.limits, whole_bytes=0)
         info = holder.state.info
         if spec["peer_address"] is not None:  # of a proxy; peers learn it with the first session
             holder.state.info = dataclasses.replace(info, endpoints=(Endpoint(*spec["peer_address"]),))

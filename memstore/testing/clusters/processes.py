@@ -87,7 +87,7 @@ class ProcessCluster(Cluster):
         fields = {
             "chunk_bytes": 64 << 10, "heartbeat_s": 0.1, "suspect_after_s": 0.6, "dead_after_s": 2.0,
             "interface": "127.0.0.1" if rig is None else str(rig.network),
-            "transport": os.environ.get("MEMSTORE_TEST_TRANSPORT", "tcp"), **config,
+            **config,
         }  # fmt: skip
         self.config = Config(store=scratch_store_name(), arena_bytes=arena_bytes, **fields)
         self.working_folders: dict[str, Path] = {}  # host -> working folder, for holders that need files of their own

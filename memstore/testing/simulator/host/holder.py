@@ -68,7 +68,6 @@ from memstore.errors import InternalError
 from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.scrub import Scrubber
-from memstore.shell.peer.chunk_reads import ChunkReads
 from memstore.shell.peer.outgoing_shard import OutgoingShards
 from memstore.shell.peer.server import PeerServer
 from memstore.testing.simulator.checks.checker import Checker
@@ -79,7 +78,6 @@ from memstore.testing.simulator.host.push import Pusher
 from memstore.testing.simulator.host.rank_link import RankLink, hello_of, open_link
 from memstore.testing.simulator.host.seal import Sealer
 from memstore.testing.simulator.host.shared_shards import SharedShardHolder, SimSharedShards
-from memstore.testing.simulator.host.slot_reads import SlotReads
 from memstore.testing.simulator.host.staging import Stager
 from memstore.testing.simulator.world.memory import (
     MachineClock,
@@ -119,11 +117,8 @@ class SimHolder:
             MemoryArena(memory, SLOTS_MAX), MemoryManifests(memory), limit_bytes=SLOTS_MAX * memory.chunk_bytes,
             chunk_bytes=memory.chunk_bytes, clock=MachineClock(memory, lambda: world.now), is_alive=world.is_alive,
         )  # fmt: skip
-        slot_reads = SlotReads(self)
-        self.reads = ChunkReads(slot_reads, self.replicas, slot_reads.offset)
         self.peer_server = PeerServer(
             self.replicas, self.host_id, is_fenced=self.fences.is_fenced, on_sealed=self._copy_sealed,
-            reads=self.reads if world.scenario.has_reads else None,
         )  # fmt: skip
         self.shared_shards = SimSharedShards(self, world, checker.shared_shards)
         self.scrubber = Scrubber(self)  # type: ignore[arg-type]
@@ -281,7 +276,6 @@ class SimHolder:
         self.driver.start(ranks.reap(self.state))
         self.driver.start(reader_pins.expire(self.state))
         self.peer_server.give_up_idle()
-        self.reads.free_ended()
         self.sessions.facts.retry()
 
     def scrub(self) -> None:

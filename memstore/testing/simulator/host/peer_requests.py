@@ -13,9 +13,7 @@ from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import Endpoint
 from memstore.core.wire.peer_messages import (
-    ChunkPlaces,
     ChunkRun,
-    ChunksRead,
     ChunksWanted,
     FetchChunks,
     Offer,
@@ -102,8 +100,6 @@ class Request:
     ) -> None:
         """What the server sends: an answer, or chunks of its own."""
         data = b"".join(bytes(view) for view in bulk)
-        if isinstance(message, ChunkPlaces):
-            data, message = self._read(message), ChunkRun(sizes=message.sizes)
         if kind is Kind.CHUNK and data and self.sender.world.network.take("flips"):
             data = bytes([data[0] ^ 0x40]) + data[1:]
         self.sent.append((message, data))
@@ -112,8 +108,7 @@ class Request:
 
     def recv(self, *, timeout_s: float | None) -> Frame:
         """The next chunk the server lacks, as it is in the sender's slots now; cut off after the first if so drawn."""
-        if self.source is None:  # the server waits until its chunks are read
-            return Frame(Kind.EVENT, 1, codec.encode(ChunksRead()), 0)
+        assert self.source is not None
         index = self.lack.pop(0)
         if isinstance(self.source, StreamingReplica):
             self.target.shared_shards.travels(self.source.shard, index)
@@ -124,16 +119,7 @@ class Request:
             self.went_bad = f"chunk {index} went bad here"
             raise PeerUnreachable(self.went_bad, peer=self.peer)
         self._bulk = self._flipped(bytes(view))
-        if self.target.world.scenario.has_reads:
-            places = ChunkPlaces(sizes=(len(self._bulk),), offsets=(0,), metadata=self._bulk)
-            return Frame(Kind.CHUNK, 1, codec.encode(places), 0)
         return Frame(Kind.CHUNK, 1, codec.encode(ChunkRun(sizes=(len(self._bulk),))), len(self._bulk))
-
-    def _read(self, places: ChunkPlaces) -> bytes:
-        """Return the chunks at places of the server's slots."""
-        memory = self.target.memory
-        found = zip(places.offsets, places.sizes, strict=True)
-        return b"".join(bytes(memory.slots[offset // memory.chunk_bytes][:size]) for offset, size in found)
 
     def _checked(self, index: int) -> memoryview | None:
         assert self.source is not None

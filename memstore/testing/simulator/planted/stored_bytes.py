@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StoredReplica
 from memstore.core.arena.slot_table import SlotState, SlotTable
-from memstore.core.arena.withheld_slots import WithheldSlots
 from memstore.core.holder.puts import seal
 from memstore.core.wire.peer_messages import Verified
 from memstore.core.wire.rank_messages import PutReady
@@ -46,14 +45,6 @@ def digest_skipped_on_arrival(real: Any, self: ReplicaStore, replica: IncomingRe
         self.index.fill(replica, index, number, replica.digests[index], nbytes, self.clock.time())
     self.flush()
     return []
-
-
-@planted("late-read", "R6", "R6", *(Fault(2.0 + n, "late-read", count=3) for n in range(8)), step_s=0.15,
-         at=(WithheldSlots, "withhold"))  # fmt: skip
-def late_read(real: Any, self: WithheldSlots, numbers: Any, has_ended: Any) -> None:
-    """The slots of a read that was given up are freed at once, although its bytes may still land there."""
-    real(self, numbers, lambda: True)
-    self.free_ended()
 
 
 @planted("digests-of-the-put-before", "R14", "R8")

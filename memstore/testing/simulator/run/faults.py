@@ -355,11 +355,6 @@ def _reset_in_transit(cluster: Cluster, each: Fault) -> None:
     cluster.network.resets += each.count
 
 
-@fault("late-read")
-def _late_read(cluster: Cluster, each: Fault) -> None:
-    cluster.network.late_reads += each.count
-
-
 @fault("double-reports")
 def _double_reports(cluster: Cluster, each: Fault) -> None:
     cluster.network.doubles += each.count

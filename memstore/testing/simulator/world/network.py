@@ -25,7 +25,6 @@ class Network:
         self.silent: set[str] = set()  # hosts whose requests to peers, and those of peers to them, get no answer
         self.flips = 0  # so many of the next chunks arrive with a byte changed
         self.resets = 0  # so many of the next requests between hosts are cut off in the middle
-        self.late_reads = 0  # so many of the next reads are given up, and their bytes land afterwards
         self.doubles = 0  # so many of the next reports arrive twice
 
     def reaches(self, source: str, target: str) -> bool:
@@ -50,7 +49,7 @@ class Network:
         self.cut.clear()
         self.slow.clear()
         self.silent.clear()
-        self.flips = self.resets = self.late_reads = self.doubles = 0
+        self.flips = self.resets = self.doubles = 0
 
     def delay(self, a: str, b: str) -> float:
         """Draw the seconds that one message takes."""

@@ -69,11 +69,6 @@ class Scenario:
         """In how many racks the copies of a shard must lie."""
         return self.replicas if self.racks >= self.replicas else 1
 
-    @property
-    def has_reads(self) -> bool:
-        """Whether a receiver reads chunks from the sender's slots, instead of being sent their bytes."""
-        return self.seed % 4 == 2 or any(fault.kind == "late-read" for fault in self.faults)
-
     def text(self) -> str:
         """Return a page for people: seed, cluster, faults in order."""
         kind = "strict" if self.is_strict else "wild"
@@ -121,7 +116,6 @@ SILENT_SEEDS = (4, 24, 37)  # modulo 40
 IN_PLACE_SEEDS = (0, 4, 24, 35, 37, 39)  # modulo 40
 SCATTER_SEEDS = (0, 6, 11, 16, 25, 45, 50, 62)  # modulo 80
 LEASE_SEEDS = (1, 9, 19, 35, 53, 55, 57, 73)  # modulo 80
-READ_SEEDS = (6, 16, 38, 50, 62, 66)  # modulo 80
 IN_PLACE_WEIGHTS = {
     "kill-rank": 3, "freeze-rank": 2, "leave-rank": 2, "zombie-rank": 3, "lose-two": 2, "kill-host": 1, "lose-both": 3,
     "die-in-recovery": 5, "controller-in-recovery": 3, "holder-in-recovery": 3, "late-launch": 2,
@@ -270,13 +264,6 @@ def _silence(seed: int) -> list[Fault]:
     return [replace(_fault(rng), kind="silent-peers", for_s=rng.choice([12.0, 16.0, 36.0])) for _ in range(count)]
 
 
-def _reads(seed: int) -> list[Fault]:
-    """Draw reads of chunks whose bytes land when they are waited for no longer."""
-    rng = random.Random(f"reads {seed}")
-    count = rng.randrange(1, 5) if seed % 80 in READ_SEEDS else 0
-    return [replace(_fault(rng), kind="late-read") for _ in range(count)]
-
-
 def _in_place(seed: int) -> list[Fault]:
     """Draw lost ranks, and what happens while they are replaced."""
     rng = random.Random(f"in place {seed}")
@@ -299,7 +286,7 @@ def _fault(rng: random.Random) -> Fault:
 
 # Each draws from a stream of its own.
 MORE = (
-    _notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence, _in_place, _reads,
+    _notice, _history, _clocks, _rotation, _ending, _files, _manifests, _links, _hellos, _silence, _in_place,
     _loads,
     _leases,
 )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Other ways than TCP for bulk bytes between holders."""
