@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 
 from memstore.client.ticket import LEVELS, Ticket
-from memstore.core.wire.rank_messages import PutGivenUp, PutPart
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
 from memstore.shell.threads.answers import is_answered
@@ -36,7 +35,7 @@ class PendingPut(Tenant):
         self.slots: list[int] = []
         self.step = ticket.step
         self.attempt, self.world_size = link.attempt, world_size
-        self.is_offered = self.has_parts = False
+        self.is_offered = False
         self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
         self.lock = threading.RLock()
 
@@ -96,22 +95,6 @@ class PendingPut(Tenant):
             finally:
                 self.is_over = True
 
-    def pass_part(self, nbytes: int, first: int, digests: Sequence[bytes]) -> None:
-        """Let the holder push the next chunks of `nbytes` while the rest is copied; nothing if they are not ours.
-
-        A message that is lost with the link costs time only: the submission names all chunks.
-        """
-        link, slots = self.link, self.slots[first : first + len(digests)]
-        part = PutPart(
-            attempt=self.attempt, step=self.step, first=first, slots=tuple(slots), digests=b"".join(digests),
-            arena=self.mapping.arena, nbytes=nbytes,
-        )  # fmt: skip
-        with link.room:
-            if link.interrupted or not link.are_of(self, slots, self.mapping):
-                return
-            link.notify(part)
-        self.has_parts = True
-
     def stall_s(self) -> float:
         """Return how long training was blocked: until now, unless the copy ended before."""
         return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
@@ -141,8 +124,6 @@ class PendingPut(Tenant):
                 self.link.take_back(self.step, self.slots, self.mapping)
             self.is_over = True
             self.link.put_back((), self)
-            if self.has_parts:
-                self.link.notify(PutGivenUp(attempt=self.attempt, step=self.step))
 
     def end_late(self) -> None:
         """End an overlapped copy: slots that it did not submit are free."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memstore.client.checkpoint import shown_paths
@@ -30,7 +29,6 @@ from memstore.shell.codec.encode import PlanMemory, StatePlan, copy_into, cuda_d
 from memstore.shell.codec.interpreter import copying, waiting
 from memstore.shell.codec.plain_places import copies
 from memstore.shell.rank.holder_link import HolderLink
-from memstore.shell.tensors import slot_stream
 from memstore.shell.threads.answers import is_answered
 from recovery.inventory import ShardId
 
@@ -52,7 +50,6 @@ class Puts:
     def __init__(self, link: HolderLink, config: Config, *, world_size: int) -> None:
         self.link, self.config, self.world_size = link, config, world_size
         self.chunk_bytes = link.welcome.chunk_bytes
-        self._streams = int(link.welcome.store["streams"])  # most connections to each peer
         self.tickets: dict[int, Ticket] = {}
         self._lock = threading.RLock()  # of the tickets; a signal's handler may put
         self._open: list[PendingPut] = []  # begun, not submitted yet
@@ -250,21 +247,12 @@ class Puts:
     def _copy(self, room: PendingPut, plan: StatePlan) -> None:
         try:
             with room.lock:
-                on_part = partial(room.pass_part, plan.nbytes) if self._may_pass_parts(plan) else None
-                digests = copy_into(plan, room.views(), self.chunk_bytes, on_part)
+                digests = copy_into(plan, room.views(), self.chunk_bytes)
         except BaseException as exc:
             room.abandon()
             self.skip(room.ticket, f"its state could not be copied: {exc!r}", "failed")
             raise
         self.submit(room, plan, digests)
-
-    def _may_pass_parts(self, plan: StatePlan) -> bool:
-        """Say whether the holder may send parts of a put while the rest is copied.
-
-        Sending needs `streams` more cores: if it took those of the copy, training would wait for longer than the commit
-        gains.
-        """
-        return plan.shared_chunks is None and slot_stream.spare_cores(plan.nbytes) >= self._streams
 
     def submit(self, room: PendingPut, plan: StatePlan, digests: Sequence[bytes] | None = None) -> None:
         """Queue a copied state for the holder, or skip its step if the slots are not ours any more (R8)."""

@@ -14,7 +14,6 @@ from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import offered_leases
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
-from memstore.core.holder.puts import put_parts
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.orders import AbandonStep, RaiseLevel
 from memstore.core.wire.rank_messages import AttemptFenced, RankHello, StepLevel, ToolHello
@@ -234,7 +233,6 @@ def _end_preparation(state: HolderState, job: str) -> None:
 def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
     """Free what a process that is gone has leased, and end its offers."""
     state.store.reclaim(owner)
-    put_parts.end(state, lambda one, _: one == owner, "the rank's process is gone")
     offered_leases.forget(state, owner)
     yield ForgetProcess(owner)
 

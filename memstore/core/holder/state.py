@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from memstore.core.arena.replica_index import IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
 from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner, SlotTable
-from memstore.core.holder.effects import PushSource, Stop, StreamingSource
+from memstore.core.holder.effects import PushSource, Stop
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.link import Link
 from memstore.core.holder.puts.shared_shards import HolderSharedShards
@@ -197,16 +197,6 @@ class PartialReads:
     is_tight: bool = False  # a read waits until others have given room back; no other one does so beside it
 
 
-@dataclass(eq=False)
-class PutParts:
-    """The chunks of a put that its rank has copied, while it copies the rest, and the source of its pushes."""
-
-    shard: ShardId
-    fresh: StreamingSource
-    slots: list[int] = field(default_factory=list)
-    digests: bytearray = field(default_factory=bytearray)
-
-
 @dataclass(frozen=True)
 class SubmittedPut:
     """A put that a rank submitted completely, and the fence of its job at that moment."""
@@ -214,7 +204,6 @@ class SubmittedPut:
     link: Link
     ready: PutReady
     fence: int
-    parts: PutParts | None = None  # what was pushed of it before it was submitted
 
     @property
     def shard(self) -> ShardId:
@@ -233,7 +222,6 @@ class Puts:
 
     pending: dict[tuple[str, int, Owner], int] = field(default_factory=dict)  # (job, attempt, process) -> submissions
     sealing: set[ShardId] = field(default_factory=set)
-    parts: dict[Owner, PutParts] = field(default_factory=dict)  # of puts that are not submitted yet
 
 
 @dataclass

@@ -113,31 +113,6 @@ class PutReady(Message, frozen=True, tag="put_ready"):
     """Of all its chunks, joined: the rank took them of the bytes as it copied them; None: the holder digests (R14)."""
 
 
-class PutPart(Message, frozen=True, tag="put_part"):
-    """Say which chunks of a put are copied, in order, while the rank copies the next: they may be pushed (R11).
-
-    Their slots stay the rank's. A part that does not come costs time only: PutReady names all chunks.
-    """
-
-    attempt: Unsigned
-    step: Unsigned
-    first: Unsigned
-    """So many chunks came before these."""
-    slots: tuple[Unsigned, ...]
-    digests: bytes
-    """Of these chunks, joined."""
-    arena: str
-    nbytes: Unsigned
-    """Of the whole shard."""
-
-
-class PutGivenUp(Message, frozen=True, tag="put_given_up"):
-    """Say that a put of which parts were named will not be submitted."""
-
-    attempt: Unsigned
-    step: Unsigned
-
-
 class Unpin(Message, frozen=True, tag="unpin"):
     """Release the pin of an answer."""
 
@@ -178,10 +153,7 @@ class Bye(Message, frozen=True, tag="bye"):
 
 Hello = RankHello | ToolHello
 Question = ForwardCall | OfferSlots | AdoptSlots | WithdrawSlots
-RankMessage = (
-    Question | PutPart | PutGivenUp | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting
-    | IntoChecked | Bye
-)  # fmt: skip
+RankMessage = Question | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
 decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)

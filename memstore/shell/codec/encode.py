@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -209,10 +209,7 @@ def cuda_device_of(plan: StatePlan) -> int | None:
     return next((owner.device.index for owner in owners if owner.is_cuda), None)
 
 
-def copy_into(
-    plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int,
-    on_part: Callable[[int, list[bytes]], None] | None = None,
-) -> list[bytes] | None:  # fmt: skip
+def copy_into(plan: StatePlan, views: Sequence[memoryview], chunk_bytes: int) -> list[bytes] | None:
     """Copy the planned stream into slots; view i takes stream bytes [i * chunk_bytes, ...).
 
     Every byte of [0, plan.nbytes) is written, gaps as zeros; returns when device copies have arrived.
@@ -221,7 +218,6 @@ def copy_into(
         plan: Of the state, whose memory is as it was planned.
         views: Of the slots.
         chunk_bytes: Their size.
-        on_part: Called as `SlotStream.fill` does, if digests are returned.
 
     Returns:
         The digest of every chunk, if all of it is host memory that the native helper copied: of the bytes as copied.
@@ -232,7 +228,7 @@ def copy_into(
     stream = slot_stream(plan, views, chunk_bytes)
     table = plan.placed.host_table() if extension.is_there() else None
     if table is not None:
-        return stream.fill(table, on_part)
+        return stream.fill(table)
     copy_all_but(plan, stream, ())
     return None
 

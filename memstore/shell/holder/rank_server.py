@@ -14,7 +14,6 @@ import xxhash
 
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import answers, effects, offered_leases, ranks
-from memstore.core.holder.puts import put_parts
 from memstore.core.holder.reads import reader_pins
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
@@ -26,8 +25,6 @@ from memstore.core.wire.rank_messages import (
     ForwardCall,
     MarksMade,
     OfferSlots,
-    PutGivenUp,
-    PutPart,
     PutReady,
     PutWaiting,
     RankHello,
@@ -130,11 +127,6 @@ class RankServer:
                 self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
             case OfferSlots() | AdoptSlots() | WithdrawSlots():
                 self._transfer(link, message)
-            case PutPart():
-                self.sealer.take_part(link, message)
-            case PutGivenUp(attempt=attempt, step=step):
-                with self.runner.state():
-                    put_parts.give_up(self.state, link, attempt, step)
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):

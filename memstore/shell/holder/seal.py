@@ -6,9 +6,8 @@ import threading
 
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.holder import effects
-from memstore.core.holder.puts import put_parts
 from memstore.core.holder.puts import seal as procedure
-from memstore.core.wire.rank_messages import PutPart, PutReady
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.push import Pusher
 from memstore.shell.holder.put_timings import PutMeter
@@ -41,10 +40,6 @@ class Sealer:
             put = procedure.add(self.context.state, link, ready)
             if put is not None:
                 link.submitted_puts.put(put)
-
-    def take_part(self, link: RankConnection, part: PutPart) -> None:
-        """Let the targets have what a put has copied so far."""
-        self.runner.run(put_parts.take(self.context.state, link, part))
 
     def open_fence(self, job: str, attempt: int) -> None:
         """Refuse older attempts from now on."""

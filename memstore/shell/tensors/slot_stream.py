@@ -8,7 +8,6 @@ threads: a move costs a third of a microsecond to call, a tensor copy between 0.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections import deque
@@ -33,7 +32,6 @@ PARALLEL_COPY_BYTES = 256 << 10  # below it one memmove beats a tensor copy (mea
 MOVE_BYTES = 448 << 10
 THREAD_BYTES = 16 << 20  # at least as much for each thread: starting one costs 0.1 ms, 3 MiB of copying
 BLOCKS_PER_THREAD = 16  # of a copy: if fewer, threads wait longer for the last one; 64 copy slower (notes/stall.md)
-PART_BYTES = 64 << 20  # least of a part that may be pushed: each costs a message and a start of threads
 THREADS_MAX = 8  # a few cores fill a socket's memory bus; the others belong to data loading
 
 
@@ -60,17 +58,13 @@ class SlotStream:
         self._addresses = [address_of(array) for array in arrays]
         self._chunk_bytes, self._nbytes = chunk_bytes, nbytes
 
-    def fill(
-        self, extents: npt.NDArray[np.int64], on_part: Callable[[int, list[bytes]], None] | None = None
-    ) -> list[bytes]:
+    def fill(self, extents: npt.NDArray[np.int64]) -> list[bytes]:
         """Copy host memory over the whole stream, gaps as zeros; return the digest of every chunk as it was copied.
 
         Needs the native helper.
 
         Args:
             extents: Stream offset, address and nbytes of each, in stream order: `[extents, 3]`.
-            on_part: Called with the first chunk and the digests of every part but the last, of PART_BYTES or more, as
-                soon as it is copied.
         """
         moves, bounds = self._moves(extents)
         sizes = chunk_sizes(self._nbytes, self._chunk_bytes)
@@ -82,14 +76,8 @@ class SlotStream:
             found = copy_loops.put_chunks(block, moves, bounds, is_large=is_large)
             digests.update(zip((number for number, _, _ in block), found, strict=True))
 
-        # If a part were smaller, fewer threads would copy it.
-        part_bytes = max(PART_BYTES, copy_threads(self._nbytes) * THREAD_BYTES)
-        count = len(chunks) if on_part is None else max(1, part_bytes // self._chunk_bytes)
-        for first in range(0, len(chunks), max(1, count)):
-            part = chunks[first : first + count]
-            in_threads(part, work)
-            if on_part is not None and first + count < len(chunks):
-                on_part(first, [digests[number] for number, _, _ in part])
+        if chunks:
+            in_threads(chunks, work)
         return [digests[number] for number in range(len(chunks))]
 
     def _moves(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[int]]:
@@ -167,11 +155,6 @@ def move_all(moves: Sequence[Move]) -> None:
 def copy_threads(nbytes: int) -> int:
     """Return how many threads copy so many bytes."""
     return max(1, min(torch.get_num_threads(), THREADS_MAX, nbytes // THREAD_BYTES))
-
-
-def spare_cores(nbytes: int) -> int:
-    """Return how many of the cores that this process may use are left while so many bytes are copied, 0 at least."""
-    return max(0, len(os.sched_getaffinity(0)) - copy_threads(nbytes))
 
 
 def in_threads(moves: Sequence[Move], work: Callable[[Sequence[Move]], None]) -> None:

@@ -23,13 +23,14 @@ from memstore.core.holder.effects import (
     OpenFresh,
     Procedure,
     Replicate,
+    StreamingSource,
     Unexpected,
     WaitFor,
     Warn,
 )
 from memstore.core.holder.inventory import answer_fence, report_copy
 from memstore.core.holder.link import Link
-from memstore.core.holder.puts import equal_ranks, put_parts
+from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.state import HolderState, SubmittedPut
 from memstore.core.wire.calls import SkipStep
 from memstore.core.wire.rank_messages import PutReady, StepLevel
@@ -45,8 +46,7 @@ def add(state: HolderState, link: Link, ready: PutReady) -> SubmittedPut | None:
     """Count a submission that came completely, so that a fence waits for it (R21); None if its link is retired."""
     if link.is_retired:
         return None
-    parts = put_parts.submitted(state, link, ready)
-    put = SubmittedPut(link, ready, state.fences.first(link.job), parts)
+    put = SubmittedPut(link, ready, state.fences.first(link.job))
     state.puts.pending[put.key] = state.puts.pending.get(put.key, 0) + 1
     return put
 
@@ -78,7 +78,6 @@ def run(state: HolderState, put: SubmittedPut) -> Procedure[None]:
             )
             state.ask(skip)
     finally:
-        put_parts.done(state, put, why)
         done(state, put)
 
 
@@ -88,7 +87,6 @@ def _seal(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[st
     if not (yield WaitFor(lambda: link.is_retired or shard not in sealing, SEAL_S)):
         raise IntegrityError(f"an earlier link's submission of {shard} has not been sealed for {SEAL_S:g} s")
     if link.is_retired:
-        put_parts.keep(state, put)
         return ""  # the new link brings it again
     sealing.add(shard)
     try:
@@ -161,30 +159,28 @@ def _fresh(state: HolderState, shard: ShardId, put: SubmittedPut) -> Procedure[t
     what it is sent, so a step whose slots are not what was copied gets no second copy.
     """
     try:
-        fresh = yield from _pushed(state, put, shard)
+        source, has_targets = yield from _pushed(state, put, shard)
     except BaseException:
         state.store.give_back(put.ready.slots)
         raise
     try:
-        stored = yield DigestAndStore(shard, put.ready, fresh.source)
+        stored = yield DigestAndStore(shard, put.ready, source)
     except BaseException as exc:
-        fresh.source.fail(f"{type(exc).__name__}: {exc}")
+        source.fail(f"{type(exc).__name__}: {exc}")
         raise
-    return stored, fresh.has_targets
+    return stored, has_targets
 
 
-def _pushed(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[put_parts.Fresh]:
-    """Begin the pushes of a put, or go on with those that began while it was copied."""
+def _pushed(state: HolderState, put: SubmittedPut, shard: ShardId) -> Procedure[tuple[StreamingSource, bool]]:
+    """Begin the pushes of a put; return their source, and whether there are any."""
     ready = put.ready
-    if put.parts is not None:
-        return put_parts.join(put.parts, ready)
     given = given_digests(ready)
     sizes = chunk_sizes(ready.nbytes, state.store.chunk_bytes)
     source = yield OpenFresh(shard, ready.slots if given is None else (), sizes)
     if given is not None:
         source.extend(ready.slots, given)
     try:
-        return put_parts.Fresh(source, (yield Replicate(shard, "", source)))
+        return source, (yield Replicate(shard, "", source))
     except BaseException as exc:
         source.fail(repr(exc))
         raise
@@ -230,7 +226,6 @@ def open_fence(state: HolderState, job: str, attempt: int) -> None:
 def fence(state: HolderState, job: str, attempt: int, members: Collection[str]) -> Procedure[None]:
     """Notify older processes that they are refused, finish their submissions, and answer with the inventory (R21)."""
     state.store.abort_older(job, attempt)
-    put_parts.end(state, lambda _, shard: shard.job == job and shard.attempt < attempt, f"attempt {attempt} was opened")
     pending = state.puts.pending
     if not (yield WaitFor(lambda: not any(j == job and a < attempt for j, a, _ in pending), FENCE_DRAIN_S)):
         yield Warn(f"job {job}: puts of older attempts are still digested {FENCE_DRAIN_S:g} s after a fence")

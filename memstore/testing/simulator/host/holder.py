@@ -16,7 +16,7 @@ from memstore.core.holder import answers, drop, fork, ranks, room
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
-from memstore.core.holder.puts import equal_ranks, put_parts
+from memstore.core.holder.puts import equal_ranks
 from memstore.core.holder.puts.push import WHOLE_BYTES, Push
 from memstore.core.holder.reads import reader_pins, stage
 from memstore.core.holder.sessions import Sessions, read_journal
@@ -61,7 +61,7 @@ from memstore.core.wire.orders import (
     TakeIncarnation,
     VerifyCopies,
 )
-from memstore.core.wire.rank_messages import PutPart, PutReady
+from memstore.core.wire.rank_messages import PutReady
 from memstore.core.wire.replies import HostVerified
 from memstore.core.wire.reports import CopiesVerified
 from memstore.errors import InternalError
@@ -249,16 +249,6 @@ class SimHolder:
         call = self.calls.take(number)
         if call is not None:
             self.stager.pass_on(call, data, error)
-
-    def take_part(self, rank: Rank, part: PutPart) -> None:
-        """Push what a rank has written so far."""
-        if isinstance(rank.link, RankLink):
-            self.sealer.take_part(rank.link, part)
-
-    def give_up_part(self, rank: Rank, attempt: int, step: int) -> None:
-        """Push no more of a put that will not be submitted."""
-        if isinstance(rank.link, RankLink):
-            put_parts.give_up(self.state, rank.link, attempt, step)
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """A submission came completely: seal it under the fence that holds now (R21)."""

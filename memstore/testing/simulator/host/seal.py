@@ -10,10 +10,9 @@ import msgspec
 from memstore.core.arena.replica_index import StoredReplica
 from memstore.core.format.manifest import chunk_digest
 from memstore.core.holder import effects
-from memstore.core.holder.puts import put_parts
 from memstore.core.holder.puts import seal as procedure
 from memstore.core.holder.state import HolderState, SubmittedPut
-from memstore.core.wire.rank_messages import PutPart, PutReady
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.peer.outgoing_shard import StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.driver import Driver, Waits
@@ -46,11 +45,6 @@ class Sealer:
                 effects.DigestAndStore: self._digest_and_store,
             }
         )
-
-    def take_part(self, link: RankLink, part: PutPart) -> None:
-        """Push what a put has copied so far."""
-        part = msgspec.structs.replace(part, arena=self.holder.replicas.arena_identity)
-        self.driver.start(put_parts.take(self.state, link, part))
 
     def take_over(self, link: RankLink, ready: PutReady) -> None:
         """Seal a submission that came completely."""

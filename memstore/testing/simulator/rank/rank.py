@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import DIGEST_BYTES, Manifest, chunk_digest, decode_manifest
+from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
 from memstore.core.wire.calls import RankCall, SkipStep
 from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
     ChunksArrived,
     HolderEvent,
-    PutPart,
     PutReady,
     SlotSample,
     SlotsLeased,
@@ -343,17 +342,11 @@ class SimRank:
         memory = world.memories[self.host_id]
         content = self.content(step)
         digests = self.digests_of(step, content)
-        parts = digests if digests is not None and self.shared_chunks() is None and step % 4 == 1 else b""
-        for index, (slot, data) in enumerate(zip(slots, content, strict=True)):
+        for slot, data in zip(slots, content, strict=True):
             if slot in self.in_copy:  # else the holder has said that it is not ours any more
                 self.mapping[slot][: len(data)] = data
                 memory.version += 1
-                if parts and index < count - 1:
-                    self._pass_part(step, index, slots, parts)
             yield WRITE_S
-        if parts and not (self.in_copy.issuperset(slots) and self.may_submit()):
-            attempt = self.attempt
-            self._send(lambda holder: holder.give_up_part(self, attempt, step))
         if not self.in_copy.issuperset(slots):
             self.pool.extend(n for n in slots if n in self.in_copy)
             self.in_copy.difference_update(slots)
@@ -372,15 +365,6 @@ class SimRank:
         self.unsealed_puts[self.attempt, step] = ready
         self.checker.puts.submitted(ShardId(self.job, self.attempt, step, self.rank), content)
         self._send(lambda holder: holder.take_over(self, ready))
-
-    def _pass_part(self, step: int, index: int, slots: Sequence[int], digests: bytes) -> None:
-        """Let the holder push one chunk while the next is copied."""
-        part = PutPart(
-            attempt=self.attempt, step=step, first=index, slots=(slots[index],), arena="",
-            digests=digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-            nbytes=len(slots) * self.world.memories[self.host_id].chunk_bytes,
-        )  # fmt: skip
-        self._send(lambda holder: holder.take_part(self, part))
 
     def content(self, step: int) -> list[bytes]:
         """Return its state at a step: one chunk that never changes, one equal on all ranks, one of its own.

@@ -17,7 +17,7 @@ from memstore.core.holder.sessions import Sessions
 from memstore.core.wire.calls import RankCall
 from memstore.core.wire.messages import Event, HostInfo
 from memstore.core.wire.orders import Order
-from memstore.core.wire.rank_messages import HolderEvent, PutPart, PutReady
+from memstore.core.wire.rank_messages import HolderEvent, PutReady
 from memstore.core.wire.replies import ShardPlaced
 from memstore.core.wire.reports import Inventory
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -119,12 +119,6 @@ class Holder(Process, Protocol):
 
     def call(self, rank: Rank, call_id: int, request: RankCall) -> None:
         """Relay a rank's question to the controller."""
-
-    def take_part(self, rank: Rank, part: PutPart) -> None:
-        """Push what a rank has written so far."""
-
-    def give_up_part(self, rank: Rank, attempt: int, step: int) -> None:
-        """Push no more of a put that will not be submitted."""
 
     def take_over(self, rank: Rank, ready: PutReady) -> None:
         """Seal what a rank has written into its slots."""
