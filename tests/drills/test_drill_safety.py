@@ -14,17 +14,14 @@ from msgspec.structs import replace
 import memstore
 import memstore.admin.cluster
 from memstore.cli import main
-from memstore.config import MIB, Config
-from memstore.core.wire.replies import Plan, Status
-from memstore.core.wire.status_rows import BytesByTier, HostRow, JobRow, StepRow
-from memstore.drills.canary.canary import CanaryOptions, Step, largest_shard, line_of, run_canary
-from memstore.drills.canary.headroom import copies_nbytes, machine_refusals, store_refusals
+from memstore.config import Config
+from memstore.core.wire.replies import Plan
+from memstore.core.wire.status_rows import BytesByTier, JobRow, StepRow
 from memstore.drills.cli.group import drill as drill_command
 from memstore.drills.run.safety import endangered
 from memstore.drills.sites.site import Site
 from memstore.drills.sites.site_options import confirm
 from memstore.errors import PeerUnreachable
-from memstore.testing.controller.holder import host_stats
 from memstore.testing.fuzz.message_samples import blank
 
 
@@ -86,8 +83,6 @@ def test_a_cluster_of_others_is_not_touched_without_a_yes(
         (["freeze-holder"], "--victim"),
         (["durable-error"], "--durable"),
         (["run", "--suite", "none"], "is not one of"),
-        (["canary", "--nbytes", "lots"], "is not a size"),
-        (["canary", "--replicas", "1"], "--replicas"),
     ],
 )
 def test_wrong_usage_is_reported_before_a_cluster_is_looked_for(arguments: list[str], words: str) -> None:
@@ -97,68 +92,8 @@ def test_wrong_usage_is_reported_before_a_cluster_is_looked_for(arguments: list[
     assert words in result.stderr
 
 
-def hosts(free: int, claimed: int = 0, machine: str = "m1") -> list[HostRow]:
-    stats = host_stats(limit_bytes=100 * MIB, reserved_bytes=100 * MIB - free, claimed_bytes=claimed)
-    one = replace(blank(HostRow), stats=stats, machine=machine, status="live")
-    return [replace(one, host=host) for host in ("h1", "h2")]
-
-
-def test_room_is_what_arenas_and_machines_have_left() -> None:
-    """Each host needs the memory bill in its arena; hosts of one machine share what its processes may still take."""
-    need = copies_nbytes(4 * MIB, Config(chunk_bytes=MIB))
-    assert need == 7 * 5 * MIB
-    assert store_refusals(hosts(need), need) == []
-    assert len(store_refusals(hosts(need - 1), need)) == 2
-    plenty = {"h1": 1 << 40, "h2": 1 << 40}
-    assert machine_refusals(hosts(need), need, 4 * MIB, plenty) == []
-    exactly = 2 * (100 * MIB + 16 * MIB)  # both arenas grow to their limit, and two ranks' states
-    just = int(exactly / 0.8) + 1
-    assert machine_refusals(hosts(need), need, 4 * MIB, {"h1": just, "h2": just}) == []
-    refused = machine_refusals(hosts(need), need, 4 * MIB, {"h1": just - 8, "h2": just - 8})
-    assert len(refused) == 1
-    assert "the machine of h1" in refused[0]
-    assert machine_refusals(hosts(need, claimed=100 * MIB), need, 4 * MIB, {"h1": 48 * MIB, "h2": 48 * MIB}) == []
-
-
-class FullSite:
-    """A store without room; anything but a look at it fails."""
-
-    config = Config()
-
-    def status(self) -> Status:
-        return replace(blank(Status), hosts=hosts(free=MIB))
-
-    def wait_for(self, what: str, check: Any) -> Any:
-        return check()
-
-
-def test_a_canary_without_room_touches_nothing() -> None:
-    """It looks at the status, refuses with the numbers and the option to change, and starts nothing."""
-    report = run_canary(FullSite(), CanaryOptions(nbytes=64 * MIB))  # type: ignore[arg-type]
-    assert (report.outcome, report.exit_code, report.job) == ("REFUSED", 1, "")
-    assert "h1 has 1.0 MiB of its arena left" in report.words
-    assert "Nothing was touched; try a smaller --nbytes" in report.words
-    too_few = run_canary(FullSite(), CanaryOptions(replicas=3))  # type: ignore[arg-type]
-    assert "3 copies on 2 live hosts" in too_few.words
-
-
-def test_a_canary_is_as_large_as_the_largest_shard_of_the_store() -> None:
-    """Over all steps of all jobs; 0 where there is none."""
-    steps = [[replace(blank(StepRow), shard_nbytes_max=nbytes) for nbytes in sizes] for sizes in ([5, 9], [7], [])]
-    status = blank(Status)
-    assert largest_shard(replace(status, jobs=[replace(blank(JobRow), steps=rows) for rows in steps])) == 9
-    assert largest_shard(status) == 0
-
-
-def test_a_phase_line_has_seconds_and_speed_where_bytes_moved() -> None:
-    """Bytes over seconds in decimal GB/s; neither where there is none."""
-    assert line_of(Step("put", "copied", 0.5, 1_000_000_000)).endswith("0.500 s    2.00 GB/s")
-    assert line_of(Step("drop", "gone", 0.25)).endswith("0.250 s")
-    assert line_of(Step("room", "fits")) == "  room       fits"
-
-
 def test_no_ray_is_started_to_look_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A canary typed on the wrong machine, or a stop of nothing, leaves the machine as it was."""
+    """A drill typed on the wrong machine, or a stop of nothing, leaves the machine as it was."""
     asked: list[Any] = []
 
     def no_cluster(*args: Any, **options: Any) -> None:

@@ -279,7 +279,8 @@ def test_every_entry_of_the_catalogue_has_its_scene() -> None:
     ("arguments", "words"),
     [
         (["kill-hots"], "no drill is called 'kill-hots': did you mean kill-host"),
-        (["unplug"], "no drill is called 'unplug': it is not one of list, run, canary, kill-rank, "),
+        (["unplug"], "no drill is called 'unplug': it is not one of list, run, kill-rank, "),
+        (["canary"], "no drill is called 'canary': "),
         (["kill-host"], "--victim"),
         (["kill-holder", "--yes"], "--victim"),
         (["kill-rank", "--beyond"], "--embedded only"),

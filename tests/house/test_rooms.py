@@ -61,8 +61,7 @@ DRILLS: dict[str, str] = {
     "sites": "breaking model ranks",
     "scenes": "breaking model ranks sites",
     "run": "breaking model ranks scenes sites",
-    "canary": "model ranks sites",
-    "cli": "canary model run sites",
+    "cli": "model run sites",
 }
 TESTING: dict[str, str] = {
     "faults": "",

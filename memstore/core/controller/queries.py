@@ -9,7 +9,6 @@ from typing import Any
 from memstore.core.cluster.facts import StepRetired
 from memstore.core.cluster.job import Call, Job
 from memstore.core.controller.parts import Parts
-from memstore.core.repair.drop_copy import drop_copy
 from memstore.core.report.timeline import steps_of
 from memstore.core.restore.single_read import first_number, job_of
 from memstore.core.wire import calls
@@ -64,7 +63,6 @@ class Queries:
             calls.UnpinStep: self._of_job(parts.pins.unpin),
             calls.ForkJob: self._of_job(parts.forks.ask),
             calls.PersistStep: self._of_job(parts.persists.ask),
-            calls.DropCopy: self._of_job(self._drop),
         }
 
     def ask(self, call: Call[Any]) -> None:
@@ -80,9 +78,6 @@ class Queries:
                 work(job, call)
 
         return handle
-
-    def _drop(self, job: Job, call: Call[calls.DropCopy]) -> None:
-        drop_copy(self.state, self.out, self.parts.drops, self.parts.repair.pushes.refused_s, job, call)
 
     # -- status -------------------------------------------------------------------------------
 

@@ -105,7 +105,6 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
                 shards=len(ranks),
                 world_size=getattr(commit or marker, "world_size", None),
                 nbytes=_nbytes(ranks, marker),
-                shard_nbytes_max=max((c.spec.nbytes for h in ranks.values() for c in h.values()), default=0),
                 hosts=sorted({host for hosts in ranks.values() for host in hosts}),
                 age_s=state.age_s(commit.wall_s) if commit is not None else None,
             )

@@ -11,7 +11,6 @@ from memstore.core.wire.codec import Decoder, Part, Request, Row, Setting
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.replies import (
-    CopyDropped,
     DrainNoted,
     Events,
     Forked,
@@ -346,16 +345,6 @@ class DrainHost(Request[DrainNoted], frozen=True, tag="drain"):
     within_s: float | None
 
 
-class DropCopy(Request[CopyDropped], frozen=True, tag="drop"):
-    """Drop one copy of a committed step on purpose: for drills."""
-
-    job: Name
-    attempt: Unsigned
-    step: Unsigned
-    rank: Unsigned
-    host: str
-
-
 RankCall = (
     Join
     | AssignRanks
@@ -387,7 +376,6 @@ RankCall = (
     | ForkJob
     | RemoveJob
     | DrainHost
-    | DropCopy
 )
 
 decode_call: Decoder[RankCall] = Decoder(RankCall)

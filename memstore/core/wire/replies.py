@@ -335,14 +335,6 @@ class DrainNoted(Message, frozen=True, tag="drain_noted"):
     until_s: float | None
 
 
-class CopyDropped(Message, frozen=True, tag="copy_dropped"):
-    """A copy was dropped on purpose; the shard is left on these hosts."""
-
-    host: str
-    left_on: list[str]
-    nbytes: Unsigned
-
-
 PassedReply = (
     Noted
     | Joined
@@ -366,7 +358,6 @@ PassedReply = (
     | Forked
     | Removed
     | DrainNoted
-    | CopyDropped
 )
 ControllerReply = PassedReply | ShardStaged | ChunksStaged
 

@@ -50,7 +50,6 @@ class StepRow(Part, frozen=True):
     shards: Unsigned
     world_size: Unsigned | None
     nbytes: Unsigned
-    shard_nbytes_max: Unsigned
     hosts: list[str]
     age_s: float | None
 

@@ -1,4 +1,4 @@
-"""`memstore drill`: list the faults, play one, play a suite, or check a cluster in production with the canary.
+"""`memstore drill`: list the faults, play one, or play a suite.
 
 Exit codes: 0 the promised outcome, 1 the drill did not work, 2 wrong usage, 3 the promise is broken, 130 Ctrl-C.
 """
@@ -15,7 +15,6 @@ import click
 
 from memstore.cli.output import print_json
 from memstore.config import MIB, Config
-from memstore.drills.cli.canary import canary
 from memstore.drills.cli.run import run
 from memstore.drills.model.catalogue import DRILLS, find, rows
 from memstore.drills.model.promises import AFTERWARDS, FAMILIES, PLACES, RUNNING, Drill
@@ -34,7 +33,7 @@ from memstore.drills.sites.site_options import (
 
 
 class Drills(click.Group):
-    """The group of commands: list, run, canary, and one command for every drill of the catalogue."""
+    """The group of commands: list, run, and one command for every drill of the catalogue."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands, then those of the drills."""
@@ -86,7 +85,6 @@ def list_drills(as_json: bool) -> None:
 
 
 drill.add_command(run)
-drill.add_command(canary)
 
 
 def _play_command(name: str) -> click.Command:

@@ -69,8 +69,6 @@ class PutRow:
     step: int
     stall_s: float
     error: str = ""
-    nbytes: int = 0
-    level_s: float = 0.0  # from the call until the ticket reached the level
 
 
 class DrillRank:
@@ -82,7 +80,6 @@ class DrillRank:
         torch.set_num_threads(1)
         self.store: Any = None
         self.seed = self.nbytes = 0
-        self.state: Any = None
 
     def who(self) -> tuple[int, int]:
         """Return pid and start time of this process."""
@@ -119,20 +116,6 @@ class DrillRank:
                 Path(mark).write_text("")
             time.sleep(pause_s)
         return rows
-
-    def prepare(self, step: int) -> None:
-        """Make the state of a step, so that `put_and_wait` measures the put alone."""
-        from memstore.drills.ranks.training import make_state
-
-        self.state = make_state(self.seed, self.store.rank, step, self.nbytes)
-
-    def put_and_wait(self, step: int, level: str, timeout_s: float) -> PutRow:
-        """Put the prepared state, wait until it has reached a level, and free the state."""
-        started_s = time.perf_counter()
-        ticket = self.store.put(step, self.state)
-        ticket.wait(level, timeout_s)
-        self.state = None
-        return PutRow(step, ticket.stall_s, nbytes=ticket.nbytes, level_s=time.perf_counter() - started_s)
 
     def wait(self, level: str, timeout_s: float) -> int:
         """Wait until the newest put has reached a level, if it was not skipped; return the newest committed step."""

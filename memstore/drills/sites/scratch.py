@@ -1,4 +1,4 @@
-"""The scratch job of a drill or of the canary: ranks that join, put and restore, and are removed at the end.
+"""The scratch job of a drill: ranks that join, put and restore, and are removed at the end.
 
 Every state is made from (seed, rank, step); so a restored one can be compared without the help of the store.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.config import Config
-from memstore.core.wire.calls import DropCopy, RemoveJob
-from memstore.core.wire.replies import CopyDropped
+from memstore.core.wire.calls import RemoveJob
 from memstore.core.wire.status_rows import AttemptStatus
 from memstore.drills.ranks.ranks import CALL_S, PutRow, Rank, Restored, collect, kill_actors
 from memstore.drills.sites.site import Site
@@ -83,28 +82,9 @@ class ScratchJob:
             self.put(step, step, f"put {what}")
             self.wait("committed", f"commit {what}")
 
-    def put_measured(self, step: int, level: str) -> list[PutRow]:
-        """Let all ranks put one prepared step; return for each how long it took to reach a level."""
-        collect(self.all("prepare", step), "making the states")
-        rows: list[PutRow] = collect(self.all("put_and_wait", step, level, CALL_S), "put")
-        return rows
-
     def leave(self, timeout_s: float = CALL_S) -> None:
         """Let all ranks leave the job; their processes can join again."""
         collect(self.all("leave"), "leave", timeout_s)
-
-    def rejoin(self) -> None:
-        """Let the same processes leave and open the next attempt."""
-        self.leave()
-        self.join(fresh=False)
-
-    def drop(self, rank: int, host: str) -> CopyDropped:
-        """Ask the controller to drop one copy of the newest committed step; it refuses to drop the last one."""
-        newest = self.newest()
-        if newest.committed_attempt is None or newest.committed_step is None:
-            raise DrillError(f"job {self.name} has committed nothing of which a copy could be dropped")
-        where = (newest.committed_attempt, newest.committed_step)
-        return self.site.ask(DropCopy(job=self.name, attempt=where[0], step=where[1], rank=rank, host=host))
 
     def begin_puts(self, first: int, last: int, pause_s: float, marks: Mapping[int, str] | None = None) -> list[Any]:
         """Start puts of all ranks, with `pause_s` after each; return their calls for `collect`.

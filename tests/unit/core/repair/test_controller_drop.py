@@ -1,8 +1,6 @@
-"""One copy may be dropped on request, the last one never (R7, R19)."""
+"""Copies that hosts are ordered to free count no more, and a removed job goes from every host (R7, R10, R19)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -11,38 +9,29 @@ from memstore.core.wire.ids import WireCopy
 from memstore.core.wire.messages import HostLost
 from memstore.core.wire.orders import DropJob, FreeCopies
 from memstore.core.wire.reports import Fenced, Sealed
-from memstore.testing.controller.holder import FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
-from memstore.testing.requests import request_of
 from recovery.inventory import Copy, ShardId, ShardSpec, StepId
 
 STEP = StepId(1, 1)
 
 
-def drop(world: ControllerWorld, asking: FakeRank, host: str, **changed: Any) -> Any:
-    """Ask for the drop of rank 0's copy; return the answer, or the refusal's text."""
-    refused_count = len(asking.errors.get("drop", ()))
-    body = {"job": asking.job, "attempt": 1, "step": 1, "rank": 0, "host": host, **changed}
-    world.holders[asking.host_id].call(asking, request_of("drop", body))
+def drop(world: ControllerWorld, host: str) -> None:
+    """Drop a host's copy of rank 0 as a surplus one; repair leaves the host alone for a moment, so that it shows."""
+    parts, shard = world.served.parts, ShardId(JOB, STEP.attempt, STEP.step, 0)
+    parts.out.actions = []
+    parts.drops.order(host, [shard])
+    world.job().drop_copy(shard, host)
+    parts.repair.pushes.refused_s[shard, host] = world.now
+    [order] = parts.out.actions
+    session = world._sessions[host]
+    world._deliver("down", host, lambda: world._arrive(order, host, session))
     world.run(0.3)
-    if len(asking.errors.get("drop", ())) > refused_count:
-        return asking.error("drop")
-    return asking.answers["drop"][-1]
 
 
-def test_a_dropped_copy_is_gone_and_then_rebuilt() -> None:
-    """The copy goes at once, is left alone for a moment so that its absence can be seen, and comes back (R29)."""
-    world, ranks = trained(2)
-    assert world.holders_of(STEP, 0) == ["h0", "h1"]
-    answer = drop(world, ranks[0], "h0")
-    assert (answer["host"], answer["left_on"]) == ("h0", ["h1"])
-    assert answer["nbytes"] > 0
-    world.run(2.0)
-    assert world.holders_of(STEP, 0) == ["h1"]
-    assert world.holders_of(STEP, 1) == ["h0", "h1"], "another shard of the job was touched"
-    world.run(15.0)
-    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+def counted(world: ControllerWorld) -> list[str]:
+    """The hosts that count as having a copy of rank 0."""
+    return sorted(world.job().copies[STEP][0])
 
 
 @pytest.mark.parametrize("kind", ["sealed", "fenced"])
@@ -51,7 +40,7 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
 
     Counted, the copy would be there for no process (R7, R19).
     """
-    world, ranks = trained(2)
+    world, _ = trained(2)
     holder = world.holders["h0"]
 
     def cross(order: FreeCopies) -> None:
@@ -64,11 +53,11 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
         holder.carry_out(order)
 
     holder.instead[FreeCopies] = cross
-    drop(world, ranks[0], "h0")
+    drop(world, "h0")
     world.run(2.0)
     assert not any(shard.rank == 0 for shard in holder.copies)
     assert world.holders_of(STEP, 0) == ["h1"]
-    assert "the last whole one" in drop(world, ranks[0], "h1")
+    assert counted(world) == ["h1"]
     world.run(15.0)
     assert world.holders_of(STEP, 0) == ["h0", "h1"]
     assert any(shard.rank == 0 for shard in holder.copies)
@@ -77,45 +66,23 @@ def test_a_report_that_crosses_the_order_to_drop_counts_no_copy(kind: str) -> No
 @pytest.mark.parametrize("is_ordered_again", [False, True])
 def test_a_drop_that_outlives_its_session_leaves_no_copy_counted(is_ordered_again: bool) -> None:
     """The host joins again with the copy in its inventory, and only then obeys the order of before (R7, R19)."""
-    world, ranks = trained(2)
+    world, _ = trained(2)
     holder = world.holders["h0"]
     copies, late = list(map(WireCopy.of, holder.copies.values())), list[FreeCopies]()
     holder.instead[FreeCopies] = late.append
-    drop(world, ranks[0], "h0")
+    drop(world, "h0")
     del world._sessions["h0"]  # it is dialled again with the next beat
     world._handle(HostLost("h0", "connection reset"))
-    world.run(1.0)
-    assert world.holders_of(STEP, 0) == ["h0", "h1"], "the inventory names the copy"
+    assert world.run_until(lambda: counted(world) == ["h0", "h1"]), "the inventory names the copy"
     if is_ordered_again:
-        drop(world, ranks[0], "h0")
+        drop(world, "h0")
     holder.carry_out(late[0])
     if is_ordered_again:  # the first order is not the second: what is reported until that is obeyed goes with it
         for copy in copies:
             holder.report(Sealed(copy=copy, put=None))
     world.run(0.5)
     assert world.holders_of(STEP, 0) == ["h1"]
-    assert "the last whole one" in drop(world, ranks[0], "h1")
-
-
-def test_the_last_copy_is_never_dropped() -> None:
-    """With the other copy dropped, or its host dead, the drop is refused and nothing changes (R19)."""
-    world, ranks = trained(2)
-    drop(world, ranks[0], "h0")
-    assert "the last whole one" in drop(world, ranks[0], "h1")
-    assert world.holders_of(STEP, 0) == ["h1"]
-    world.kill_host("h0")
-    world.run(0.5)
-    assert "the last whole one" in drop(world, ranks[1], "h1", rank=1)
-    assert world.holders_of(STEP, 1) == ["h1"]
-
-
-def test_what_is_not_there_is_not_dropped() -> None:
-    """A host without the copy, a step that is not committed, a job no process knows: refused by name."""
-    world, ranks = trained(2)
-    assert "not by h9" in drop(world, ranks[0], "h9")
-    assert "is not committed" in drop(world, ranks[0], "h0", step=7)
-    assert "holds no job" in drop(world, ranks[0], "h0", job="another")
-    assert world.holders_of(STEP, 0) == ["h0", "h1"]
+    assert counted(world) == ["h1"]
 
 
 def rooms_freed(world: ControllerWorld, host: str) -> list[tuple[str, int]]:
