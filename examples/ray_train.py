@@ -19,13 +19,11 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import reassign_ranks
 
 
 def train(args: dict) -> None:
     """What runs on every rank."""
     with memstore.connect(args["job"], config=memstore.Config(store=args["store"])) as store:
-        reassign_ranks(store)  # Train hands ranks out again at every attempt: each goes where its bytes are
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         model = fully_shard(model.to(ray.train.torch.get_device()))

@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/torchtitan_style.py --steps 40
 
 The states are those of torchtitan's CheckpointManager: model, optimizer, schedule, data loader, progress, each with
-state_dict and load_state_dict. Ranks are renumbered first, so that after a restart on the same hosts in another order
-nothing crosses the network. Saved by DCP, a step can also be loaded by another number of ranks.
+state_dict and load_state_dict. Saved by DCP, a step can also be loaded by another number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memstore
-from memstore.adapters.torch import NamedOptimizer, load_dcp, reassign_ranks
+from memstore.adapters.torch import NamedOptimizer, load_dcp
 
 
 @dataclass
@@ -74,7 +73,6 @@ def train(args: argparse.Namespace) -> None:
     """What runs on every rank."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with memstore.connect(args.job, config=memstore.Config(store=args.store)) as store:
-        reassign_ranks(store)  # before the mesh: dist.get_rank() may be another one now
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(device)

@@ -1,6 +1,6 @@
 """What can be rebuilt from what survived, and how fastest? Pure.
 
-Reading order: inventory, lineage, candidates, balance, transfers, planner, mesh_order, simulate, schedule, metrics.
+Reading order: inventory, lineage, candidates, balance, transfers, planner, simulate, schedule, metrics.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from recovery.candidates import Rejected
 from recovery.inventory import CommitFact, Copy, DurableMarker, Inventory, ShardId, ShardSpec, StepId
 from recovery.lineage import AttemptFact, Span, in_lineage, lineage
-from recovery.mesh_order import MeshOrder, mesh_order
 from recovery.metrics import PHASES, Event, Recovery, ettr, expected_ettr, recoveries, stalls_s
 from recovery.planner import RecoveryPlan, plan
 from recovery.schedule import predict_seconds, waves
@@ -23,7 +22,6 @@ __all__ = [
     "DurableMarker",
     "Event",
     "Inventory",
-    "MeshOrder",
     "Recovery",
     "RecoveryPlan",
     "Rejected",
@@ -37,7 +35,6 @@ __all__ = [
     "in_lineage",
     "lineage",
     "lose",
-    "mesh_order",
     "plan",
     "predict_seconds",
     "recoveries",

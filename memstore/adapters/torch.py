@@ -1,16 +1,13 @@
-"""An optimizer by the names of its parameters, and its loading through DCP; ranks that follow their bytes."""
+"""An optimizer by the names of its parameters, and its loading through DCP."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.distributed_c10d import PrefixStore
 
 from memstore.client.collective_hooks import WatchedCollectives
 from memstore.client.store import Store
@@ -191,30 +188,3 @@ def watch_collectives(store: Store) -> WatchedCollectives:
     before (`from torch.distributed import all_reduce`) are not seen.
     """
     return WatchedCollectives(store.marks)
-
-
-def reassign_ranks(store: Store, *, together: int = 1) -> tuple[int, ...]:
-    """Give every process the rank whose bytes its host holds, in the store and in torch.distributed; collective (R27).
-
-    Call it right after connect, before anything is built on the process group: the default group ends and starts again
-    with the new ranks, over the same key-value store, so a mesh made afterwards is in the right order. RANK follows;
-    LOCAL_RANK and the device stay. Where no other order moves fewer bytes nothing happens.
-
-    Args:
-        store: Connected, without a get or put yet.
-        together: As in `Store.assign_ranks`, whose result and errors this has.
-    """
-    order = store.assign_ranks(together=together)
-    if order == tuple(range(store.world_size)) or not dist.is_initialized():
-        return order
-    backend, keys = dist.distributed_c10d.get_backend_config(), dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"memstore/{store.job}/{store.attempt}", keys),
-        rank=store.rank,
-        world_size=store.world_size,
-    )
-    if "RANK" in os.environ:
-        os.environ["RANK"] = str(store.rank)
-    return order

@@ -242,7 +242,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "attempt": _attempt,
     "replaced": _replaced,
     "recovered": _recovered,
-    "members": lambda e: f"attempt {e['attempt']}: its ranks were renumbered or replaced, on {', '.join(e['hosts'])}",
+    "members": lambda e: f"attempt {e['attempt']}: some of its ranks were replaced, it is on {', '.join(e['hosts'])}",
     "forked": lambda e: f"begins with step {e['step']} of {e['from_job']} (attempt {e['from_attempt']})",
     "pinned": lambda e: f"step {e['step']} pinned as {e['name']}",
     "unpinned": lambda e: f"pin {e['name']} taken back",

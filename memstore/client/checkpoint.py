@@ -57,7 +57,7 @@ class Checkpoint:
     source: str  # where the bytes came from: local, peer, mixed, durable
     source_reason: str  # why this step, and why nothing newer
     steps_lost: int
-    ranks_moved: tuple[int, ...] = ()  # ranks on other hosts than their copies (R27): see Store.assign_ranks
+    ranks_moved: tuple[int, ...] = ()  # ranks on other hosts than their copies (R27)
     moved_bytes: int = 0  # its cost: bytes fetched for these ranks from other hosts
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     seconds_by_phase: dict[str, float] = field(default_factory=dict)

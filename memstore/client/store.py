@@ -25,7 +25,7 @@ from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
 from memstore.config import Config, check_given_whole, check_seconds, check_whole
 from memstore.core.cluster.text import error_text
-from memstore.core.wire.calls import AssignRanks, CloseStore, Get, ReadStep, Rewind
+from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
     CheckInto,
@@ -94,37 +94,6 @@ class Store(PinVerbs):
 
     def __repr__(self) -> str:
         return f"Store(job={self.job!r}, attempt={self.attempt}, rank={self.rank} of {self.world_size})"
-
-    def assign_ranks(self, *, together: int = 1) -> tuple[int, ...]:
-        """Renumber the ranks so that the fewest bytes move in the next get(); collective, before get() and put() (R27).
-
-        Afterwards `self.rank` is this process's logical rank, and get() and put() are of its shard. torch.distributed
-        must go by it too: start it with rank=store.rank, or let `memstore.adapters.torch.reassign_ranks` start it
-        again; then build the mesh as always. (A DeviceMesh over `order` itself would not do: its groups sort their
-        ranks.)
-        Called again, or after a get or put, it returns the order that stands and changes nothing.
-
-        Args:
-            together: So many neighbouring ranks (one tensor-parallel group) are put on one host, moved bytes or not.
-
-        Returns:
-            By logical rank, the rank that the launcher gave the process that has it; equal on all ranks. The identity
-            where nothing is stored, or where no other order moves fewer bytes.
-
-        Raises:
-            GatherTimeout: Not every rank called within `connect_timeout_s`.
-            ConfigError: `together` does not divide the ranks of each host, or ranks disagree about it.
-        """
-        self._check_open()
-        request = AssignRanks(
-            job=self.job, attempt=self.attempt, rank=self._launch.rank, nonce=self._link.nonce,
-            together=check_whole("together", together, low=1),
-        )  # fmt: skip
-        limit_s = self.config.connect_timeout_s + self.config.recovery_grace_s + CALL_SLACK_S
-        joined = ask_with_all(self._link, request, limit_s=limit_s)
-        self.rank = joined.rank
-        self.puts.shared_shard = SharedShard.joined(joined)  # a shard belongs to the rank's number (D83)
-        return joined.order or tuple(range(self.world_size))
 
     @property
     def shared_shard(self) -> SharedShard | None:

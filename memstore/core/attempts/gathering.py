@@ -8,16 +8,16 @@ from typing import Any
 
 from memstore.core.cluster.job import Attempt, Call
 from memstore.core.cluster.rank_calls import Replies
-from memstore.core.wire.calls import AssignRanks, InPlace, Join, Rewind
+from memstore.core.wire.calls import InPlace, Join, Rewind
 from recovery.inventory import StepId
 
 
 @dataclass(slots=True)
 class Entrant:
-    """A process that joins, rewinds with its attempt, or has its rank assigned again."""
+    """A process that joins, or rewinds with its attempt."""
 
-    call: Call[Join] | Call[Rewind] | Call[AssignRanks]
-    rank: int  # as its launcher calls it
+    call: Call[Join] | Call[Rewind]
+    rank: int
     nonce: str
     key: str | None = None
     launcher: str = ""
@@ -31,10 +31,9 @@ class Entrant:
     is_gone: bool = False  # it died before its attempt opened
 
     @property
-    def question(self) -> tuple[str, str | None, int | None]:
+    def question(self) -> tuple[str, str | None]:
         """Return what is the same when the process asks again."""
-        request = self.call.request
-        return self.nonce, self.key, request.together if isinstance(request, AssignRanks) else None
+        return self.nonce, self.key
 
 
 def joining(call: Call[Join]) -> Entrant:
@@ -51,7 +50,7 @@ def rewinding(call: Call[Rewind], attempt: Attempt) -> Entrant:
     asked = call.request
     shard = attempt.shard_of[asked.rank] if attempt.shard_of else None
     return Entrant(
-        call, attempt.launched(asked.rank), asked.nonce, asked.key, attempt.launcher, attempt.config,
+        call, asked.rank, asked.nonce, asked.key, attempt.launcher, attempt.config,
         attempt.members[asked.rank].pid, shard, max(attempt.shard_of) + 1 if attempt.shard_of else None,
         limit_s=float(attempt.config["connect_timeout_s"]),
     )  # fmt: skip
@@ -75,7 +74,6 @@ class Gathering:
     joins: Entrants = field(default_factory=Entrants)
     rewind: tuple[int, int | None] | None = None  # the ranks of an open attempt go back to (step, of which attempt)
     rewind_to: StepId | None = None  # that step, once it is found
-    order: tuple[int, ...] = ()  # a rewind keeps the ranks as they are (R27)
     markers_call: int = 0  # all ranks have come; the markers in durable storage are listed first (R31)
     listing_since_s: float = 0.0
     on_listed: Callable[[str], None] | None = None  # goes on, with why storage could not be read

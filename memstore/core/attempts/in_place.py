@@ -57,7 +57,7 @@ def _replaced(losses: list[RankLoss], former: Attempt | None, fact: AttemptOpene
     """Return one row for each rank: why it was lost first, and who has its place now."""
     firsts = {loss.rank: loss for loss in reversed(losses)}
     lasts = {loss.rank: loss for loss in losses}
-    hosts = {former.launched(member.rank): member.host_id for member in former.members.values()} if former else {}
+    hosts = {member.rank: member.host_id for member in former.members.values()} if former else {}
     return tuple(
         ReplacedRow(
             rank=rank, host=hosts.get(rank, ""), to_host=fact.hosts[rank], cause=firsts[rank].cause,

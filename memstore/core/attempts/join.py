@@ -61,14 +61,14 @@ class Attempts:
         request, name, entrant = call.request, call.request.job, joining(call)
         job = self.state.jobs.get(name)
         newest = job.newest if job is not None else None
-        if self.is_repeated(name, entrant):
+        if self._is_repeated(name, entrant):
             return
         is_of_size = newest is not None and newest.world_size == request.world_size  # else it begins another launch
         if newest is not None and is_of_size and self._is_member(name, newest, entrant):
             if newest.phase == "fencing":
                 self.opening.setdefault(name, []).append(entrant)
             else:
-                self.answer_member(name, newest, entrant)
+                self._answer_member(name, newest, entrant)
             return
         refusal = self._refusal(now, job, newest, request)
         if refusal is not None:
@@ -83,7 +83,7 @@ class Attempts:
             return
         self._gather(now, name, entrant, request.world_size)
 
-    def is_repeated(self, name: str, entrant: Entrant) -> bool:
+    def _is_repeated(self, name: str, entrant: Entrant) -> bool:
         """Return whether the same question waits for its attempt to open already: this one is answered in its place."""
         waiting = self.opening.get(name, [])
         for number, other in enumerate(waiting):
@@ -94,7 +94,7 @@ class Attempts:
 
     def _is_member(self, name: str, attempt: Attempt, entrant: Entrant) -> bool:
         is_launch = entrant.key in (None, attempt.key)  # else its process begins another one
-        member = attempt.members.get(attempt.rank_of(entrant.rank)) if is_launch else None
+        member = attempt.members.get(entrant.rank) if is_launch else None
         is_leaving = member is not None and member.rank in self.closes.get(name, ())  # it said close: a new life
         return member is not None and member.nonce == entrant.nonce and attempt.phase != "closed" and not is_leaving
 
@@ -106,7 +106,7 @@ class Attempts:
 
     def _contradiction(self, name: str, attempt: Attempt, request: Join) -> str:
         """Return why the process that takes a rank's place may not name its shard, or "" (R34)."""
-        rank = request.rank  # as its launcher calls it: shards are named so
+        rank = request.rank
         before = (attempt.shard_of[rank], max(attempt.shard_of) + 1) if attempt.shard_of else (None, None)
         said = (request.shard, request.shards)
         if said == before:
@@ -116,11 +116,9 @@ class Attempts:
     def _replace_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
         """Record the attempt again with the new process in it: a successor must know it by its nonce."""
         unapplied = [x for x in self.journal.log.unapplied() if isinstance(x, AttemptOpened) and x.job == name]
-        unapplied = [
-            x for x in unapplied if x.attempt == attempt.attempt_number
-        ]  # its ranks may have been renumbered just now
+        unapplied = [x for x in unapplied if x.attempt == attempt.attempt_number]  # another rank was replaced just now
         fact = unapplied[-1] if unapplied else attempt.written_again(name, self.state.wall_s)
-        member, host = attempt.members[attempt.rank_of(entrant.rank)], entrant.call.host_id
+        member, host = attempt.members[entrant.rank], entrant.call.host_id
         nonces, hosts, rank = list(fact.nonces), list(fact.hosts), fact.nonces.index(member.nonce)
         nonces[rank], hosts[rank] = entrant.nonce, host
         member.nonce, member.host_id, member.pid, member.is_gone = nonces[rank], host, 0, False
@@ -300,7 +298,7 @@ class Attempts:
                 is_fresh=is_fresh, level_asked=level, config=dict(first.config),
                 nonces=tuple(entrant.nonce for entrant in joins), hosts=hosts,
                 launcher=" ".join(sorted({entrant.launcher for entrant in joins})),
-                wall_s=self.state.wall_s, order=gathering.order,
+                wall_s=self.state.wall_s,
                 shard_of=tuple(e.shard for e in joins if e.shard is not None) if first.shards is not None else (),
                 generation=first.in_place.generation if first.in_place is not None else 0,
             )
@@ -324,16 +322,14 @@ class Attempts:
         if old is not None:  # recorded again because a rank was replaced: the ranks still there keep their places
             kept = {member.nonce: member for member in old.members.values() if member.pid}
             old.members = {rank: kept.get(member.nonce, member) for rank, member in members.items()}
-            old.order, old.shard_of, old.writers = fact.order, fact.shard_of, fact.writers
-            for rank, member in old.members.items():
-                member.rank = rank
+            old.shard_of, old.writers = fact.shard_of, fact.writers
             job.placement = None
             if not is_replay:
                 self.fence_all(now, fact.job)
             return
         attempt = Attempt(
             fact.attempt, fact.world_size, fact.key, fact.launcher, fact.is_fresh, fact.parent, fact.level_asked,
-            dict(fact.config), members, order=fact.order, shard_of=fact.shard_of, writers=fact.writers,
+            dict(fact.config), members, shard_of=fact.shard_of, writers=fact.writers,
             opened_s=fact.wall_s, generation=fact.generation,
             recovery=recovery_before(fact, job, joined),
         )  # fmt: skip
@@ -392,20 +388,19 @@ class Attempts:
             if later and not self._is_member(name, attempt, entrant):
                 self.opening.setdefault(name, []).append(entrant)  # its own attempt is about to open
             else:
-                self.answer_member(name, attempt, entrant)
+                self._answer_member(name, attempt, entrant)
         self.out.emit(AttemptUnfenced(name))
 
-    def answer_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
+    def _answer_member(self, name: str, attempt: Attempt, entrant: Entrant) -> None:
         """Send a process of the attempt its place in it; FencedError for one whose place another has taken."""
         if not self._is_member(name, attempt, entrant):
             self.out.refuse(entrant.call, "FencedError", f"job {name!r}: another process took this rank's place")
             return
-        rank = attempt.rank_of(entrant.rank)
         reply = Joined(
-            attempt=attempt.attempt_number, world_size=attempt.world_size, rank=rank, order=tuple(attempt.order),
+            attempt=attempt.attempt_number, world_size=attempt.world_size, rank=entrant.rank,
             restored_step=attempt.parent_step if attempt.has_restored else None, resume_step=attempt.resume_step,
             put_every=attempt.config.get("put_every", "step"),  # of the attempt: ranks' own may differ (R33)
-            shared_shard=self.view.shared_shards.joined(attempt, rank),
+            shared_shard=self.view.shared_shards.joined(attempt, entrant.rank),
         )  # fmt: skip
         self.out.answer(entrant.call, reply)
 

@@ -66,7 +66,7 @@ def _opening(state: ClusterState, attempts: Attempts, name: str, waiting: list[E
 
 
 def _world_size(state: ClusterState, attempts: Attempts, name: str, waiting: list[Entrant]) -> int:
-    """Return the ranks of the attempt that is written down: assign_ranks() and rewind() do not name it."""
+    """Return the ranks of the attempt that is written down: rewind() does not name it."""
     facts = [fact for fact in attempts.journal.log.unapplied() if isinstance(fact, AttemptOpened) and fact.job == name]
     if facts:
         return facts[-1].world_size

@@ -46,7 +46,7 @@ class Rewinds:
             attempts.dismiss(
                 job.name, "FencedError", f"job {job.name!r}: another rank rewinds to step {wanted[0]} meanwhile"
             )
-            gathering = Gathering(attempt.key, attempt.world_size, rewind=wanted, rewind_to=to, order=attempt.order)
+            gathering = Gathering(attempt.key, attempt.world_size, rewind=wanted, rewind_to=to)
             attempts.gatherings[job.name] = gathering
         gathering.joins[request.rank] = rewinding(call, attempt)
         if len(gathering.joins) < attempt.world_size or gathering.markers_call:

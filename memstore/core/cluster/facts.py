@@ -45,7 +45,6 @@ class AttemptOpened(FactBase, frozen=True):
     hosts: tuple[str, ...]  # by rank
     launcher: str
     wall_s: float
-    order: tuple[int, ...] = ()  # by rank: the launcher's number; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: the shard whose state it holds, as others do; empty: all have their own
     writers: tuple[int, ...] = ()  # ranks that copy what their shard's ranks share (R34)
     generation: int = 0  # of recovery in place: its launch kept the processes that were left (R20)

@@ -101,7 +101,6 @@ class Attempt:
     skip_reasons: dict[int, str] = field(default_factory=dict)  # skipped step -> which rank and why, until sent to all
     skip_why: str = ""  # which rank skipped the newest skipped step and why; "" if another controller got it
     is_skip_for_room: bool = False
-    order: tuple[int, ...] = ()  # by rank: what its launcher calls it; empty: the same (R27)
     shard_of: tuple[int, ...] = ()  # by rank: as in AttemptOpened
     writers: tuple[int, ...] = ()
     generation: int = 0  # of recovery in place; 0: an ordinary launch
@@ -145,18 +144,9 @@ class Attempt:
             found.setdefault(member.host_id, []).append(member.nonce)
         return found
 
-    def rank_of(self, launched: int) -> int:
-        """Return the rank of the process that its launcher calls `launched`."""
-        return self.order.index(launched) if 0 <= launched < len(self.order) else launched
-
-    def launched(self, rank: int) -> int:
-        """Return the rank by which the launcher calls the process that has this rank."""
-        return self.order[rank] if self.order else rank
-
-    def written_again(self, job: str, wall_s: float, order: tuple[int, ...] | None = None) -> AttemptOpened:
-        """Return the fact of this attempt with its present members, renumbered by `order` if one is given."""
-        launched = order or self.order
-        members = [self.members[self.rank_of(process)] for process in launched or range(self.world_size)]
+    def written_again(self, job: str, wall_s: float) -> AttemptOpened:
+        """Return the fact of this attempt with its present members."""
+        members = [self.members[rank] for rank in range(self.world_size)]
         return AttemptOpened(
             job,
             self.attempt_number,
@@ -170,7 +160,6 @@ class Attempt:
             tuple(member.host_id for member in members),
             self.launcher,
             wall_s if self.opened_s is None else self.opened_s,
-            launched,
             self.shard_of,
             self.writers,
             self.generation,

@@ -17,7 +17,6 @@ from memstore.core.controller.takeover import Takeover
 from memstore.core.wire import reports
 from memstore.core.wire.calls import (
     AskPutInterval,
-    AssignRanks,
     CloseStore,
     Get,
     ReserveRoom,
@@ -61,7 +60,6 @@ class Inputs:
         }
         #: Calls of ranks: refused if the job is unknown. All other calls go to `Queries`.
         self._calls: Mapping[type[Request[Any]], Callable[[Any], object]] = {
-            AssignRanks: lambda call: p.mesh_orders.ask(state.now, call),
             Get: lambda call: p.rounds.get(state.now, call),
             Withdraw: p.rounds.withdraw,
             ShardLoaded: lambda call: p.rounds.loaded(state.now, call),
@@ -107,7 +105,7 @@ class Inputs:
         p.journal.record_waiting()
         p.drains.tick()
         p.departures.tick()
-        for part in (p.attempts, p.mesh_orders, p.room, p.rounds, p.followers, p.repair, p.forks, p.job_removal):
+        for part in (p.attempts, p.room, p.rounds, p.followers, p.repair, p.forks, p.job_removal):
             part.tick(now)
         p.durable_checks.tick(now)
         p.durable_looks.tick(now)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.put_interval_rounds import PutIntervalRounds
-from memstore.core.attempts.rank_order import MeshOrders
 from memstore.core.attempts.rewind import Rewinds
 from memstore.core.capacity.drop_orders import Drops
 from memstore.core.capacity.reservations import Reservations
@@ -79,7 +78,6 @@ class Parts:
         # attempts
         self.attempts = Attempts(state, out, self.journal, self.view, self.durable_markers)
         self.rewinds = Rewinds(state, out, self.view, self.attempts)
-        self.mesh_orders = MeshOrders(state, out, self.journal, self.view, self.attempts)
         self.put_interval_rounds = PutIntervalRounds(state, out, self.journal, self.waiters)
         # restore
         self.reads = SingleReads(state, out, term)
@@ -96,7 +94,7 @@ class Parts:
         self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report
         self.recorder = EventRecorder(state, out, self.repair.pushes, self.departures, term)
-        self.roll_calls = RollCalls(state, self.view, self.room, self.attempts, self.mesh_orders)
+        self.roll_calls = RollCalls(state, self.room, self.attempts)
         self.status = StatusReport(
             state, term, self.view, self.drains, self.room, self.repair.pushes, self.durable_states, self.durable_keys,
             self.departures, self.attempts, self.recorder.watch,

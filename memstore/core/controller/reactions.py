@@ -56,7 +56,6 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
     state, record = p.state, p.recorder
     forgetting = (
         p.attempts,
-        p.mesh_orders,
         p.room,
         p.put_interval_rounds,
         p.rounds,
@@ -89,7 +88,6 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         e.RankGone: (
             record.rank_gone,
             lambda event: p.rounds.rank_gone(event.job, event.member.rank),
-            lambda event: p.mesh_orders.rank_gone(event.job, event.member.rank),
         ),
         e.ReplicasDiffer: (record.replicas_differ,),
         e.ReplicasAgree: (record.replicas_agree,),

@@ -36,7 +36,7 @@ def shorter(state: ClusterState, fact: f.Fact) -> f.Fact:
     if job.newest_commit(newest.attempt_number) < 0:
         return fact
     attempt.members, attempt.needs = {}, {}
-    return replace(fact, nonces=(), hosts=(), order=(), shard_of=(), writers=())
+    return replace(fact, nonces=(), hosts=(), shard_of=(), writers=())
 
 
 def is_needed(state: ClusterState, fact: f.Fact) -> bool:

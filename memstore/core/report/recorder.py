@@ -195,7 +195,7 @@ class EventRecorder:
             word = {"kind": "retired", "why": fact.reason} if fact.reason else {"kind": "lifted"}
             self.add(**word, job=fact.job, attempt=fact.attempt, step=fact.step)
         elif isinstance(fact, f.AttemptOpened):
-            is_new = job is None or fact.attempt not in job.attempts  # else it was written again with other ranks (D51)
+            is_new = job is None or fact.attempt not in job.attempts  # else it was written again with another process
             self.add(
                 "attempt" if is_new else "members", job=fact.job, attempt=fact.attempt, ranks=fact.world_size,
                 parent=fact.parent, fresh=fact.is_fresh, hosts=sorted(set(fact.hosts))[:NAMED_MAX],

@@ -6,28 +6,22 @@ from collections.abc import Callable
 
 from memstore.core.attempts.join import Attempts
 from memstore.core.attempts.launches import come_text, launch
-from memstore.core.attempts.rank_order import MeshOrders
 from memstore.core.capacity.reservations import Reservations
-from memstore.core.cluster.collective import missing_ranks
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import named_hosts
 from memstore.core.restore.awaited import awaited_by_get, named_ranks
-from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.replies import RollCalled
 
 
 class RollCalls:
     """Shows waiting ranks, and people, which ranks have come."""
 
-    def __init__(
-        self, state: ClusterState, view: ClusterView, room: Reservations, attempts: Attempts, mesh_orders: MeshOrders
-    ) -> None:
-        self.state, self.view, self.room, self.attempts, self.mesh_orders = state, view, room, attempts, mesh_orders
+    def __init__(self, state: ClusterState, room: Reservations, attempts: Attempts) -> None:
+        self.state, self.room, self.attempts = state, room, attempts
         self._looks: dict[str, Callable[[Job, Attempt], tuple[list[int], str] | None]] = {
             "get": lambda job, attempt: awaited_by_get(state, job, attempt),
             "shard_loaded": lambda job, attempt: awaited_by_get(state, job, attempt),
-            "assign_ranks": self._mesh_order,
             "reserve": self._reserve,
         }
 
@@ -47,13 +41,6 @@ class RollCalls:
             return None
         come = come_text(row.ranks, row.world_size, row.missing)
         return RollCalled(come=come, awaited=row.awaited, is_complete=not row.missing)
-
-    def _mesh_order(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
-        asked = self.mesh_orders.asked.get(job.name)
-        late = named_hosts(self.view.silent_hosts(job))
-        if asked is None:
-            return None
-        return missing_ranks(attempt.world_size, asked.calls), f"{late}, which may have a newer step"
 
     def _reserve(self, job: Job, attempt: Attempt) -> tuple[list[int], str] | None:
         active = self.room.active.get(job.name)

@@ -46,7 +46,6 @@ class RankLoss(Row, frozen=True):
     """A process of a rank that was lost, and replaced by another one."""
 
     rank: Unsigned
-    """As its launcher calls it."""
     generation: Unsigned
     """The first one that its replacement may take part in."""
     cause: Cause
@@ -101,13 +100,6 @@ class RankRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     job: Name
     attempt: Unsigned
     rank: Unsigned
-
-
-class AssignRanks(RankRequest[Joined], frozen=True, tag="assign_ranks"):
-    """Renumber the ranks so that a restore moves least; answered when all have asked (R27)."""
-
-    nonce: str
-    together: Positive
 
 
 class Rewind(RankRequest[Joined], frozen=True, kw_only=True, tag="rewind"):
@@ -347,7 +339,6 @@ class DrainHost(Request[DrainNoted], frozen=True, tag="drain"):
 
 RankCall = (
     Join
-    | AssignRanks
     | Rewind
     | Get
     | Withdraw

@@ -52,8 +52,6 @@ class Joined(Message, frozen=True, tag="joined"):
     attempt: Unsigned
     world_size: Unsigned
     rank: Unsigned
-    order: tuple[Unsigned, ...]
-    """By rank: the launcher's number; empty: the same."""
     restored_step: Unsigned | None
     resume_step: Unsigned
     put_every: str | int

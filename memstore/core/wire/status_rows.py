@@ -200,7 +200,6 @@ class ReplacedRow(Part, frozen=True):
     """A lost rank, and who took its place."""
 
     rank: Unsigned
-    """As its launcher calls it."""
     host: str
     """Where it was lost; "": not known any more."""
     to_host: str

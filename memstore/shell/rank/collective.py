@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from memstore.core.wire.calls import AssignRanks, Get, Join, RankCall, ReserveRoom, Rewind, ShardLoaded, Withdraw
+from memstore.core.wire.calls import Get, Join, RankCall, ReserveRoom, Rewind, ShardLoaded, Withdraw
 from memstore.core.wire.calls import RollCall as AskRollCall
 from memstore.core.wire.codec import tag_of
 from memstore.core.wire.replies import GetAgain, Joined, NothingStored, RollCalled, ShardPlaced, StepAgreed
@@ -108,7 +108,7 @@ def loaded_with_all(link: HolderLink, request: ShardLoaded, limit_s: float) -> b
     return not isinstance(answer_of(future), GetAgain)
 
 
-def ask_with_all(link: HolderLink, request: Join | Rewind | AssignRanks, *, limit_s: float) -> Joined:
+def ask_with_all(link: HolderLink, request: Join | Rewind, *, limit_s: float) -> Joined:
     """Send a call that cannot be withdrawn.
 
     Raises:
@@ -137,7 +137,7 @@ class RollCall:
     """
 
     def __init__(
-        self, link: HolderLink, request: Join | Rewind | AssignRanks | Get | ShardLoaded | ReserveRoom, limit_s: float
+        self, link: HolderLink, request: Join | Rewind | Get | ShardLoaded | ReserveRoom, limit_s: float
     ) -> None:
         """The call is made already; `limit_s` is what the log says."""
         self._link, self._verb, self._job, self._limit_s = link, tag_of(request), request.job, limit_s

@@ -23,11 +23,6 @@ class SharedShardRank(Rank):
         shared_shard = self.store.shared_shard
         return {"shard": shared_shard.shard, "writers": list(shared_shard.writers), "is_writer": shared_shard.is_writer}
 
-    def do_mesh_order(self) -> dict[str, Any]:
-        """Renumber the ranks."""
-        self.store.assign_ranks()
-        return {"rank": self.store.rank}
-
     def do_put_own(self, step: int, poke: str = "", of_step: int | None = None) -> dict[str, Any]:
         """Put the shard's state, or that of another step, and change one element of a tensor if asked."""
         import torch

@@ -57,7 +57,6 @@ WHOLE: dict[str, Call] = {
     "rewind": lambda store, reader, value: store.rewind(value),
     "rewind to an attempt": lambda store, reader, value: store.rewind(1, attempt=value),
     "persist": lambda store, reader, value: store.persist(value),
-    "assign_ranks": lambda store, reader, value: store.assign_ranks(together=value),
     "dcp_reader": lambda store, reader, value: store.dcp_reader(value),
     "reader": lambda store, reader, value: reader.get(value),
     "reader of a rank": lambda store, reader, value: reader.get(1, rank=value),
@@ -90,7 +89,6 @@ def test_whole_numbers_of_numpy_and_torch_are_numbers(pair: tuple[Store, Reader]
     store, reader = pair
     one, rank = np.int64(1), torch.tensor(0)
     assert store.put(one, state(1)).step == 1  # the ticket of before
-    assert store.assign_ranks(together=np.int32(1)) == (0,)
     got = store.get(one, rank=rank)
     assert got is not None
     assert (got.step, reader.get(one, rank=rank, attempt=np.uint8(1)).step) == (1, 1)

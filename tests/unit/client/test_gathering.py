@@ -101,7 +101,7 @@ def test_all_of_connect_has_one_deadline(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_call_of_all_ranks_says_for_whom_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """assign_ranks(), get() and prepare() of one rank of two: the log names the other and its host; all goes on."""
+    """get() and prepare() of one rank of two: the log names the other and its host; all goes on."""
     monkeypatch.setenv("MEMSTORE_HOST", "h1")
     monkeypatch.setattr(collective, "FIRST_WORD_S", 0.5)  # of connect() the test above waits for all of it
     with ProcessCluster(tmp_path, {"h1": {}}, connect_timeout_s=LIMIT_S, replicas=1) as cluster:
@@ -112,7 +112,6 @@ def test_every_call_of_all_ranks_says_for_whom_it_waits(
 
         run_together(join, join)
         for name, call in {
-            "assign_ranks of": lambda store: store.assign_ranks(),
             "get of": lambda store: store.get(),
             "room for the puts of": lambda store: store.prepare({"x": b"1"}).wait(),
         }.items():

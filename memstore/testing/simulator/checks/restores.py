@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
-from memstore.core.wire.replies import Joined, NothingStored, ShardPlaced, StepAgreed
+from memstore.core.wire.replies import NothingStored, ShardPlaced, StepAgreed
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Rank, ShardRead
@@ -19,22 +19,9 @@ class Restores:
 
     def __init__(self, world: World, observed: Observed, generations: Generations) -> None:
         self.world, self.observed, self.generations = world, observed, generations
-        self._orders: dict[int, set[tuple[int, ...]]] = {}  # attempt -> orders of its ranks
         self._failed: set[tuple[str, int]] = set()  # (key, round) of gets in which some rank could not load
         self._returned: set[tuple[str, int]] = set()  # of gets that returned on some rank
         self._last_failed: dict[str, bool] = {}  # key -> whether the last get that brought bytes failed
-        self._processes: dict[tuple[int, int], Rank] = {}  # (attempt, rank) -> the process that was given it
-
-    def ordered(self, rank: Rank, answer: Joined) -> None:
-        """Look at a rank that was renumbered: one order for the attempt, and one process for each rank (R27)."""
-        orders = self._orders.setdefault(rank.attempt, set())
-        orders.add(answer.order)
-        if self._processes.setdefault((rank.attempt, rank.rank), rank) not in self.world.ranks:
-            self._processes[rank.attempt, rank.rank] = rank  # another process has taken its place in the launch (R20)
-        other = self._processes[rank.attempt, rank.rank]
-        if len(orders) > 1 or other is not rank:
-            who = f"rank {rank.rank} is {rank.nonce}, and {other.nonce}"
-            raise Violation("R27", f"attempt {rank.attempt}: orders {sorted(orders)}; {who}")
 
     def read_damaged(self, rank: Rank, slots: list[int], staged_s: float, host_id: str | None = None) -> None:
         """Look at staged slots that a rank found damaged: that must have happened after they were staged (R23).

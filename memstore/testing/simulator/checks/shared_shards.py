@@ -15,7 +15,7 @@ from memstore.testing.simulator.world.violation import Violation
 from memstore.testing.simulator.world.world import World
 from recovery.inventory import ShardId, StepId
 
-Launch = tuple[int, tuple[int, ...], str | None]  # attempt, order of its ranks, key
+Launch = tuple[int, str | None]  # attempt, key
 Disturbances = tuple[int, tuple[int, ...]]  # faults so far; the term of the controller, incarnations of the holders
 REPORTED_WITHIN = 4  # commits in a row
 
@@ -48,7 +48,7 @@ class SharedShards:
         """Look at a fact in a journal: writers lie in domains of their own, and stay those that ranks were sent."""
         if not isinstance(fact, AttemptOpened) or not fact.shard_of or fact.job != self.world.scenario.job:
             return
-        launch: Launch = (fact.attempt, fact.order, fact.key)
+        launch: Launch = (fact.attempt, fact.key)
         if all((known.shard_of, known.writers) != (fact.shard_of, fact.writers) for known in self.opened[launch]):
             known_fact = self.writers.get(launch)
             if known_fact is not None:
@@ -80,7 +80,7 @@ class SharedShards:
 
     def joined(self, rank: SharingRank, answer: Joined) -> None:
         """Look at the writers that a rank is sent: those of the fact, whichever controller or process asks again."""
-        launch: Launch = (answer.attempt, answer.order, rank.key)
+        launch: Launch = (answer.attempt, rank.key)
         known = [self.writers[launch]] if launch in self.writers else self.opened[launch]
         for fact in known:
             by_shard = tuple(
@@ -127,7 +127,7 @@ class SharedShards:
 
         Unless a fault hinders that, writers hold one another's copies, and those that differ are reported.
         """
-        launch = next((x for x in reversed(self.writers) if x[0] == step.attempt), None)  # perhaps renumbered
+        launch = next((x for x in reversed(self.writers) if x[0] == step.attempt), None)
         if launch is None or fact.is_degraded:
             return
         if not self._is_calm() or self._calm.get(step.attempt) != self._disturbances():

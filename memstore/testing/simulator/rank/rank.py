@@ -199,13 +199,6 @@ class SimRank:
         if answer is None:
             return
         self.joined(answer)
-        if scenario.is_ordered:
-            answer = yield from self._call("assign_ranks", JOIN_S, nonce=self.nonce, together=1)
-            if answer is None:
-                return
-            self.rank = answer.rank
-            self.checker.restores.ordered(self, answer)
-            self.joined(answer)
         if not is_fresh:
             got = yield from self.get()
             if got is None and "while its state was loaded" not in self.why:

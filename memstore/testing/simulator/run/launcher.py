@@ -64,7 +64,7 @@ class Launcher:
         place = rng.randrange(len(cluster.ranks))
         stuck = cluster.ranks[place]
         if isinstance(stuck, SharedShardRank):
-            stuck.stuck_at = rng.choice(["assign_ranks", "get"]) if cluster.scenario.is_ordered else "get"
+            stuck.stuck_at = "get"
         return place
 
     def _replace(self, place: int, hosts: list[str]) -> Thread:

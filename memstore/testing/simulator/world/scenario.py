@@ -50,7 +50,6 @@ class Scenario:
     step_s: float = 0.4
     has_durable: bool = False
     is_strict: bool = True
-    is_ordered: bool = False  # ranks call assign_ranks() before their get
     reads_ranges: bool = False  # ranks read ranges of one another's shards
     streams_reads: bool = False  # ranks read one another's shards, and get their chunks one by one
     reads_every: int = 7  # after one in so many steps
@@ -76,7 +75,7 @@ class Scenario:
             f"seed {self.seed} ({kind}): {self.hosts} hosts, {self.racks or 'no'} racks, {self.world_size} ranks, "
             f"replicas={self.replicas}, scatter={self.scatter}, keep_steps={self.keep_steps}, "
             f"a step every {self.step_s:.2f} s, durable storage {'on' if self.has_durable else 'off'}"
-            f"{', ranks renumbered' if self.is_ordered else ''}{', in place' if self.is_in_place else ''}"
+            f"{', in place' if self.is_in_place else ''}"
             f"{self._shared_shards_text()}"
         ]
         return "\n".join([*rows, *(fault.text() for fault in self.faults)])
@@ -101,7 +100,6 @@ WEIGHTS = {
 HISTORY_SEEDS = (4,)  # modulo 10
 CLOCK_SEEDS = (0, 1, 4)  # modulo 20
 SHARED_SHARD_SEEDS = (3, 9, 18)  # modulo 20
-ORDERED_SEEDS = (14,)  # modulo 20
 ENDING_SEEDS = (0, 1)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40
 RANGE_SEEDS = (0, 2)  # modulo 5
@@ -138,7 +136,6 @@ def draw(seed: int) -> Scenario:
         step_s=rng.choice([0.15, 0.4, 0.8]),
         has_durable=rng.random() < 0.3 or seed % 40 in PACE_SEEDS,
         is_strict=rng.random() < 0.65,
-        is_ordered=seed % 20 in ORDERED_SEEDS,
         reads_ranges=seed % 5 in RANGE_SEEDS,
         streams_reads=seed % 40 in STREAM_SEEDS,
         is_paced=seed % 40 in PACE_SEEDS,
@@ -164,7 +161,7 @@ def _with_shared_shards(drawn: Scenario) -> Scenario:
     people = [replace(_fault(rng), kind=rng.choice(["pin-step", "fork-step"]), for_s=0.0)] if rng.random() < 0.2 else []
     return replace(
         drawn, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
-        is_blocked=rng.random() < 0.4, is_ordered=rng.random() < 0.2,
+        is_blocked=rng.random() < 0.4,
         faults=tuple(sorted([*drawn.faults, *faults, *people])),
     )  # fmt: skip
 

@@ -175,7 +175,7 @@ def put_intervals_of(questions: Questions, put_every: str = "10min") -> PutSched
     put_intervals = PutSchedule(cast(Puts, questions), 0.01)
     put_intervals.begin_attempt(
         Joined(
-            attempt=1, world_size=1, rank=0, order=(), restored_step=None, resume_step=0, put_every=put_every,
+            attempt=1, world_size=1, rank=0, restored_step=None, resume_step=0, put_every=put_every,
             shared_shard=None,
         )
     )  # fmt: skip

@@ -213,17 +213,6 @@ def test_a_preparation_before_a_get_that_the_job_needs_is_refused() -> None:
     assert world.put_all(ranks, 2)
 
 
-def test_the_ranks_keep_their_numbers_once_they_have_prepared() -> None:
-    """Room is by rank: assign_ranks() after prepare() returns the order that stands (R27)."""
-    world = ControllerWorld(2)
-    ranks = world.launch(2)
-    world.reserve(ranks)
-    for rank in ranks:
-        world.call(rank, "assign_ranks", nonce=rank.nonce, together=1)
-    assert world.run_until(lambda: all(rank.answers.get("assign_ranks") for rank in ranks), 10.0)
-    assert [rank.answers["assign_ranks"][-1]["order"] for rank in ranks] == [[], []]
-
-
 @pytest.mark.parametrize("holder", ["fork", "pin"])
 def test_an_old_step_that_was_held_at_the_first_put_goes_when_a_put_is_skipped(holder: str) -> None:
     """It fills the version that every put needs, and only a commit would let it go: so no step was ever committed."""

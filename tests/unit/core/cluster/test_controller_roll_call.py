@@ -21,7 +21,7 @@ def found(world: ControllerWorld, rank: FakeRank, verb: str) -> dict[str, Any] |
 
 @pytest.mark.parametrize(
     ("verb", "body"),
-    [("get", {"step": None}), ("reserve", {"slots": 4}), ("assign_ranks", {"together": 1, "nonce": "n"})],
+    [("get", {"step": None}), ("reserve", {"slots": 4})],
 )
 def test_ranks_that_have_not_called_are_named_with_their_hosts(verb: str, body: dict[str, Any]) -> None:
     """One of three ranks calls: the other two are awaited; once all have called, none is awaited."""

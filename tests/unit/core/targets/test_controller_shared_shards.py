@@ -136,8 +136,8 @@ def test_a_shard_without_a_count_is_no_shard() -> None:
     assert world.put_all(ranks, 1)
 
 
-def test_renumbered_ranks_and_rewinds_keep_their_shards() -> None:
-    """A rank's number says which shard it holds, independently of its process; writers are chosen again (R22, R27)."""
+def test_ranks_that_rewind_keep_their_shards() -> None:
+    """A rank's number says which shard it holds, independently of its process; writers are chosen again (R22)."""
     world = ControllerWorld(4, placement="ring")
     ranks = launch(world, [0, 1, 0, 1])
     world.get(ranks)
