@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from placement.domains import SpreadLevel, is_finer, spread_level
 from placement.groups import Placement, ReplicaGroup, Strategy, Unmet, place
-from placement.odds import corollary_bound, survival_odds, survival_odds_counted
+from placement.odds import survival_odds
 from placement.rebalance import Move, Rebalanced, rebalance
 from placement.scatter import scattered
 from placement.topology import Host, Topology
@@ -19,12 +19,10 @@ __all__ = [
     "Strategy",
     "Topology",
     "Unmet",
-    "corollary_bound",
     "is_finer",
     "place",
     "rebalance",
     "scattered",
     "spread_level",
     "survival_odds",
-    "survival_odds_counted",
 ]

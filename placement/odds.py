@@ -1,4 +1,4 @@
-"""What are the odds that k hosts lost at once destroy some shard: exact, and Gemini's bound (d.2).
+"""What are the odds that k hosts lost at once destroy some shard: exact (d.2).
 
 Losses are independent and uniform here: every set of k hosts is equally likely. A rack going
 dark is not in this model; that is what separation over failure domains is for.
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from itertools import combinations
 from math import comb
 
 from placement.groups import Placement, components_of, group_of
 
 IRREGULAR_HOSTS_MAX = 24  # hosts in one component that is neither group nor ring: 2**24 sets at worst
-COUNTED_SETS_MAX = 5_000_000  # loss sets survival_odds_counted is willing to walk through
 
 
 def survival_odds(placement: Placement, lost_count: int) -> Fraction:
@@ -62,50 +60,9 @@ def survival_odds(placement: Placement, lost_count: int) -> Fraction:
     return Fraction(total[lost_count], comb(hosts_count, lost_count))
 
 
-def survival_odds_counted(placement: Placement, lost_count: int) -> Fraction:
-    """Return the same chance by looking at every set of `lost_count` hosts; for tests.
-
-    Raises:
-        ValueError: lost_count is out of range, or there are more than COUNTED_SETS_MAX sets.
-    """
-    hosts_count = _check(placement, lost_count)
-    sets_count = comb(hosts_count, lost_count)
-    if sets_count > COUNTED_SETS_MAX:
-        raise ValueError(
-            f"{hosts_count} hosts have {sets_count} sets of {lost_count}, more than {COUNTED_SETS_MAX}; "
-            "use survival_odds"
-        )
-    fatal = fatal_sets(placement)
-    harmless = sum(
-        not any(copies.issubset(lost) for copies in fatal)
-        for lost in map(frozenset, combinations(placement.targets, lost_count))
-    )
-    return Fraction(harmless, sets_count)
-
-
 def fatal_sets(placement: Placement) -> set[frozenset[str]]:
     """Return the sets of hosts with all copies of some shard."""
     return {frozenset((owner, *held)) for each in placement.placements for owner, held in each.targets.items()}
-
-
-def corollary_bound(hosts_count: int, replicas: int, lost_count: int) -> Fraction:
-    """Return Gemini's lower bound max(0, 1 - (N/m) C(N-m, k-m) / C(N, k)) on survival.
-
-    It is a union bound for group placement: exact while k < 2m, and 1 while k < m.
-
-    Raises:
-        ValueError: `replicas` does not divide `hosts_count`, or a number is out of range.
-
-    Source: Gemini (SOSP 2023), corollary on the recovery probability.
-    """
-    if not 1 <= replicas <= hosts_count or not 0 <= lost_count <= hosts_count:
-        raise ValueError(f"N={hosts_count}, m={replicas}, k={lost_count}: needs 1 <= m <= N and 0 <= k <= N")
-    if hosts_count % replicas:
-        raise ValueError(f"the bound is for groups only: N={hosts_count} is not divisible by m={replicas}")
-    if lost_count < replicas:
-        return Fraction(1)
-    fatal = hosts_count // replicas * comb(hosts_count - replicas, lost_count - replicas)
-    return max(Fraction(0), 1 - Fraction(fatal, comb(hosts_count, lost_count)))
 
 
 def _check(placement: Placement, lost_count: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement import Host, Placement, Topology, place, rebalance, scattered, survival_odds, survival_odds_counted
+from placement import Host, Placement, Topology, place, rebalance, scattered, survival_odds
 
 
 def racks(hosts_count: int, racks_count: int) -> Topology:
@@ -86,16 +86,6 @@ def test_ranks_take_the_placements_by_turns() -> None:
     for rank in range(4):
         assert found.targets_of("h003", rank) == found.placements[rank % 2].targets["h003"]
     assert found.targets_of("unknown", 1) == ()
-
-
-@pytest.mark.parametrize(("replicas", "scatter"), [(2, 1), (2, 2), (2, 3), (3, 2)])
-def test_odds_count_the_sets_of_all_placements(replicas: int, scatter: int) -> None:
-    """The exact odds equal those of all sets counted, and each placement makes them worse."""
-    placed = [scattered(None, racks(12, 4), replicas=replicas, scatter=count) for count in (1, scatter)]
-    for lost in range(replicas + 3):
-        odds = [survival_odds(each, lost) for each in placed]
-        assert odds == [survival_odds_counted(each, lost) for each in placed]
-        assert odds[1] <= odds[0]
 
 
 def test_odds_of_a_large_cluster_that_loses_as_many_hosts_as_there_are_copies() -> None:

@@ -1,4 +1,4 @@
-"""Dry runs, schedules and metrics, and the planner at scale."""
+"""Dry runs, metrics, and the planner at scale."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ import pytest
 from recovery import (
     CommitFact,
     Copy,
-    DurableMarker,
     Event,
     Inventory,
     ShardId,
     ShardSpec,
     Span,
     StepId,
-    Transfer,
     ettr,
     expected_ettr,
     lose,
-    plan,
-    predict_seconds,
-    recoveries,
     relaunch,
-    stalls_s,
-    waves,
     what_if,
 )
 
@@ -69,88 +62,13 @@ def test_what_if_follows_a_given_mapping() -> None:
     assert default.verdict == "local", "rank 0 restarts on the host that holds its copy"
 
 
-def transfer(source: str | None, target: str, nbytes: int = 10) -> Transfer:
-    tier = "durable" if source is None else "local" if source == target else "peer"
-    return Transfer(0, target, source, tier, 0, 1, nbytes)
-
-
-@pytest.mark.parametrize("inflight_max", [1, 2, 3])
-def test_no_end_of_a_link_exceeds_its_limit(inflight_max: int) -> None:
-    """In every wave each source and target stays within the limit, nothing is lost, and waves stay few."""
-    items = [transfer(s, t) for s in "abcd" for t in "xyza" for _ in range(2)] + [transfer(None, "x")] * 3
-    found = waves(items, inflight_max=inflight_max)
-    assert sorted(map(repr, (t for wave in found for t in wave))) == sorted(map(repr, items))
-    for wave in found:
-        moving = [t for t in wave if t.tier != "local"]
-        for end in {t.target_host for t in moving}:
-            assert sum(t.target_host == end for t in moving) <= inflight_max
-        for end in {t.source for t in moving if t.source}:
-            assert sum(t.source == end for t in moving) <= inflight_max
-    busiest = 11  # eight from peers and three durable into x
-    assert len(found) <= 2 * -(-busiest // inflight_max) - 1
-    assert all(t in found[0] for t in items if t.tier == "local")
-    with pytest.raises(ValueError, match="inflight_max is 0"):
-        waves(items, inflight_max=0)
-
-
-def test_prediction_is_the_busiest_resource() -> None:
-    """Seconds are those of the busiest link, of durable storage, or of digesting, whichever is longest."""
-    inventory, hosts = ring(3, 1)
-    moved = {0: "new", 1: hosts[1], 2: hosts[2]}
-    found = plan(inventory, (Span(1, None),), world_size=3, rank_hosts=moved)
-    assert found.bytes_peer == 40
-    assert predict_seconds(found, link_bytes_per_s=10) == 4.0
-    assert predict_seconds(found, link_bytes_per_s=10, verify_bytes_per_s=5) == 8.0
-    with pytest.raises(ValueError, match="link_bytes_per_s is 0"):
-        predict_seconds(found, link_bytes_per_s=0)
-
-
-def test_prediction_needs_a_durable_rate_when_durable_bytes_are_read() -> None:
-    """Durable storage is shared by all targets, so its rate is an aggregate and must be given."""
-    specs = {rank: ShardSpec(f"d{rank}", 40, 10, 4, 2) for rank in (0, 1)}
-    inventory = Inventory("job", markers=(DurableMarker(StepId(1, 5), 2, specs),))
-    found = plan(inventory, (Span(1, None),), world_size=2, rank_hosts={0: "a", 1: "b"})
-    assert predict_seconds(found, link_bytes_per_s=10, durable_bytes_per_s=8) == 10.0
-    with pytest.raises(ValueError, match="80 bytes"):
-        predict_seconds(found, link_bytes_per_s=10)
-
-
-TIMELINE = (
-    Event(1.0, "step", 0, 1.0),
-    Event(1.1, "put", 0, 0.1),
-    Event(2.1, "step", 1, 1.0),
-    Event(2.4, "put", 1, 0.3),
-    Event(3.4, "step", 2, 1.0),
-    Event(4.0, "failed"),
-    Event(5.5, "detected"),
-    Event(6.0, "relaunched"),
-    Event(6.25, "planned"),
-    Event(8.25, "transferred"),
-    Event(9.0, "loaded", 1),
-    Event(10.0, "step", 2, 1.0),
-)
-
-
-def test_a_timeline_yields_rpo_rto_stall_and_ettr() -> None:
-    """One step is lost, five seconds pass, and a step run twice counts once."""
-    (found,) = recoveries(reversed(TIMELINE))
-    assert (found.rpo_steps, found.rto_s) == (1, 5.0)
-    assert found.phases_s == {"detected": 1.5, "relaunched": 0.5, "planned": 0.25, "transferred": 2.0, "loaded": 0.75}
-    assert stalls_s(TIMELINE) == pytest.approx((0.4, 0.3))
-    assert ettr(TIMELINE, wall_s=10.0) == pytest.approx(0.3)
+def test_a_step_that_ran_twice_is_productive_once() -> None:
+    """What counts is its last run, in the order of time."""
+    steps = [Event(10.0, "step", 2, 1.0), Event(1.0, "step", 0, 1.0), Event(2.1, "step", 1, 1.0)]
+    timeline = [*steps, Event(3.4, "step", 2, 4.0), Event(4.0, "failed")]
+    assert ettr(timeline, wall_s=10.0) == pytest.approx(0.3)
     with pytest.raises(ValueError, match="wall_s"):
-        ettr(TIMELINE, wall_s=0)
-
-
-def test_unfinished_and_repeated_failures() -> None:
-    """A failure not resumed from has no RTO; a failure within a recovery prolongs it; no checkpoint loses all."""
-    (open_one,) = recoveries(TIMELINE[:8])
-    assert (open_one.rpo_steps, open_one.rto_s) == (None, None)
-    twice = (*TIMELINE[:7], Event(5.6, "failed"), Event(6.0, "detected"), Event(9.0, "loaded"))
-    (found,) = recoveries(twice)
-    assert (found.rpo_steps, found.rto_s) == (3, 5.0)
-    assert found.phases_s == {"detected": 2.0, "loaded": 3.0}
-    assert recoveries(()) == ()
+        ettr(timeline, wall_s=0)
 
 
 def test_expected_ettr_matches_the_published_illustration() -> None:
