@@ -1,7 +1,6 @@
 """The room of one put between the moment it is taken and its submission (R8, R11).
 
     taken --submit--> the holder's
-      |--offer--> offered: a child process may adopt it, and nothing is written here any more
       '--abandon, or the holder says that some slots are no longer ours--> given back
 
 The stream that is submitted need not be all that was copied: `keep` drops slots, and what stood behind them moves up.
@@ -16,9 +15,6 @@ from collections.abc import Sequence
 from memstore.client.ticket import LEVELS, Ticket
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.lease_pool import Tenant
-from memstore.shell.threads.answers import is_answered
-
-OFFER_S = 30.0
 
 
 class PendingPut(Tenant):
@@ -35,7 +31,6 @@ class PendingPut(Tenant):
         self.slots: list[int] = []
         self.step = ticket.step
         self.attempt, self.world_size = link.attempt, world_size
-        self.is_offered = False
         self.is_filled_late = False  # an overlapped copy writes into the slots and gives them back when it ends
         self.lock = threading.RLock()
 
@@ -99,29 +94,14 @@ class PendingPut(Tenant):
         """Return how long training was blocked: until now, unless the copy ended before."""
         return self.ticket.stall_s or time.monotonic() - self.ticket.began_s
 
-    def offer_slots(self) -> bool:
-        """Let a child of this process take the slots over (R20); False if the put is over, or its link interrupted."""
-        with self.lock:
-            if self.is_over:
-                return False
-            offered = self.link.offer_slots(self, self.step, self.slots, self.mapping)
-            self.is_offered = offered is not None
-        if offered is None:
-            self.abandon()
-            return False
-        is_answered(offered, OFFER_S)  # without the lock: giving the put up must not wait for a holder (R11)
-        return True
-
     def abandon(self) -> None:
-        """Give everything back; offered slots only once the holder answers that no child has them.
+        """Give everything back.
 
         Waits for a thread that writes into the slots, except an overlapped copy: that gives them back itself.
         """
         with self.lock:
             if self.is_over or self.is_filled_late:
                 return
-            if self.is_offered:
-                self.link.take_back(self.step, self.slots, self.mapping)
             self.is_over = True
             self.link.put_back((), self)
 

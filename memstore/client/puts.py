@@ -19,7 +19,7 @@ from memstore.client.overlapped_copy import Overlap
 from memstore.client.pending_put import PendingPut
 from memstore.client.prepare import PutPreparation
 from memstore.client.shared_shard import SharedShard
-from memstore.client.ticket import CATCHING_UP, LEVELS, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
+from memstore.client.ticket import CATCHING_UP, TERMINAL, UNCOMMITTED, SkippedPuts, Ticket, check_step
 from memstore.config import Config
 from memstore.core.wire.calls import AskPutInterval, ReserveRoom, RetireStep, SkipStep
 from memstore.core.wire.rank_messages import PutWaiting, RoomGrown, StepLevel
@@ -339,8 +339,7 @@ class Puts:
             elif level == "skipped" and event.reason:
                 self.skipped.why = event.reason  # of a step that this rank gave up itself: the controller knows more
         for room in self._open:
-            # A child of this process has submitted it, or it will not be submitted any more.
-            if room.step == step and (level in TERMINAL or (level in LEVELS[1:] and room.is_offered)):
+            if room.step == step and level in TERMINAL:  # it will not be submitted any more
                 room.abandon_unwritten()
         if level in ("committed", "durable"):
             self.skipped.committed()

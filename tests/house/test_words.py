@@ -27,7 +27,6 @@ FOREIGN = {
     "shelf": ("test_store_settings.py",),  # a level of failure domains
     "catalog": ("test_benchmarks_scale.py",),  # a benchmark whose records are kept under this name
     "catalogs": ("test_benchmarks_scale.py",),
-    "nobody": ("test_lease_transfers.py",),  # a nonce
 }
 CODE_IN_TEXT = re.compile(r"`[^`\n]*`|\{[^{}\n]*\}|\]\([^)\n]*\)")  # names in backticks, values in f-strings, links
 

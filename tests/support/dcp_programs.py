@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -166,8 +167,7 @@ def save(
     if how == "sync":
         dcp.save(state, storage_writer=writer)
     else:
-        kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
-        future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+        future = dcp.async_save(state, storage_writer=writer)
         for leaf in leaves(state).values():  # training goes on
             if isinstance(leaf, torch.Tensor):
                 (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().zero_()
@@ -249,30 +249,17 @@ def save_unsupported(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
     return {}
 
 
-def save_then_lose_process(rank: DcpRank, step: int, bad_rank: int) -> dict[str, Any]:
-    """A rank's save process dies while it saves; the next process starts again, as after a restart."""
-    real = executor._AsyncCheckpointProcess._send
-
-    def send(self: Any, data: Any) -> None:
-        real(self, data)
-        if rank.rank == bad_rank:
-            self._save_process.kill()
-
-    executor._AsyncCheckpointProcess._send = send  # type: ignore[method-assign]
+def save_in_process(rank: DcpRank, step: int, is_staged_elsewhere: bool) -> dict[str, Any]:
+    """Ask DCP for a save process, or do what that comes to after a stager of DCP's own: it pickles the writer."""
+    writer = rank.store.dcp_writer(step)
     try:
-        return save(rank, step, "placed", "process")
+        if is_staged_elsewhere:
+            pickle.dumps(writer)
+        else:
+            kind = AsyncCheckpointerType.PROCESS
+            dcp.async_save(placed(step), storage_writer=writer, async_checkpointer_type=kind)
     finally:
-        executor._AsyncCheckpointProcess._send = real  # type: ignore[method-assign]
-        end_save_process(rank)
-
-
-def end_save_process(rank: DcpRank) -> dict[str, Any]:
-    """End this rank's save process, as the end of training does."""
-    process = executor._CHECKPOINT_PROCESS
-    executor._CHECKPOINT_PROCESS = None
-    if process is not None:
-        process._save_process.kill()
-        process._save_process.join(60)
+        assert (writer.ticket, executor._CHECKPOINT_PROCESS) == (None, None)
     return {}
 
 

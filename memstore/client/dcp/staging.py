@@ -1,8 +1,8 @@
 """Stage a state for DCP's async_save: every tensor's bytes into one stream, a placeholder tensor in its place.
 
 A placeholder tensor has shape, dtype and, for a DTensor, mesh and placements, but no memory: it lives on the meta
-device, and its storage offset is where its bytes stand in the stream. So DCP's planner plans on it, it crosses to the
-save process for nothing, and the planner's tensor for an item says where the item's bytes are.
+device, and its storage offset is where its bytes stand in the stream. So DCP's planner plans on it, and the
+planner's tensor for an item says where the item's bytes are.
 """
 
 from __future__ import annotations

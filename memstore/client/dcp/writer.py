@@ -2,7 +2,6 @@
 
     dcp.save          write_data: planned items -> slots; finish: metadata behind them on the coordinator
     dcp.async_save    stage: all tensors -> slots, on the training thread; write_data keeps the slots of planned items
-      process mode    the writer crosses to the save process, which takes over the lease of the staged state (R20)
 
 The coordinator submits its shard in `finish`, after every rank has written, so a step without metadata is never
 committed. The state is copied once. DCP's planner decides which rank writes what.
@@ -22,11 +21,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from memstore.client.dcp.metadata import Place, SavedLayout, encode_metadata, estimate_bytes
-from memstore.client.dcp.save_process import SaveProcess, staged_shard
 from memstore.client.dcp.staging import ALIGNMENT_BYTES, LARGE_BYTES, copy_sources, stage_state
 from memstore.client.pending_put import PendingPut
 from memstore.client.puts import Puts
@@ -64,8 +63,7 @@ class DcpWriter(StorageWriter, AsyncStager):
                 "itself; connect without shard_rank=, or use put() and get()", field="shard_rank",
                 value=str(puts.shared_shard.shard),
             )  # fmt: skip
-        self.puts: Puts | SaveProcess = puts
-        self.step, self.wait, self.wait_s = step, wait, wait_s
+        self.puts, self.step, self.wait, self.wait_s = puts, step, wait, wait_s
         self.ticket: Ticket | None = None
         self._room: PendingPut | None = None
         self._end = 0  # of the bytes in the stream
@@ -73,23 +71,11 @@ class DcpWriter(StorageWriter, AsyncStager):
         self._is_coordinator = False
         self._is_global = True
         self._has_group = False  # this save's ranks plan together, however few they are
-        self._skipped = ""  # why the training process had no room
         self._names: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for the save process: the staged slots are offered to it, and taken over there."""
-        if not isinstance(self.puts, Puts) or self.ticket is None:
-            raise ConfigError(
-                "a DCP writer crosses to another process only after it has staged: pass it to dcp.async_save as "
-                "storage_writer=, without another async_stager", field="storage_writer",
-            )  # fmt: skip
-        is_offered = self._room is not None and self._room.offer_slots()
-        state = {**self.__dict__, "puts": staged_shard(self.puts, self.ticket), "_room": None, "ticket": None}
-        return {**state, "_skipped": "" if is_offered else f"{self.ticket.level}: {self.ticket.reason}"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.puts = SaveProcess(state["puts"])
+        """Refuse to be pickled for DCP's process mode, also if another stager than this writer has staged."""
+        raise _process_mode()
 
     # -- AsyncStager --------------------------------------------------------------------------
 
@@ -97,8 +83,11 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Copy every tensor into slots; return the state with placeholder tensors.
 
         Raises:
-            What `store.put` raises; UnsupportedState for a tensor that cannot be staged. Nothing was copied then.
+            What `store.put` raises; UnsupportedState for a tensor that cannot be staged; ConfigError in DCP's process
+            mode. Nothing was copied then.
         """
+        if _save_option(sys._getframe(1), "async_checkpointer_type") is AsyncCheckpointerType.PROCESS:
+            raise _process_mode()
         began_s = time.monotonic()
         placeholders = stage_state(state_dict)
         self._names = placeholders.dims
@@ -140,11 +129,9 @@ class DcpWriter(StorageWriter, AsyncStager):
         """Note which rank writes the metadata, and whether for all ranks."""
         self._is_coordinator = is_coordinator
         self._is_global = bool(kwargs.get("use_collectives", True))
-        self._has_group = _has_group(sys._getframe(1))
+        self._has_group = bool(getattr(_save_option(sys._getframe(1), "distW"), "use_dist", False))
         if not self._is_global:
             self._is_coordinator = True
-        if isinstance(self.puts, SaveProcess):
-            self._adopt(self.puts)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -216,25 +203,17 @@ class DcpWriter(StorageWriter, AsyncStager):
     # -- room ---------------------------------------------------------------------------------
 
     def _begin(self, nbytes: int, tail_bytes: int, began_s: float, growth_s: float) -> None:
-        if self.ticket is not None or not isinstance(self.puts, Puts):
+        if self.ticket is not None:
             raise ConfigError(f"this writer has saved step {self.step}: make one for every step", field="step")
         extra = 1 + tail_bytes // self.puts.chunk_bytes
         self.ticket, self._room = self.puts.begin(
             self.step, nbytes, began_s=began_s, extra_slots=extra, growth_s=growth_s
         )
 
-    def _adopt(self, puts: SaveProcess) -> None:
-        """Take over the staged state in the save process."""
-        if self._skipped:
-            self.ticket = puts.new_ticket(self.step)
-            self.ticket.raise_level("skipped", self._skipped)
-            return
-        self.ticket, self._room = puts.adopt(self.step)
-
     @property
     def _stall_s(self) -> float:
         """Return how long a step that blocks training may wait."""
-        return self.puts.config.stall_budget_s if isinstance(self.puts, Puts) else 0.0
+        return self.puts.config.stall_budget_s
 
     def _copy(self, copy: Callable[[SlotStream], None], nbytes: int) -> None:
         room = self._room
@@ -309,7 +288,7 @@ class DcpWriter(StorageWriter, AsyncStager):
         if short > 0 and not room.extend(short, self.puts.config.stall_budget_s):
             self._give_up(f"no room for {len(tail)} bytes of objects and metadata")
             return
-        if short > 0 and isinstance(self.puts, Puts):
+        if short > 0:
             self.puts.outgrown(len(room.slots))
         with room.lock:
             if tail and not room.is_over:
@@ -331,35 +310,37 @@ class DcpWriter(StorageWriter, AsyncStager):
         why = f"its save failed: {error!r}"
         if self.ticket is not None and not self.ticket.is_over:
             self._give_up(why)
-        if isinstance(self.puts, SaveProcess):
-            self.puts.close()
-        else:
-            self.puts.give_up(self.step, why)
+        self.puts.give_up(self.step, why)
 
     def _end_save(self, level: str | None) -> None:
         """Wait for a level; a save that waits for one says so on every rank as soon as it cannot be reached."""
         ticket = self.ticket
-        try:
-            if level is not None and ticket is not None:
-                ticket.wait(level, self.wait_s)
-            elif isinstance(self.puts, SaveProcess) and ticket is not None and not ticket.is_over:
-                ticket.wait("sealed", self.wait_s)  # the link ends here, and the submission must not be lost with it
-            if self.wait is not None and ticket is not None and ticket.is_over and ticket.level != "durable":
-                raise CommitError(f"step {self.step} was {ticket.level}: {ticket.reason}", step=self.step)
-        finally:
-            if isinstance(self.puts, SaveProcess):
-                self.puts.close()
+        if level is not None and ticket is not None:
+            ticket.wait(level, self.wait_s)
+        if self.wait is not None and ticket is not None and ticket.is_over and ticket.level != "durable":
+            raise CommitError(f"step {self.step} was {ticket.level}: {ticket.reason}", step=self.step)
 
 
-def _has_group(frame: FrameType | None) -> bool:
-    """Return whether the dcp.save that called uses a process group: one rank has one plan either way."""
+def _process_mode() -> ConfigError:
+    return ConfigError(
+        "a DCP writer of memstore saves in the process that trains, and dcp.async_save was asked to save in another "
+        "one: leave async_checkpointer_type= away, or pass AsyncCheckpointerType.THREAD, the default; the state is "
+        "copied into slots on the training thread either way", field="async_checkpointer_type",
+        value="AsyncCheckpointerType.PROCESS",
+    )  # fmt: skip
+
+
+def _save_option(frame: FrameType | None, name: str) -> Any:
+    """Return what dcp.save or dcp.async_save, whichever has called, calls `name`: it tells a writer less. None if no
+    caller has it.
+    """
     for _ in range(FRAMES_MAX):
         if frame is None:
             break
-        if "distW" in frame.f_locals:
-            return bool(getattr(frame.f_locals["distW"], "use_dist", False))
+        if name in frame.f_locals:
+            return frame.f_locals[name]
         frame = frame.f_back
-    return False
+    return None
 
 
 def _aligned(offset: int) -> int:

@@ -127,22 +127,9 @@ class SlotTable:
             self._enter(number, SlotState.RECEIVING)
         return True
 
-    def held_count(self, owners: Iterable[Owner]) -> int:
-        """Return how many slots processes have that no shard and no incoming replica counts (R10)."""
-        return sum(len(held.get(owner, ())) for owner in owners for held in (self.leases, self.submitted))
-
-    def transfer(self, owner: Owner, receiver: Owner, numbers: Iterable[int]) -> bool:
-        """Move leases to another process; False, changing nothing, if a slot is not leased to the first (R8)."""
-        wanted = set(numbers)
-        mine = self.leases.get(owner, set())
-        if not mine.issuperset(wanted):
-            return False
-        mine.difference_update(wanted)
-        self.leases.setdefault(receiver, set()).update(wanted)
-        for number in wanted:
-            self.slots[number].owner = receiver
-            self.dirty.add(number)
-        return True
+    def held_count(self, owner: Owner) -> int:
+        """Return how many slots a process has that no shard and no incoming replica counts (R10)."""
+        return sum(len(held.get(owner, ())) for held in (self.leases, self.submitted))
 
     def confirm(self, owner: Owner, held: Collection[int]) -> tuple[list[int], list[int]]:
         """Compare the leases with those of a reconnected rank; return (still leased to it, not leased to it) (R8).

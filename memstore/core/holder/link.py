@@ -16,7 +16,6 @@ class Link(Protocol):
     job: str  # "": a tool's
     rank: int
     attempt: int
-    parent: str  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]]  # what this reader holds -> how to let go of it
     is_retired: bool  # the same process came back on another link and sends unsealed puts again
 

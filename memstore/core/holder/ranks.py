@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import offered_leases
 from memstore.core.holder.effects import CloseLink, ForgetProcess, Grant, Procedure, SendToRank, SendWelcome, WaitFor
 from memstore.core.holder.link import Link
 from memstore.core.holder.state import HolderState
@@ -61,8 +60,6 @@ def join(state: HolderState, link: Link, hello: RankHello | ToolHello, ended: Se
         if is_new:
             # Reported after it is in the table, so a new session has it in its inventory or in this report.
             state.report(RankArrived(nonce=link.nonce))
-        if link.parent:
-            table.parents[link.nonce] = link.parent
     committed = table.committed.get(link.job)
     if link.attempt and state.fences.is_fenced(link.job, link.attempt):
         yield _fenced(state, link)
@@ -114,12 +111,11 @@ def end(state: HolderState, link: Link) -> bool:
 def lease(state: HolderState, link: Link) -> list[int]:
     """Lease a rank what its share allows; nothing on a link that has ended, or to a process that is refused."""
     table = state.ranks
-    if not table.is_current(link) or not link.is_open or not link.job or link.parent:
+    if not table.is_current(link) or not link.is_open or not link.job:
         return []
     if state.fences.is_fenced(link.job, link.attempt):
         return []
-    children = [table.owners[nonce] for nonce, parent in table.parents.items() if parent == link.nonce]
-    return state.store.lease(link.owner, link.job, link.rank, link.attempt, children)
+    return state.store.lease(link.owner, link.job, link.rank, link.attempt)
 
 
 def grant_job(state: HolderState, job: str) -> Procedure[None]:
@@ -132,10 +128,10 @@ def grant_job(state: HolderState, job: str) -> Procedure[None]:
 
 
 def send_level(state: HolderState, link: Link, level: StepLevel) -> Procedure[None]:
-    """Tell a store the level of one of its tickets, on its newest link, and the process whose child put it."""
-    for each in (state.ranks.current(link), state.ranks.links.get(link.parent)):
-        if each is not None:
-            yield SendToRank(each, level)
+    """Tell a store the level of one of its tickets, on its newest link."""
+    current = state.ranks.current(link)
+    if current is not None:
+        yield SendToRank(current, level)
 
 
 def send_replicated(state: HolderState, shard: ShardId) -> Procedure[None]:
@@ -214,13 +210,10 @@ def leave(state: HolderState, link: Link, *, has_left: bool = False) -> Procedur
     if is_gone:
         del table.links[link.nonce]
         table.owners.pop(link.nonce, None)
-        table.parents.pop(link.nonce, None)
         # In this step: the process may connect again during the next effect.
         state.report(RankGone(nonce=link.nonce, has_left=has_left))
         _end_preparation(state, link.job)
     yield from _forget(state, link.owner)
-    if link.parent:
-        yield from grant_job(state, link.job)
 
 
 def _end_preparation(state: HolderState, job: str) -> None:
@@ -231,9 +224,8 @@ def _end_preparation(state: HolderState, job: str) -> None:
 
 
 def _forget(state: HolderState, owner: Owner) -> Procedure[None]:
-    """Free what a process that is gone has leased, and end its offers."""
+    """Free what a process that is gone has leased."""
     state.store.reclaim(owner)
-    offered_leases.forget(state, owner)
     yield ForgetProcess(owner)
 
 
@@ -261,7 +253,6 @@ def _report_ended(state: HolderState) -> Procedure[None]:
     for nonce, owner in list(table.owners.items()):
         if not state.is_alive(owner) and table.owners.get(nonce) == owner:
             del table.owners[nonce]
-            table.parents.pop(nonce, None)
             state.report(RankGone(nonce=nonce))
             if (link := table.links.get(nonce)) is not None:
                 _end_preparation(state, link.job)

@@ -80,8 +80,8 @@ class Store(Protocol):
         Returns the shard too, if it is stored already.
         """
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, children: Sequence[Owner] = ()) -> list[int]:
-        """Lease what the rank's share still allows beside what it and its children have."""
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
+        """Lease what the rank's share still allows beside what it has."""
 
     def confirm(self, owner: Owner, held: Sequence[int]) -> list[int]:
         """Keep those leases of a process that it names; return what it names and has not leased."""
@@ -234,8 +234,6 @@ class Ranks:
         default_factory=dict
     )  # process -> life and owner of its newest store
     owners: dict[str, Owner] = field(default_factory=dict)  # nonce -> process, until it is proved dead (R8)
-    parents: dict[str, str] = field(default_factory=dict)  # nonce of a child among `owners` -> that of its parent
-    offered: dict[tuple[Owner, int], Sequence[int]] = field(default_factory=dict)  # (process, step) -> leases on offer
     committed: dict[str, StepLevel] = field(default_factory=dict)  # job -> last commit sent, for links that come back
 
     def of_job(self, job: str) -> list[Link]:

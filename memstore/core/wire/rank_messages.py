@@ -37,8 +37,6 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
     held: tuple[Unsigned, ...]
     arena: str
     """The arena in which it holds them; "": none yet."""
-    parent: str | None
-    """The nonce of the process whose child this is (R20)."""
     ended: tuple[Unsigned, ...] = ()
     """Lives of stores that this process has closed since it was welcomed last: their `bye` may have met no holder."""
 
@@ -64,31 +62,6 @@ class ForwardCall(Message, frozen=True, tag="forward_call"):
     id: Unsigned
     """The rank's own number of it: the answer has it too."""
     call: RankCall
-
-
-class OfferSlots(Message, frozen=True, tag="offer"):
-    """Offer filled slots to a child of this process; refused if the holder sees other bytes there."""
-
-    id: Unsigned
-    step: Unsigned
-    slots: tuple[Unsigned, ...]
-    arena: str
-    sample: SlotSample
-
-
-class AdoptSlots(Message, frozen=True, tag="adopt"):
-    """Take over the slots that the parent process offers."""
-
-    id: Unsigned
-    step: Unsigned
-
-
-class WithdrawSlots(Message, frozen=True, tag="withdraw"):
-    """End an offer: slots that no child has adopted are this process's again."""
-
-    id: Unsigned
-    step: Unsigned
-    slots: tuple[Unsigned, ...]
 
 
 class PutReady(Message, frozen=True, tag="put_ready"):
@@ -152,8 +125,7 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 Hello = RankHello | ToolHello
-Question = ForwardCall | OfferSlots | AdoptSlots | WithdrawSlots
-RankMessage = Question | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
+RankMessage = ForwardCall | PutReady | Unpin | ArrivedDamaged | StepTrained | MarksMade | PutWaiting | IntoChecked | Bye
 
 decode_hello: Decoder[Hello] = Decoder(Hello)
 decode_rank_message: Decoder[RankMessage] = Decoder(RankMessage)
@@ -177,13 +149,6 @@ class AskAnswered(Message, frozen=True, tag="ask_answered"):
 
     id: Unsigned
     reply: bytes
-
-
-class SlotsMoved(Message, frozen=True, tag="slots_moved"):
-    """The answer to OfferSlots, AdoptSlots and WithdrawSlots: these are the asking process's now."""
-
-    id: Unsigned
-    slots: tuple[Unsigned, ...]
 
 
 class AskRefused(Message, frozen=True, tag="ask_refused"):
@@ -263,7 +228,6 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
 
 HolderEvent = (
     AskAnswered
-    | SlotsMoved
     | AskRefused
     | SlotsLeased
     | RoomGrown

@@ -117,10 +117,10 @@ class ReplicaStore:
         """Have so many slots free for staging; see ClaimedMemory.ensure_free."""
         self.room.ensure_free(count)
 
-    def lease(self, owner: Owner, job: str, rank: int, attempt: int, children: Sequence[Owner] = ()) -> list[int]:
-        """Lease the slots that the rank's share still allows beside its own and its save processes' (R10)."""
+    def lease(self, owner: Owner, job: str, rank: int, attempt: int) -> list[int]:
+        """Lease the slots that the rank's share still allows beside its own (R10)."""
         with self.lock:
-            count = self.index.leasable(job, rank, self.table.held_count([owner, *children]))
+            count = self.index.leasable(job, rank, self.table.held_count(owner))
             numbers = self.table.lease(owner, count, attempt=attempt)
             self.flush()
             return numbers

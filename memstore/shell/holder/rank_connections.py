@@ -33,7 +33,6 @@ class RankConnection:
     job: str = ""  # "": a tool's
     rank: int = 0
     attempt: int = 0
-    parent: str = ""  # nonce of the rank's process, if this is a child of it (R20)
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)  # what this reader holds -> how to let go of it
     submitted_puts: queue.Queue[SubmittedPut | None] = field(default_factory=queue.Queue)
     grants: threading.Lock = field(default_factory=threading.Lock)  # orders messages about a rank's leases

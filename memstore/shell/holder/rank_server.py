@@ -13,36 +13,29 @@ from typing import cast
 import xxhash
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.holder import answers, effects, offered_leases, ranks
+from memstore.core.holder import answers, effects, ranks
 from memstore.core.holder.reads import reader_pins
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
-    AdoptSlots,
     ArrivedDamaged,
-    AskRefused,
     Bye,
     ForwardCall,
     MarksMade,
-    OfferSlots,
     PutReady,
     PutWaiting,
     RankHello,
     RankMessage,
-    SlotsMoved,
     StepTrained,
     ToolHello,
     Unpin,
     Welcome,
-    WithdrawSlots,
     decode_hello,
     decode_rank_message,
 )
 from memstore.core.wire.reports import IntoChecked
-from memstore.errors import ConfigError, IntegrityError, PeerUnreachable
+from memstore.errors import ConfigError, PeerUnreachable
 from memstore.shell.arena.lock import process_start_time
-from memstore.shell.arena.slot_sample import differing
-from memstore.shell.holder.child_process import check_child
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.pending_calls import Calls
 from memstore.shell.holder.rank_connections import SEND_S, RankConnection
@@ -97,20 +90,11 @@ class RankServer:
         """Take the link."""
         link = RankConnection(channel, owner, hello.nonce)
         if isinstance(hello, RankHello):
-            link.job, link.rank, link.attempt, link.parent = hello.job, hello.rank, hello.attempt, hello.parent or ""
-            if link.parent:
-                self._check_parent(link)
+            link.job, link.rank, link.attempt = hello.job, hello.rank, hello.attempt
         lives = hello.ended if isinstance(hello, RankHello) else ()
         ended = [Owner(owner.pid, owner.start, store_number(hello.nonce, life)) for life in lives]
         self.runner.run(ranks.join(self.state, link, hello, ended))
         return link
-
-    def _check_parent(self, link: RankConnection) -> None:
-        with self.runner.state():
-            lender = self.state.ranks.owners.get(link.parent)
-        if lender is None:
-            raise ConfigError(f"no process has joined as {link.parent!r}: connect the training process first")
-        check_child(link.owner.pid, lender.pid, link.parent)
 
     def _welcome(self, effect: effects.SendWelcome) -> None:
         config = self.context.config
@@ -125,8 +109,6 @@ class RankServer:
         match message:
             case ForwardCall(id=number, call=request):
                 self.calls.ask(answers.Call(link.owner, link.nonce, number, request))
-            case OfferSlots() | AdoptSlots() | WithdrawSlots():
-                self._transfer(link, message)
             case PutReady():
                 self.sealer.add(link, message)
             case Unpin(pin=pin):
@@ -146,28 +128,6 @@ class RankServer:
                 self.context.report(message)
             case Bye(has_left=has_left):
                 self.runner.run(ranks.leave(self.state, link, has_left=has_left))
-
-    def _transfer(self, link: RankConnection, question: OfferSlots | AdoptSlots | WithdrawSlots) -> None:
-        """Offer, adopt or give back slots, and answer before any other message on the link's leases."""
-        answer: SlotsMoved | AskRefused
-        with link.grants:
-            try:
-                if isinstance(question, OfferSlots):
-                    self._check_offer(link, question)
-                with self.runner.state():
-                    answer = SlotsMoved(id=question.id, slots=tuple(offered_leases.move(self.state, link, question)))
-            except (LookupError, IntegrityError) as exc:
-                answer = AskRefused(id=question.id, error="CommitError", message=str(exc))
-                if isinstance(question, OfferSlots):  # a child that asks for it learns only that there is none
-                    log.warning("job %s rank %d: %s", link.job, link.rank, exc)
-            link.send(answer)
-
-    def _check_offer(self, link: RankConnection, offer: OfferSlots) -> None:
-        arena = self.replicas.arena.mapping
-        nbytes = len(offer.slots) * arena.chunk_bytes
-        offered_leases.check(
-            self.state, link.owner, offer, lambda: bool(differing(arena, offer.slots, nbytes, offer.sample))
-        )
 
     def answer(self, call_id: int, data: bytes | None, error: tuple[str, str] | None) -> None:
         """Pass the controller's answer to a call on to the rank."""

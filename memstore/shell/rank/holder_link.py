@@ -28,7 +28,6 @@ from memstore.core.wire.codec import Request, encode, reply_decoder, tag_of
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.rank_messages import (
-    AdoptSlots,
     AskAnswered,
     AskRefused,
     AttemptFenced,
@@ -36,18 +35,14 @@ from memstore.core.wire.rank_messages import (
     ChunksArrived,
     ForwardCall,
     HolderEvent,
-    OfferSlots,
     PutReady,
-    Question,
     RankHello,
     RankMessage,
     SlotsLeased,
-    SlotsMoved,
     StepLevel,
     ToolHello,
     Unpin,
     Welcome,
-    WithdrawSlots,
     decode_greeting,
     decode_holder_event,
 )
@@ -66,7 +61,7 @@ from memstore.shell.arena.slot_sample import sample
 from memstore.shell.net.channel import Channel
 from memstore.shell.net.listener import connect_unix
 from memstore.shell.rank.arena_view import RankMapping
-from memstore.shell.rank.lease_pool import CHILD, NO_TENANT, LeasedSlots, Tenant, UnsealedPut
+from memstore.shell.rank.lease_pool import LeasedSlots, Tenant, UnsealedPut
 from memstore.shell.rank.open_links import note_open
 from memstore.shell.rank.peer_chunks import Fetches
 from memstore.shell.threads.answers import Answer, answer_of
@@ -84,24 +79,23 @@ class HolderLink(LeasedSlots):
     """One link. Its owner sets `on_event`, which gets what concerns puts and gets, in the reader thread."""
 
     def __init__(
-        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, parent: str = "", attempt: int = 0,
+        self, folder: Path, *, nonce: str, job: str = "", rank: int = -1, attempt: int = 0,
         connect_s: float = CONNECT_S,
     ) -> None:  # fmt: skip
         """Without a job it is a tool's link, which only asks."""
         super().__init__(RankMapping(folder, ""))
         self._connect_s = connect_s  # for all of a connection's beginning, each time
         self.folder, self.nonce, self.job, self.rank = folder, nonce, job, rank
-        self.attempt, self.parent = attempt, parent  # the nonce of the process whose child this is, or ""
+        self.attempt = attempt
         self.on_event: Callable[[HolderEvent], None] = lambda event: None
         self.life = next(_LIVES)  # distinguishes the leases of one process's stores
-        self.calls: dict[int, tuple[Future[Any], Question]] = {}
+        self.calls: dict[int, tuple[Future[Any], ForwardCall]] = {}
         self.call_ids = itertools.count(1)
         self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
         self.interrupted = ""  # why this process ended its own waits, if it did
         self.fetches = Fetches()
-        self.adopter = Tenant()  # gets what this process adopts
         self.channel, self.welcome = self._connect(None)
         note_open(self)
         self._threads = [
@@ -118,7 +112,7 @@ class HolderLink(LeasedSlots):
             return ToolHello(nonce=self.nonce, life=self.life, pid=os.getpid())
         return RankHello(
             nonce=self.nonce, life=self.life, pid=os.getpid(), job=self.job, rank=self.rank, attempt=self.attempt,
-            held=tuple(self.held()), arena=self.mapping.arena, parent=self.parent or None,
+            held=tuple(self.held()), arena=self.mapping.arena,
             ended=tuple(_ENDED.get((self.folder, self.nonce), ())),
         )  # fmt: skip
 
@@ -184,18 +178,15 @@ class HolderLink(LeasedSlots):
                 again = [put for _, put in sorted(self.unsealed_puts.items())]
                 for unsealed in again:
                     unsealed.is_sent = False
-                calls = [question for _, (_, question) in sorted(self.calls.items())]
+                calls = [call for _, (_, call) in sorted(self.calls.items())]
                 self.room.notify_all()
-                offers = [offer for offer in self.offers.values() if self.offered.issuperset(offer.slots)]
             if is_closed:
                 self._leave(channel)
                 return
-            for offer in offers:
-                self.ask_soon(offer)
             for unsealed in again:
                 self.outbox.put(lambda put=unsealed: self._send_put(put))  # type: ignore[misc]
-            for question in calls:
-                self.notify(question)
+            for call in calls:
+                self.notify(call)
             return
 
     def _write_loop(self) -> None:
@@ -222,7 +213,7 @@ class HolderLink(LeasedSlots):
     def take_event(self, event: HolderEvent) -> None:
         """Take what the holder, or this process, says."""
         match event:
-            case AskAnswered() | SlotsMoved() | AskRefused():
+            case AskAnswered() | AskRefused():
                 self._take_answer(event)
             case SlotsLeased(slots=slots):
                 mapping = self.grant(slots)
@@ -244,33 +235,28 @@ class HolderLink(LeasedSlots):
             case _:
                 self.on_event(event)
 
-    def _take_answer(self, event: AskAnswered | SlotsMoved | AskRefused) -> None:
+    def _take_answer(self, event: AskAnswered | AskRefused) -> None:
         with self.room:
             future, asked = self.calls.pop(event.id, (None, None))
-            if isinstance(asked, AdoptSlots) and isinstance(event, SlotsMoved):  # before the link can break again
-                self.tenants.update(dict.fromkeys(event.slots, self.adopter))
         if isinstance(event, AskRefused):
             error = ErrorMessage(error=event.error, message=self.commands(event.message), context={}).rebuilt()
             if future is not None:
                 future.set_exception(error)
-        elif future is not None:
+        elif future is not None and asked is not None:
             self._settle(future, asked, event)
-        elif isinstance(event, AskAnswered):
+        else:
             with contextlib.suppress(ProtocolError):  # the answer to another call
                 self.notify(Unpin(pin=decode_pinned(event.reply).pin))  # its reader has given up
         with self.room:
             self.room.notify_all()  # a thread waits for this or something else
 
-    def _settle(self, future: Future[Any], asked: Question | None, event: AskAnswered | SlotsMoved) -> None:
+    def _settle(self, future: Future[Any], asked: ForwardCall, event: AskAnswered) -> None:
         """Give a future its answer. An attempt that it names is this link's from now on, if it breaks or not."""
         try:
-            if isinstance(event, SlotsMoved):
-                future.set_result(event.slots)
-            elif isinstance(asked, ForwardCall):
-                reply = reply_decoder(type(asked.call))(event.reply)
-                if isinstance(reply, Joined):
-                    self.attempt, self.rank = reply.attempt, reply.rank
-                future.set_result(reply)
+            reply = reply_decoder(type(asked.call))(event.reply)
+            if isinstance(reply, Joined):
+                self.attempt, self.rank = reply.attempt, reply.rank
+            future.set_result(reply)
         except ProtocolError as exc:
             future.set_exception(exc)
 
@@ -313,7 +299,11 @@ class HolderLink(LeasedSlots):
     # -- for the store ------------------------------------------------------------------------
 
     def call_soon(self, request: Request[R], then: Callable[[Future[R]], None] | None = None) -> Future[R]:
-        """Ask the controller through the holder; the future holds its answer, and is passed to `then`.
+        """Ask the controller through the holder; the future holds its answer.
+
+        Args:
+            request: What is asked.
+            then: Gets the future before it can be forgotten. If the link is closed, it holds a ClosedError at once.
 
         Raises:
             ConfigError: An argument is nothing that the message can hold.
@@ -322,31 +312,24 @@ class HolderLink(LeasedSlots):
             decode_call(encode(request))  # the holder would end the link, and the call would wait for its deadline
         except ProtocolError as exc:
             raise ConfigError(f"{self._named(request)} cannot be asked for: {exc.__cause__ or exc}") from exc
-        return self.ask_soon(ForwardCall(id=0, call=cast(RankCall, request)), then)
-
-    def ask_soon(self, question: Question, then: Callable[[Future[Any]], None] | None = None) -> Future[Any]:
-        """Ask under a number of its own; the future is passed to `then` before it can be forgotten.
-
-        If the link is closed, the future holds a ClosedError at once.
-        """
         future: Future[Any] = Answer()
         if then is not None:
             future.add_done_callback(then)
-        numbered = msgspec.structs.replace(question, id=next(self.call_ids))
-        if self._note_call(future, numbered):
-            self.notify(numbered)
+        asked = ForwardCall(id=next(self.call_ids), call=cast(RankCall, request))
+        if self._note_call(future, asked):
+            self.notify(asked)
         else:
             future.set_exception(ClosedError("this store is closed: connect again"))
         return future
 
-    def _note_call(self, future: Future[Any], question: Question) -> bool:
-        """Have a question answered, or failed by `close`; False if the link is closed."""
+    def _note_call(self, future: Future[Any], asked: ForwardCall) -> bool:
+        """Have a call answered, or failed by `close`; False if the link is closed."""
         if self.closed.is_set():  # looked at first: in a forked child another process's thread may have the lock
             return False
         with self.room:
             if self.closed.is_set():  # `close` has failed the calls, or does so next
                 return False
-            self.calls[question.id] = (future, question)
+            self.calls[asked.id] = (future, asked)
         return True
 
     def call(self, request: Request[R], timeout_s: float) -> R:
@@ -389,43 +372,6 @@ class HolderLink(LeasedSlots):
             for key in [k for k, (f, _) in self.calls.items() if f is future]:
                 del self.calls[key]
 
-    def offer_slots(self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping) -> Future[Any] | None:
-        """Offer filled slots to a child, which may ask once this is answered; none is written here any more (R8).
-
-        None if this link was interrupted: what the slots hold may come of a collective that was aborted.
-        """
-        filled = mapping.open()
-        seen = sample(filled, slots, len(slots) * filled.chunk_bytes, secrets.randbits(SEED_BITS))
-        offer = OfferSlots(id=0, step=step, slots=tuple(slots), arena=mapping.arena, sample=seen)
-        with self.room:
-            if self.interrupted:
-                return None
-            if mapping is self.mapping:
-                self._move(slots, tenant, CHILD)
-                self.offers[step] = offer
-        return self.ask_soon(offer)
-
-    def adopt(self, step: int, timeout_s: float) -> list[int]:
-        """Take over the slots of a step that the parent process offers, for `adopter`."""
-        return list(self._await(self.ask_soon(AdoptSlots(id=0, step=step)), f"adopt of job {self.job!r}", timeout_s))
-
-    def take_back(self, step: int, slots: Sequence[int], mapping: RankMapping) -> None:
-        """End an offer; when the holder has answered which slots no child took, those are free again."""
-        with self.room:
-            if mapping is not self.mapping:
-                return  # the slots of that step may be another offer's by now
-            self.offers.pop(step, None)
-        ended = WithdrawSlots(id=0, step=step, slots=tuple(slots))
-        self.ask_soon(ended, lambda answer: self._taken_back(slots, mapping, answer))
-
-    def _taken_back(self, slots: Sequence[int], mapping: RankMapping, answer: Future[Any]) -> None:
-        ours = set(answer.result()) if answer.exception() is None else set[int]()
-        with self.room:
-            if mapping is self.mapping:
-                self._move(list(ours.intersection(slots)), CHILD, NO_TENANT)
-                self._drop([n for n in slots if self.tenants.get(n) is CHILD])
-            self.room.notify_all()
-
     def submit(
         self, tenant: Tenant, step: int, slots: Sequence[int], mapping: RankMapping, *, attempt: int, world_size: int,
         layout: bytes, nbytes: int, shared_chunks: int | None = None, began_s: float = 0.0, stall_s: float = 0.0,
@@ -466,10 +412,6 @@ class HolderLink(LeasedSlots):
         """Give everything back and end both threads."""
         if self.closed.is_set():
             return
-        with self.room:
-            if self.parent:
-                # Wait for a reconnect so that `bye` arrives: the save process lives on, and its lease would too.
-                self.room.wait_for(lambda: not self.channel.is_closed, CONNECT_S)
         self.outbox.put(None)
         if threading.current_thread() is not self._threads[1]:
             self._threads[1].join(CONNECT_S)

@@ -1,7 +1,6 @@
 """Which slots of the arena a rank may write, and what became of the others (R8, R11).
 
     granted --pages mapped in (pre-faulted)--> free --acquire--> a put's --submit--> the holder's
-                                                ^                  |--offer--> a child may have them
                                                 '-- the put is over'
 
 Every leased slot has one tenant, in one table, and all slots of a put change hands in one step of it. What a put that
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memstore.core.wire.rank_messages import OfferSlots, PutReady
+from memstore.core.wire.rank_messages import PutReady
 from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.threads.safe_condition import LOOK_S, SafeCondition
 
@@ -35,7 +34,6 @@ class Tenant:
 
 NO_TENANT = Tenant(is_over=True)
 ENTERING = Tenant()  # their pages are being entered
-CHILD = Tenant()  # offered to a child, which may have them, or be done with them, by now
 
 
 @dataclass(eq=False)
@@ -63,7 +61,6 @@ class LeasedSlots:
         self.mapping = mapping
         self._retired: list[RankMapping] = []  # of earlier arenas, as far as CUDA knows them
         self.tenants: dict[int, Tenant] = {}  # of every slot that is leased to us, as far as we know
-        self.offers: dict[int, OfferSlots] = {}  # by step; a holder that restarts forgets them
         self.unsealed_puts: dict[tuple[int, int], UnsealedPut] = {}  # (attempt, step) -> not yet sealed
         self.closed = threading.Event()
         self.fenced_by = 0
@@ -78,18 +75,13 @@ class LeasedSlots:
         """Slots of puts that are not over."""
         return {
             n for n, tenant in list(self.tenants.items())
-            if not tenant.is_over and tenant not in (ENTERING, CHILD) and not isinstance(tenant, UnsealedPut)
+            if not tenant.is_over and tenant is not ENTERING and not isinstance(tenant, UnsealedPut)
         }  # fmt: skip
 
     @property
     def granting(self) -> set[int]:
         """Slots whose pages are being entered."""
         return {n for n, tenant in list(self.tenants.items()) if tenant is ENTERING}
-
-    @property
-    def offered(self) -> set[int]:
-        """Slots that are offered to a child."""
-        return {n for n, tenant in list(self.tenants.items()) if tenant is CHILD}
 
     def held(self) -> list[int]:
         """Return every slot that is leased to us, as far as we know."""
@@ -109,7 +101,6 @@ class LeasedSlots:
                 if self.mapping.has_pins:
                     self._retired.append(self.mapping)
                 self.mapping = mapping
-                self.offers.clear()
             self._drop_stale(set(stale))
             self.room.notify_all()
 

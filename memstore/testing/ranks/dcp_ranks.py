@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import socket
 import sys
 import warnings
@@ -102,7 +101,6 @@ class DcpRank(Rank):
     def __init__(self, channel: socket.socket) -> None:
         super().__init__(channel)
         torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"  # of a save process
 
     def do_group(self, rank: int, world_size: int, file: str, program: str) -> dict[str, Any]:
         """Join the process group of the launch."""
@@ -112,7 +110,7 @@ class DcpRank(Rank):
         dist.init_process_group(
             "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_S)
         )
-        sys.path.insert(0, str(Path(program).parent))  # a save process imports it again
+        sys.path.insert(0, str(Path(program).parent))  # what it imports lies beside it
         spec = importlib.util.spec_from_file_location(Path(program).stem, program)
         if spec is None or spec.loader is None:
             raise ImportError(f"{program} cannot be imported")

@@ -1,4 +1,4 @@
-"""DCP saves of four ranks on four hosts: in threads and processes, in part, when one fails; and who follows them."""
+"""DCP saves of four ranks on four hosts: in threads, in part, when one fails; and who follows them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Site:
 
     def check_no_leak(self) -> None:
         """The ranks leave; then every slot of every host is free, or holds what a manifest names."""
-        run(self.ranks, "end_save_process")
         self.fleet.leave(self.ranks)
         for host in HOSTS:
             wait_for(lambda h=host: _is_clean(self.cluster, h), f"nothing but stored chunks on {host}")  # type: ignore[misc]
@@ -101,16 +100,12 @@ def test_async_save_in_a_thread_copies_the_state_as_it_was(site: Site) -> None:
     site.check_no_leak()
 
 
-def test_async_save_in_a_process_adopts_what_was_staged(site: Site) -> None:
-    """Every rank's save process submits what its rank staged; one that is killed fails its save, on every rank.
-
-    The next save, in a new process, goes on, and no slot is lost (R8, R20).
-    """
-    site.save(what="mostly_objects", how="process")  # which become bytes there, in room that was taken here
-    step = site.save(what="placed", how="process")
-    site.check(step)
-    failures = site.save_fails("save_then_lose_process", bad_rank=2)
+@pytest.mark.parametrize("is_staged_elsewhere", [False, True])
+def test_async_save_in_a_process_is_refused(site: Site, is_staged_elsewhere: bool) -> None:
+    """By name, with the way that works, and before anything is staged: the step is not even begun."""
+    failures = site.save_fails("save_in_process", is_staged_elsewhere=is_staged_elsewhere)
     assert len(failures) == len(HOSTS)
+    assert all("ConfigError" in text and "pass AsyncCheckpointerType.THREAD" in text for text in failures), failures
     step = site.save(what="placed", how="thread")
     site.check(step)
     site.check_no_leak()

@@ -6,13 +6,18 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from lease_transfer_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, Site, send_level
+from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
+from memstore.core.arena.share import PeerShare
 from memstore.core.holder import ranks
-from memstore.core.wire.rank_messages import OfferSlots, PutReady, SlotSample, StepLevel
+from memstore.core.wire.calls import AskSteps
+from memstore.core.wire.rank_messages import PutReady, SlotSample, StepLevel
+from memstore.errors import ClosedError
+from memstore.shell.arena import replica_store
 from memstore.shell.arena.mapping import ArenaMapping
 from memstore.shell.rank import open_links
 from memstore.shell.rank.holder_link import HolderLink
@@ -79,15 +84,6 @@ def test_a_put_whose_copy_ends_after_an_interruption_is_not_submitted(site: Site
     assert (1, STEP + 1) not in site.link.unsealed_puts
 
 
-def test_a_put_is_offered_to_no_child_after_an_interruption(site: Site) -> None:
-    """A save process has a link of its own, which is not interrupted; so it is given no slots, and all are free."""
-    room = site.stage(2)
-    site.link.interrupt("a rank of it was lost")
-    assert not room.offer_slots()
-    assert (room.is_over, site.link.offers) == (True, {})
-    wait_for(lambda: len(site.link.pool) == SHARE_SLOTS, "all slots")
-
-
 def test_a_link_that_is_opened_after_an_interruption_is_interrupted_too(site: Site) -> None:
     """Else what an aborted collective left could be put through it; the next generation begins with links that work."""
     try:
@@ -118,19 +114,6 @@ def test_what_was_submitted_from_another_arena_is_not_taken_from_this_one(site: 
     wait_for(site.is_whole, "the whole share")
 
 
-def test_what_was_staged_in_another_arena_is_adopted_by_no_process(site: Site) -> None:
-    """An offer of before the files were replaced, asked again or not, gives a child no slot of the new arena (R8)."""
-    room = site.offer_slots()
-    replace_arena(site)
-    sample = SlotSample(seed=0, digests=b"")
-    site.link.ask_soon(OfferSlots(id=0, step=STEP, slots=tuple(room.slots), arena=room.mapping.arena, sample=sample))
-    child = site.child()
-    child.do("connect")
-    assert child.do("adopt")["error"] == "CommitError"
-    room.abandon()
-    wait_for(site.is_whole, "the whole share")
-
-
 @contextlib.contextmanager
 def another_file(site: Site) -> Iterator[None]:
     """The rank has a copy of the arena mapped, as after a mistake that no identity tells."""
@@ -157,19 +140,6 @@ def test_what_a_rank_filled_elsewhere_is_not_sealed(site: Site, caplog: pytest.L
     send_level(site, "sealed")
 
 
-def test_what_a_rank_filled_elsewhere_is_offered_to_no_process(site: Site) -> None:
-    """The offer of slots that the holder sees other bytes in is refused, so the child has nothing to submit."""
-    with another_file(site):
-        room = site.stage()
-        room.offer_slots()
-    assert not site.holder.state.ranks.offered
-    child = site.child()
-    child.do("connect")
-    assert child.do("adopt")["error"] == "CommitError"
-    room.abandon()
-    wait_for(site.is_whole, "the whole share")
-
-
 @pytest.mark.parametrize("digests", [b"", b"x", bytes(25)])
 def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, digests: bytes) -> None:
     """A process that submits says what it sees in the slots, or the put fails by name and its slots are free again."""
@@ -185,3 +155,44 @@ def test_a_submitted_put_that_shows_nothing_of_its_bytes_is_refused(site: Site, 
     assert site.holder.replicas.pin(SHARD) is None
     room.abandon()
     wait_for(site.is_whole, "the whole share")
+
+
+@pytest.mark.parametrize("ask", [
+    lambda link: link.call(AskSteps(job="job"), WAIT_S),
+    lambda link: link.call_soon(AskSteps(job="job")).result(WAIT_S),
+], ids=["call", "call_soon"])  # fmt: skip
+def test_a_closed_link_answers_every_question_at_once(site: Site, ask: Callable[[HolderLink], Any]) -> None:
+    """No thread would send it, nor learn of its answer; the limit is not waited for."""
+    site.link.close()
+    with pytest.raises(ClosedError, match="connect again"):
+        ask(site.link)
+    assert site.link.calls == {}
+
+
+def test_a_rank_is_leased_no_more_than_its_share(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is submitted and being digested still counts for the rank (R10)."""
+    site.holder.replicas.claim("job", PeerShare(1, {0: SHARE_SLOTS}, SHARE_SLOTS))
+    room, may_go = site.stage(), threading.Event()
+    real = replica_store.chunk_digest
+    monkeypatch.setattr(replica_store, "chunk_digest", lambda view: may_go.wait(WAIT_S) and real(view))
+    assert room.submit(b"", 3 * CHUNK_BYTES)
+    wait_for(lambda: site.holder.replicas.table.submitted, "the submission")
+    site.holder.ranks.reap()
+    with site.holder.replicas.lock:
+        leased = sum(len(slots) for slots in site.holder.replicas.table.leases.values())
+    may_go.set()
+    assert leased == 3
+    assert len(site.link.pool) == 3
+
+
+def test_slots_given_back_meanwhile_are_left_to_the_put_that_has_them(site: Site) -> None:
+    """A save in the background keeps or adds slots after its room was needed: the next put's are not touched (R8)."""
+    room = site.stage(4)
+    room.abandon()
+    other = site.stage(4)
+    assert set(other.slots) & set(room.slots)
+    room.keep([0])
+    assert not room.extend(1, 0.0)
+    assert site.link.in_copy == set(other.slots)
+    assert len(site.link.pool) == SHARE_SLOTS - 4
+    assert other.submit(b"", 4 * CHUNK_BYTES)

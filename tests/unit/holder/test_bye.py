@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from lease_transfer_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 from link_site import Stop
+from rank_site import CHUNK_BYTES, SHARD, SHARE_SLOTS, STEP, WAIT_S, Site, send_level
 
 from memstore.client.pending_put import PendingPut
 from memstore.client.ticket import Ticket

@@ -150,7 +150,7 @@ def hello(site: Site) -> Iterator[Callable[..., Channel]]:
 
 
 def hello_of(*, nonce: str = "n", life: int = 1, pid: int = ME) -> RankHello:
-    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="", parent=None)
+    return RankHello(nonce=nonce, life=life, pid=pid, job="job", rank=0, attempt=0, held=(), arena="")
 
 
 def send(channel: Channel, message: RankMessage) -> None:

@@ -40,7 +40,7 @@ def compare(state: HolderState, shard: ShardId) -> Procedure[None]:
             if event is None:
                 continue
             for link in state.ranks.of_job(shard.job):
-                if (link.rank, link.attempt) == (put.shard.rank, put.shard.attempt) and not link.parent:
+                if (link.rank, link.attempt) == (put.shard.rank, put.shard.attempt):
                     yield SendToRank(link, event)
 
 

@@ -21,7 +21,6 @@ class RankLink:
     rank: int
     attempt: int
     order: int
-    parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
 
@@ -42,5 +41,5 @@ def hello_of(rank: Rank, arena: str) -> RankHello:
     number, attempt = rank.place
     return RankHello(
         nonce=rank.nonce, life=rank.owner.link, pid=rank.owner.pid, job=rank.job, rank=number, attempt=attempt,
-        held=tuple(rank.held()), arena=arena, parent=None,
+        held=tuple(rank.held()), arena=arena,
     )  # fmt: skip

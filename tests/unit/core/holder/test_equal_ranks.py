@@ -32,7 +32,6 @@ class Link:
     rank: int
     attempt: int = 1
     job: str = "job"
-    parent: str = ""
 
 
 class Host:
@@ -192,11 +191,11 @@ def test_no_rank_is_late_because_the_holder_stops() -> None:
 
 
 def test_the_rank_that_put_a_differing_shard_is_notified_once_and_again_when_it_is_equal() -> None:
-    """On its link of that attempt, as one process: neither a child of it nor another rank gets it."""
+    """On its link of that attempt, and no other rank gets it."""
     host = Host()
     host.known.declare(copying(1))
     mine = Link(0)
-    links: list[Any] = [mine, Link(0, attempt=2), Link(0, parent="n"), Link(1), Link(0, job="other")]
+    links: list[Any] = [mine, Link(0, attempt=2), Link(1), Link(0, job="other")]
     host.state.ranks.links.update({str(number): link for number, link in enumerate(links)})
     other = (DIGESTS[0], b"c" * 16)
     notices = []

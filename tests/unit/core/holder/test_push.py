@@ -90,9 +90,7 @@ class Host:
             ask=lambda request: None, is_stopping=lambda: False, is_alive=lambda owner: True,
             pin_numbers=itertools.count(1),
         )  # fmt: skip
-        link: Any = SimpleNamespace(
-            nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt, parent=""
-        )
+        link: Any = SimpleNamespace(nonce="n", owner=None, job=SHARD.job, rank=SHARD.rank, attempt=SHARD.attempt)
         self.state.ranks.links["n"] = link
 
     def outgoing(self, shard: ShardId, digest: str) -> Replica | None:

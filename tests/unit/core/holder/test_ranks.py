@@ -23,7 +23,7 @@ from memstore.core.wire.rank_messages import RankHello
 from memstore.core.wire.reports import RankArrived, RankGone, Report
 
 OWNER = Owner(1, 1, 1)
-HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena", parent=None)
+HELLO = RankHello(nonce="n", life=0, pid=1, job="job", rank=0, attempt=1, held=(), arena="arena")
 
 
 @dataclass(eq=False)
@@ -35,7 +35,6 @@ class Link:
     job: str = "job"
     rank: int = 0
     attempt: int = 1
-    parent: str = ""
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
     is_retired: bool = False
     is_open: bool = True
@@ -47,7 +46,7 @@ def host(table: SlotTable, reports: list[Report] | None = None) -> HolderState:
     reports = [] if reports is None else reports
     store: Any = SimpleNamespace(
         arena_identity="arena", confirm=lambda owner, held: table.confirm(owner, held)[1],
-        lease=lambda owner, job, rank, attempt, substitute_for: table.lease(owner, 4, attempt=attempt),
+        lease=lambda owner, job, rank, attempt: table.lease(owner, 4, attempt=attempt),
         reclaim=table.reclaim, lock=threading.RLock(), index=ReplicaIndex(table),
     )  # fmt: skip
     return HolderState(

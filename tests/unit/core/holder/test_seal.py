@@ -40,7 +40,6 @@ class Link:
     job: str = "job"
     rank: int = 0
     attempt: int = 1
-    parent: str = ""
     is_retired: bool = False
 
 
