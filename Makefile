@@ -28,7 +28,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not long"
 # What copies, sends and breaks, once more without the helper.
 NATIVE_TESTS := tests/unit/tensors tests/unit/codec tests/unit/device tests/unit/net tests/unit/holder tests/unit/arena \
-  tests/integration/client/test_interrupted_puts.py tests/integration/client/test_overlap.py \
+  tests/integration/client/test_interrupted_puts.py \
   tests/integration/faults/test_faults_arena.py tests/integration/faults/test_faults_damage.py \
   tests/integration/faults/test_faults_proxy.py
 test-native: $(STAMP)

@@ -18,7 +18,6 @@ from benchmarks.cases import (
     bench_loader,
     bench_memory,
     bench_natural,
-    bench_overlap,
     bench_placement,
     bench_planner,
     bench_put_stall,
@@ -36,7 +35,6 @@ from benchmarks.report.harness import EMULATED_HOSTS, GIB, MIB, SHARED_CORES, Op
 BENCHMARKS = {
     "first_put": bench_first_put.run,
     "put_stall": bench_put_stall.run,
-    "overlap": bench_overlap.run,
     "put_waits": bench_put_waits.run,
     "replicate": bench_replicate.run,
     "restore": bench_restore.run,

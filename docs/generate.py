@@ -36,7 +36,6 @@ VALUES = {
     "tls_key": "an absolute path or None",
     "tls_ca": "an absolute path or None",
     "put_every": '`"step"`, a number, `"30s"`, `"2%"`, `"auto"`',
-    "overlap_check": '`"whole"`, `"sampled"`',
     "placement": '`"mixed"`, `"group"`, `"ring"`',
     "durable": "an absolute path, a URL, or None",
     "durable_every": '`"30min"`, a number of steps, `"auto"`',

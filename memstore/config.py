@@ -93,7 +93,6 @@ class Config:
     keep_steps: int = 1  # newest committed steps kept in RAM
     put_every: str | int = "step"  # when should_put() is true: "step", N steps, "30s", "2%" of the time, "auto" (R33)
     stall_budget_s: float = 5.0  # longest that a put blocks for room before its step is skipped (R12)
-    overlap_check: str = "whole"  # "sampled" compares only 64 bytes a MiB, and what autograd counts (R11)
     placement: str = "mixed"  # which hosts copy one another (placement/README.md)
     scatter: int = 1  # placements that the ranks of a host take by turns: a lost one's are restored from as many groups
     durable: str | None = None  # durable storage: a path, file://, s3://, gs:// or az://; None: RAM only
@@ -136,9 +135,6 @@ class Config:
             )
         if self.placement not in ("mixed", "group", "ring"):
             raise ConfigError(f"placement={self.placement!r} is unknown: use mixed, group or ring", field="placement")
-        if self.overlap_check not in ("whole", "sampled"):
-            raise ConfigError(f"overlap_check={self.overlap_check!r} is unknown: use whole or sampled",
-                              field="overlap_check", value=self.overlap_check)  # fmt: skip
         parse_put_every(self.put_every)
         parse_every(self.durable_every)
         _check_durable(self.durable, self.durable_compression, self.durable_key_file)

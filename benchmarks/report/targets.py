@@ -42,7 +42,6 @@ STALL_DCP = _at_most(0.7, "stall dcp", "put's stall / DCP async_save's (the quic
 SMALL_STALL_DCP = _at_most(0.5, "small stall dcp", "16 MiB: put's stall / DCP async_save's, the quicker", "peers")
 SMALL_DONE_DCP = _at_most(0.7, "small done dcp", "16 MiB: put to committed / DCP async_save until done", "peers")
 STALL_DLROVER = _at_most(1.0, "stall dlrover", "put's stall / DLRover's shared-memory save", "peers")
-OVERLAP = _at_most(0.15, "overlap", "overlapped put: added step time / plain copy, a step of 5 copies' time", "overlap")
 WAITS = _at_most(0, "waits", "waits on another process in a put's blocking part", "transfer")
 SEALED_TCP = _at_least(0.60, "sealed tcp", "put to sealed on the peer: speed / raw TCP, shared cores", "transfer")
 SEALED_TCP_HOSTS = _at_least(0.70, "sealed tcp hosts", "the same, hosts emulated with a core each", "transfer")

@@ -1,11 +1,10 @@
-"""Puts whose copy overlaps the next step's forward and backward, and the fence that ends it (R11).
+"""Puts of device memory whose copy overlaps the next step's forward and backward, and the fence that ends it (R11).
 
-put:    what may change before the fence is copied at once, moves of the rest are queued; a copy thread makes them
-fence:  in front of the optimizer's step: helps with the rest, waits for the end; then the optimizer may write
+put:    host memory is copied at once, what may change on a device is cloned there; a copy thread orders the copies of
+        the device through a side stream, bit by bit: the host waits for nothing that training has queued
+fence:  in front of the optimizer's step: orders the rest, and makes the stream of the step wait, not the host
 
-Device memory leaves through a side stream, ordered by the copy thread bit by bit, and by the fence all at once. There
-the fence makes the stream of the step wait, not the host; the put is submitted when the copies have arrived. What may
-change on a device is cloned there at once, for the host waits for nothing that training has queued.
+The put is submitted when the copies have arrived. A state without device memory is put as without overlap.
 
 A put, get, agree_on_step, rewind or close waits for the end, on the host. At the end of the interpreter it is given up.
 """
@@ -34,11 +33,8 @@ from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource, cha
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
 from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import DeviceWrite, has_streams
-from memstore.shell.native.copy_loops import Move
 from memstore.shell.tensors.memory import TensorSource, dense_bytes, is_flat
-from memstore.shell.tensors.own_memory import is_permitted
 from memstore.shell.tensors.placed_sources import PlacedSources
-from memstore.shell.tensors.slot_stream import THREAD_BYTES, THREADS_MAX
 from memstore.shell.threads.safe_condition import SafeThread, is_of_handler
 
 if TYPE_CHECKING:
@@ -137,25 +133,27 @@ class Overlap:
 
     # -- a copy ---------------------------------------------------------------------------------
 
-    def copy(self, room: PendingPut, plan: StatePlan, memory: OptimizerMemory) -> None:
-        """Copy what may change and queue the rest; the put that took the room is submitted when that is done."""
-        late: dict[int, tuple[WatchedSource, list[Move]]] = {}
+    def copy(self, room: PendingPut, plan: StatePlan, memory: OptimizerMemory) -> bool:
+        """Queue the copies of device memory, make all others; the put is submitted when the last has arrived.
+
+        False, with nothing copied, if none of it lies on a device.
+        """
+        if all(source.address is not None for _, source in plan.placed):
+            return False
+        late: dict[int, WatchedSource] = {}
         writes: list[DeviceWrite] = []
         try:
             stream = slot_stream(plan, room.views(), room.chunk_bytes)
             clones = _Clones()
-            is_whole = self._puts.config.overlap_check == "whole"
             for number, (offset, source) in enumerate(plan.placed):
+                if source.address is not None:
+                    continue
                 owners = memory.owners_of(source)
-                if source.address is None:
-                    flat = source.owner if owners else clones.take(source)
-                    if flat is not None:
-                        writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
-                        late[number] = _watched(flat, owners), []
-                elif owners and is_permitted():
-                    late[number] = WatchedSource(owners, owners[-1].untyped_storage(), is_whole), []
-                    stream.plan_write(offset, source.address, source.nbytes, late[number][1])
-            flights = DeferredDeviceCopies(writes) if writes else None
+                flat = source.owner if owners else clones.take(source)
+                if flat is not None:
+                    writes.append(DeviceWrite(flat, stream.host_pieces(offset, source.nbytes)))
+                    late[number] = WatchedSource(owners, flat.untyped_storage())
+            flights = DeferredDeviceCopies(writes)
             with room.lock:
                 copy_all_but(plan, stream, late)
                 room.is_filled_late = not room.is_over
@@ -163,9 +161,9 @@ class Overlap:
             bare = replace(plan, placed=PlacedSources.of(()))
             offsets = [plan.placed.offsets[number] for number in late]
             copy = DeferredCopy(
-                list(late.values()), keep=stream, is_wanted=lambda: not room.ticket.is_over,
+                list(late.values()), flights, keep=stream, is_wanted=lambda: not room.ticket.is_over,
                 on_end=lambda problem: self._end(room, bare, problem),
-                name_of=lambda number: bare.name_at(offsets[number]), flights=flights,
+                name_of=lambda number: bare.name_at(offsets[number]),
             )  # fmt: skip
         except BaseException as exc:
             room.is_filled_late = False
@@ -176,10 +174,11 @@ class Overlap:
         try:
             self._start(copy)
         except BaseException as exc:
-            # Ends it once, from any owner: its slots go back when no thread writes into them any more.
+            # Ends it once, from any owner: its slots go back when no copy writes into them any more.
             copy.stop(f"its copy could not be started: {exc!r}")
             self._late = None
             raise
+        return True
 
     def _start(self, copy: DeferredCopy) -> None:
         if self._thread is None:
@@ -190,7 +189,6 @@ class Overlap:
         except RuntimeError as exc:  # the limit of threads or of memory: this one copies
             log.warning("no copy thread could be started (%s): the copy does not overlap", exc)
             copy.work()
-            copy.work_device()
             return
         self._queue.put(copy)
 
@@ -227,13 +225,12 @@ class Overlap:
         began_s = time.monotonic()
         if not copy.ended.is_set():
             budget_s = self._puts.config.stall_budget_s if timeout_s is None else timeout_s
-            self._join_in(copy, began_s + budget_s)
-            is_ordered = copy.flights is None or copy.flights.order_rest(began_s + budget_s)
-            end = copy.moved if copy.flights is not None and not is_for_device else copy.ended
-            if not is_ordered or not end.wait(max(0.0, began_s + budget_s - time.monotonic())):
+            is_done = copy.flights.order_rest(began_s + budget_s)
+            if is_done and is_for_device:
+                is_done = copy.ended.wait(max(0.0, began_s + budget_s - time.monotonic()))
+            if not is_done:
                 copy.stop(f"it was not copied within {budget_s:g} s at the fence")
-            if copy.flights is not None:
-                _guarded(copy, copy.flights.hold_current)
+            _guarded(copy, copy.flights.hold_current)
         with self._checking:
             if self._late is not late:
                 return  # another thread waited as well, has looked, and its optimizer may have written since
@@ -244,16 +241,8 @@ class Overlap:
             room.ticket.stall_s += time.monotonic() - began_s
             if copy.ended.is_set():
                 room.end_late()  # nothing, but where a signal's handler came between
-            if copy.flights is None or is_for_device or copy.ended.is_set():
+            if is_for_device or copy.ended.is_set():
                 self._late = None
-
-    def _join_in(self, copy: DeferredCopy, deadline_s: float) -> None:
-        """Help the copy thread with the moves that are left, with as many threads as a put would take."""
-        count = min(torch.get_num_threads(), THREADS_MAX, copy.nbytes_left // THREAD_BYTES)
-        with contextlib.suppress(RuntimeError):  # no thread can be started: this one makes all moves
-            for _ in range(count - 2):  # this one and the copy thread are two
-                SafeThread(lambda: _help(copy, deadline_s)).start()
-        _help(copy, deadline_s)
 
     def close(self) -> None:
         """Wait for the copy under way as a fence does, let the optimizers go, end the thread."""
@@ -291,13 +280,8 @@ def _copy_all(copies: queue.SimpleQueue[DeferredCopy | None]) -> None:
         copy = copies.get()
         if copy is None:
             return
-        _help(copy)
-        _guarded(copy, copy.work_device)
+        _guarded(copy, copy.work)
         del copy  # nothing of a state is kept alive until the next
-
-
-def _help(copy: DeferredCopy, deadline_s: float = float("inf")) -> None:
-    _guarded(copy, lambda: copy.work(deadline_s))
 
 
 def _guarded(copy: DeferredCopy, work: Callable[[], None]) -> None:
@@ -325,10 +309,6 @@ class _Clones:
         if self._nbytes > CLONES_BYTES_MAX:
             return None
         return owner.clone() if is_flat(owner) else dense_bytes(owner)
-
-
-def _watched(flat: torch.Tensor, owners: tuple[torch.Tensor, ...]) -> WatchedSource:
-    return WatchedSource(owners, flat.untyped_storage(), is_whole=False)
 
 
 _OVERLAPS: weakref.WeakSet[Overlap] = weakref.WeakSet()

@@ -133,9 +133,7 @@ class Puts:
         room = self._open_put(step, plan.nbytes, began_s)
         try:
             self._begin(room, 0, timeout_s, 0.0)
-            if not room.is_over and memory is not None:
-                self.overlap.copy(room, plan, memory)
-            elif not room.is_over:
+            if not room.is_over and (memory is None or not self.overlap.copy(room, plan, memory)):
                 self._copy(room, plan)
         except BaseException:
             if not room.is_passed_on:

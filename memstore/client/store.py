@@ -114,9 +114,9 @@ class Store(PinVerbs):
             state: Any nesting that docs/guide/put-and-get.md lists. With `connect(shard_rank=, shard_count=)`, what
                 this shard's ranks share: it is looked at on its writers only (R34).
             rank_state: State of this rank alone, such as its data loader's position; with shard_rank= only.
-            overlap: True: parameters and optimizer state are copied while training goes on, until the step of an
-                optimizer that was passed to `wait_before_step`; all else, and tensors below 64 KiB, before put returns.
-                Or the tensors that may be copied so.
+            overlap: True: parameters and optimizer state on a GPU are copied while training goes on, until the step of
+                an optimizer that was passed to `wait_before_step`; all else before put returns. Or the tensors that may
+                be copied so.
             timeout_s: Longest wait for room instead of `stall_budget_s`.
 
         Returns:
@@ -147,10 +147,10 @@ class Store(PinVerbs):
     ) -> None:
         """Hold an optimizer's steps until overlapped copies are done; without one, wait for them now. Any thread.
 
-        A tensor that was written, freed or resized before it was copied makes its step fail, by name (or retires it).
-        In host memory every byte is compared; with overlap_check="sampled" one cache line in a MiB, and what autograd
-        counts. In GPU memory only what autograd counts is seen, no write through `.data`, and this thread's current
-        stream waits. A wait in vain, of `stall_budget_s` or `timeout_s`, fails the checkpoint step; training goes on.
+        This thread's current stream waits, the host does not. GPU memory that was written, freed or resized before it
+        was copied makes its step fail, by name (or retires it): what autograd counts is seen, no write through `.data`
+        and none by fused optimizers. A wait in vain, of `stall_budget_s` or `timeout_s`, fails the checkpoint step;
+        training goes on.
 
         Raises:
             ConfigError: `optimizer` has no hook in front of its step.

@@ -63,7 +63,7 @@ def test_the_page_shows_every_promise_and_leaves_what_is_written_by_hand() -> No
 
 
 def test_a_promise_that_two_records_answer_says_which_is_which() -> None:
-    page = __main__.page(PAGE, {"overlap": [record("one core computes"), record("two cores compute")]})
+    page = __main__.page(PAGE, {"replicate": [record("one core computes"), record("two cores compute")]})
     assert page.count(" (one core computes) | [") == page.count(" (two cores compute) | [") == 1
 
 

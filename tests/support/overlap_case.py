@@ -15,6 +15,9 @@ from torch import nn
 
 from memstore.client.connect import connect
 from memstore.client.store import Store
+from memstore.shell.codec.encode import StatePlan, plan_state
+from memstore.shell.tensors.memory import TensorSource
+from memstore.shell.tensors.placed_sources import PlacedSources
 from memstore.testing.clusters.processes import ProcessCluster
 
 WAIT_S = 60.0
@@ -81,9 +84,41 @@ def one_rank(cluster: ProcessCluster, **fields: Any) -> Iterator[Store]:
         yield joined
 
 
+@contextlib.contextmanager
+def one_device_rank(cluster: ProcessCluster, **fields: Any) -> Iterator[Store]:
+    """Join as `one_rank` does; plans every tensor as if it lay on a device: to be copied by that, not by the host."""
+    with one_rank(cluster, **fields) as joined:
+        on_device_of(joined)
+        yield joined
+
+
+def on_device_of(store: Store) -> None:
+    """From now on the store plans every tensor as if it lay on a device."""
+    store.puts.planned = lambda state, own: on_device(plan_state(state))  # type: ignore[method-assign]
+
+
+def on_device(plan: StatePlan) -> StatePlan:
+    return replace(plan, placed=PlacedSources.of((offset, _flat(source)) for offset, source in plan.placed))
+
+
+def _flat(source: TensorSource) -> TensorSource:
+    if source.address is None or not isinstance(source.owner, torch.Tensor):
+        return source
+    storage = source.owner.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage, source.address - storage.data_ptr(), (source.nbytes,), (1,))
+    return TensorSource(source.nbytes, None, flat)
+
+
 def hold(store: Store) -> None:
-    """From now on the copy thread copies nothing: all is left to the fence."""
+    """From now on the copy thread orders nothing: all is left to the fence, and the arrival to `arrive`."""
     store.puts.overlap._start = lambda copy: None  # type: ignore[method-assign]
+
+
+def arrive(store: Store) -> None:
+    """Do what the copy thread does with a copy, to its end."""
+    late = store.puts.overlap._late
+    if late is not None:
+        late[0].work()
 
 
 def stored(store: Store, step: int) -> Any:

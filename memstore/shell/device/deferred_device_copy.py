@@ -84,12 +84,13 @@ class DeferredDeviceCopies:
             return not self._under_way
 
     def _order_next(self) -> None:
-        side, flight = self._left.popleft()
+        side, flight = self._left[0]  # it stays there until it is ordered, or an interruption here would lose it
         try:
             if any(source.data_ptr() != self._addresses[id(source)] for source, *_ in flight):
                 raise RuntimeError("memory was freed or resized before the fence")
             self._last[side] = side.order(flight, copy_out)
             self._under_way.append(self._last[side])
+            self._left.popleft()
         except BaseException as exc:  # Ctrl-C as well: how far this flight came is unknown
             self._problem = RuntimeError(f"a flight was interrupted: {exc!r}")
             self._left.clear()

@@ -13,10 +13,6 @@ from memstore.shell.device.side_stream import has_streams
 from memstore.shell.tensors import subclasses
 from memstore.shell.tensors.memory import TensorSource, is_flat
 
-# Smaller ones in host memory are copied at once: that costs less than to watch them. On a device it would
-# make the host wait for what training has queued there.
-STEADY_BYTES_MIN = 64 << 10
-
 Place = tuple[str, int]  # device, address
 
 
@@ -32,7 +28,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 class OptimizerMemory:
     """The memory of some tensors, found by device and address.
 
-    Small ones of host memory are left out, and tensor subclasses but DTensor: what keeps their memory is unknown.
+    Tensor subclasses but DTensor are left out: what keeps their memory is unknown.
 
     Raises:
         ConfigError: Something else than a tensor is among them.
@@ -51,7 +47,7 @@ class OptimizerMemory:
             local = subclasses.local_tensor(tensor) if subclasses.is_dtensor(tensor) else tensor
             if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_inference():
                 continue
-            if _fills_its_extent(local) and _is_large_or_elsewhere(local):
+            if _fills_its_extent(local) and local.nbytes and has_streams(local.device):
                 owners = (local,) if local is tensor else (tensor, local)
                 found[str(local.device), local.data_ptr()] = local.nbytes, owners
         self._starts = sorted(found)
@@ -59,23 +55,14 @@ class OptimizerMemory:
 
     def owners_of(self, source: TensorSource) -> tuple[torch.Tensor, ...]:
         """Return the tensors whose version counters tell of writes to a source, the one with its memory last, or ()."""
-        if source.address is not None:
-            if source.nbytes < STEADY_BYTES_MIN:
-                return ()
-            place = "cpu", source.address
-        elif is_flat(source.owner):
-            place = str(source.owner.device), source.owner.data_ptr()
-        else:
-            return ()  # gathered bytes are a copy, made at once
+        if source.address is not None or not is_flat(source.owner):
+            return ()  # of the host, or gathered bytes, which are a copy, made at once
+        place = str(source.owner.device), source.owner.data_ptr()
         index = bisect_right(self._starts, place) - 1
         if index < 0:
             return ()
         (device, start), (nbytes, owners) = self._starts[index], self._found[index]
         return owners if device == place[0] and place[1] + source.nbytes <= start + nbytes else ()
-
-
-def _is_large_or_elsewhere(tensor: torch.Tensor) -> bool:
-    return tensor.nbytes >= STEADY_BYTES_MIN if tensor.is_cpu else tensor.nbytes > 0 and has_streams(tensor.device)
 
 
 def _fills_its_extent(tensor: torch.Tensor) -> bool:

@@ -221,7 +221,7 @@ class Job(threading.Thread):
         key = f"launch-{self.lives_count}" if self.scenario.has_key else None
         replies = self._all(
             "connect", REPLY_S, job=JOB, world_size=self.scenario.world_size, config=config, seed=self.scenario.seed,
-            kib=self.scenario.kib, overlap=self.scenario.has_overlap, key=key,
+            kib=self.scenario.kib, key=key,
         )  # fmt: skip
         failed = [reply for reply in replies if isinstance(reply, RankFailed)]
         if failed:

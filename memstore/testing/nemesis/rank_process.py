@@ -33,19 +33,18 @@ class Rank(CommandedRank):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s", stream=sys.stderr)
         shift_clock(float(os.environ.get(CLOCK_VARIABLE, "0")))
         super().__init__(channel)
-        self.seed, self.kib, self.is_overlapped = 0, 64, False
+        self.seed, self.kib = 0, 64
         self.tensors: dict[str, Any] = {}
         self.reported: dict[int, tuple[Any, ...]] = {}
         self.has_put = False
 
     def do_connect(
-        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int, kib: int, overlap: bool,
-        key: str | None,
+        self, job: str, rank: int, world_size: int, config: dict[str, Any], seed: int, kib: int, key: str | None,
     ) -> dict[str, Any]:  # fmt: skip
         """Join the job."""
         from memstore.client.connect import connect
 
-        self.seed, self.kib, self.is_overlapped = seed, kib, overlap
+        self.seed, self.kib = seed, kib
         self.store = connect(job, rank=rank, world_size=world_size, attempt=key, config=config_from(config))
         return {"attempt": self.store.attempt, **self.do_counts()}
 
@@ -77,16 +76,13 @@ class Rank(CommandedRank):
         raised = ""
         stall_s = 0.0
         try:
-            if self.is_overlapped:
-                self.store.wait_before_step()
             for name, value in made.items():
                 if name not in self.tensors:
                     self.tensors[name] = torch.from_numpy(value.copy())
                 elif name != "frozen":
                     self.tensors[name].copy_(torch.from_numpy(value.copy()))
             words = oracle.tag(self.seed, self.store.job, self.store.attempt, self.store.rank, step)
-            late = [self.tensors["weights"]] if self.is_overlapped else False
-            ticket = self.store.put(step, {"model": self.tensors, "tag": words}, overlap=late)
+            ticket = self.store.put(step, {"model": self.tensors, "tag": words})
             self.tickets[step] = ticket
             stall_s = float(ticket.stall_s)
             while len(self.tickets) > TICKETS_MAX:

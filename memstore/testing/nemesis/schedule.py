@@ -60,7 +60,6 @@ class Scenario:
     keep_steps: int
     world_size: int
     kib: int
-    has_overlap: bool
     has_key: bool
     step_s: float
     stall_budget_s: float
@@ -92,7 +91,7 @@ class Scenario:
         days = f"orphan_ttl {self.abandoned_arena_ttl_s:g} s, job_ttl {self.job_ttl_s:g} s"
         return (
             f"seed {self.seed}: {self.shape}; hosts {place}; {self.world_size} ranks of {self.kib} KiB, replicas "
-            f"{self.replicas}, keep_steps {self.keep_steps}, overlap {self.has_overlap}, storage "
+            f"{self.replicas}, keep_steps {self.keep_steps}, storage "
             f"{self.storage or 'none'}, {days}, step {self.step_s:g} s, ending {self.ending}"
         )
 
@@ -122,7 +121,7 @@ def draw(seed: int, *, shape: str = "", is_short: bool = False) -> Scenario:
     is_tight = shape == "rack_then_host"  # little memory, and a launcher that notices late
     replay = Scenario(
         seed=seed, shape=shape, hosts=hosts, replicas=replicas, keep_steps=1 if is_tight else rng.choice((1, 1, 2, 3)),
-        world_size=world_size, kib=rng.choice((64, 128, 320, 512)), has_overlap=rng.random() < 0.4,
+        world_size=world_size, kib=rng.choice((64, 128, 320, 512)),
         has_key=rng.random() < 0.3, step_s=rng.choice((0.05, 0.1, 0.2)), stall_budget_s=rng.choice((1.0, 2.0, 5.0)),
         notice_s=rng.choice((1.5, 4.0) if is_tight else (0.0, 0.3, 1.5)), restart_delay_s=rng.choice((0.0, 0.5, 2.0)),
         shuffle_share=rng.choice((0.0, 0.5)), leaves_hosts_without_ranks=rng.random() < 0.3,

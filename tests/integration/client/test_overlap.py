@@ -1,21 +1,28 @@
-"""put(overlap=True): copied while training goes on, whole and of one moment, or its step fails by name (R11, R12)."""
+"""put(overlap=True) of device memory: what is a fence, and who waits for one (R11, R12)."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from overlap_case import WAIT_S, WIDTH, Training, hold, is_same, one_host, one_rank, stored
+from overlap_case import (
+    WAIT_S,
+    WIDTH,
+    Training,
+    arrive,
+    hold,
+    is_same,
+    on_device_of,
+    one_device_rank,
+    one_host,
+    one_rank,
+    stored,
+)
 
 from memstore.client.connect import connect
 from memstore.client.reader import reader
@@ -32,103 +39,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
 
 @pytest.fixture
 def store(cluster: ProcessCluster) -> Iterator[Store]:
-    with one_rank(cluster) as joined:
+    with one_device_rank(cluster) as joined:
         yield joined
-
-
-@pytest.mark.parametrize("is_held", [False, True], ids=["by the thread", "at the fence"])
-def test_what_is_stored_is_the_state_at_the_put(store: Store, is_held: bool) -> None:
-    """BatchNorm, RNG and plain objects change at once, parameters and moments behind the fence; none of it shows."""
-    training = Training()
-    store.wait_before_step(training.optimizer)
-    if is_held:
-        hold(store)
-    for step in range(3):
-        expected = training.copy()
-        ticket = store.put(step, training.state(), overlap=True)
-        training.seen = 1000 + step
-        training.forward_backward()
-        training.optimizer.step()
-        ticket.wait("committed", WAIT_S)
-        assert is_same(stored(store, step), expected)
-        assert not is_same(training.copy(), expected)
-
-
-def test_the_fence_waits_and_counts_as_stall(store: Store) -> None:
-    """Until the optimizer steps nothing of the held copy is submitted; the wait is in the ticket (R11)."""
-    training = Training()
-    store.wait_before_step(training.optimizer)
-    hold(store)
-    ticket = store.put(0, training.state(), overlap=True)
-    blocked_s = ticket.stall_s
-    training.forward_backward()
-    assert ticket.level == "pending"
-    training.optimizer.step()
-    assert ticket.wait("committed", WAIT_S).stall_s > blocked_s
-
-
-@pytest.mark.parametrize("how", ["in place", "fused", "through .data", "resized"])
-def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store, how: str) -> None:
-    """The slots do not hold what was put, or the storage is gone; the next step is put as ever (R12)."""
-    training = Training()
-    store.wait_before_step(training.optimizer)
-    hold(store)
-    weight = training.model[2].weight
-    ticket = store.put(0, training.state(), overlap=True)
-    training.forward_backward()
-    if how == "in place":
-        with torch.no_grad():
-            weight[3, 4] += 1
-    elif how == "fused":
-        other = torch.optim.SGD([weight], lr=0.1, fused=True)
-        version = weight._version
-        other.step()
-        assert weight._version == version  # torch does not count it, so the bytes have to tell
-    elif how == "through .data":
-        weight.data.mul_(2)
-    else:
-        kept = weight.detach().clone()
-        weight.untyped_storage().resize_(0)
-    store.wait_before_step()
-    if how == "resized":
-        weight.untyped_storage().resize_(kept.nbytes)
-        weight.data.copy_(kept)
-    with pytest.raises(CommitError, match=r"state\['model'\]\['2.weight'\]"):
-        ticket.wait("committed", WAIT_S)
-    assert ticket.level == "failed"
-    training.optimizer.step()
-    expected = training.copy()
-    store.put(1, training.state(), overlap=True)
-    store.wait_before_step()
-    store.flush(timeout_s=WAIT_S)
-    assert is_same(stored(store, 1), expected)
-
-
-@pytest.mark.parametrize("check", ["whole", "sampled"])
-def test_a_change_after_the_copy_and_before_the_fence(cluster: ProcessCluster, check: str) -> None:
-    """The slots hold what was put; with samples alone the operation may have been at work when the copy ended."""
-    training = Training()
-    with one_rank(cluster, overlap_check=check) as store:
-        hold(store)
-        store.wait_before_step(training.optimizer)
-        expected = training.copy()
-        ticket = store.put(0, training.state(), overlap=True)
-        late, room = store.puts.overlap._late or (None, None)
-        assert late is not None
-        assert room is not None
-        if check == "sampled":
-            store.puts.submit = lambda *_: None  # type: ignore[method-assign]  # so that nothing commits it
-        late.work()
-        with torch.no_grad():
-            training.model[0].weight.add_(1)
-        training.optimizer.step()
-        if check == "sampled":
-            assert ticket.level == "failed"
-            assert "['0.weight']" in ticket.reason
-            room.abandon()
-        else:
-            ticket.wait("committed", WAIT_S)
-            assert is_same(stored(store, 0), expected)
 
 
 def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> None:
@@ -141,6 +53,7 @@ def test_a_tensor_that_gets_other_memory_is_stored_as_it_was(store: Store) -> No
     for param in training.model.parameters():
         param.data = torch.zeros_like(param)
     store.wait_before_step()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0)[0].detach(), expected["model"]["0.weight"])
 
@@ -159,8 +72,21 @@ def test_only_what_a_fenced_optimizer_owns_is_copied_late(store: Store) -> None:
     other.optimizer.step()
     one.forward_backward()
     one.optimizer.step()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0), expected)
+
+
+def test_a_state_in_host_memory_is_put_as_without_overlap(cluster: ProcessCluster) -> None:
+    """A copy beside training would cost it more than one that it waits for; the fence has nothing to wait for."""
+    with one_rank(cluster) as store:
+        weight = torch.ones(WIDTH, WIDTH)
+        ticket = store.put(0, {"w": weight}, overlap=[weight])
+        assert store.puts.overlap._late is None
+        weight.zero_()
+        store.wait_before_step()
+        ticket.wait("committed", WAIT_S)
+        assert torch.equal(stored(store, 0)["w"], torch.ones(WIDTH, WIDTH))
 
 
 def test_tensors_given_by_hand_wait_for_a_fence_called_by_hand(store: Store) -> None:
@@ -172,36 +98,9 @@ def test_tensors_given_by_hand_wait_for_a_fence_called_by_hand(store: Store) -> 
     ticket = store.put(0, {"w": weight}, overlap=[weight])
     store.wait_before_step()
     weight.zero_()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert torch.equal(stored(store, 0)["w"], torch.ones(WIDTH, WIDTH))
-
-
-def test_a_fence_that_waits_in_vain_fails_the_step_and_lets_training_go_on(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread is in the middle of a move: its slots come back when it is out, and the next put has room (R11)."""
-    training = Training()
-    entered, go = threading.Event(), threading.Event()
-
-    def stuck(*move: int) -> None:
-        entered.set()
-        assert go.wait(WAIT_S)
-
-    from memstore.shell.device import deferred_copy
-
-    monkeypatch.setattr(deferred_copy, "copy_own", stuck)
-    ticket = store.put(0, training.state(), overlap=training.model.parameters())
-    assert entered.wait(WAIT_S)
-    taken = set(store._link.in_copy)
-    monkeypatch.undo()
-    store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
-    store.wait_before_step(timeout_s=0.01)
-    assert store._link.in_copy == taken  # still under the thread's hand
-    go.set()
-    with pytest.raises(CommitError, match=r"0\.01 s at the fence"):
-        ticket.wait("committed", WAIT_S)
-    store.put(1, training.state()).wait("committed", WAIT_S)
-    assert ticket.level == "failed"
 
 
 def test_gradient_accumulation_several_optimizers_and_a_step_in_another_thread(store: Store) -> None:
@@ -219,6 +118,7 @@ def test_gradient_accumulation_several_optimizers_and_a_step_in_another_thread(s
     with ThreadPoolExecutor(1) as pool:
         pool.submit(other.optimizer.step).result(WAIT_S)
     one.optimizer.step()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0), expected)
 
@@ -227,12 +127,10 @@ def test_a_step_that_the_scaler_leaves_out_leaves_the_copy_to_the_next_put(store
     """GradScaler found an infinity: no step, no fence. The next put is one."""
     training = Training()
     store.wait_before_step(training.optimizer)
-    hold(store)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     first = store.put(0, training.state(), overlap=True)
     scaler.scale(training.model(torch.randn(8, WIDTH)).sum() * float("inf")).backward()
     scaler.step(training.optimizer)
-    assert first.level == "pending"
     second = store.put(1, training.state(), overlap=True)
     first.wait("sealed", WAIT_S)
     store.wait_before_step()
@@ -245,7 +143,6 @@ def test_get_and_rewind_are_fences(store: Store) -> None:
     training = Training()
     store.wait_before_step(training.optimizer)
     store.put(0, training.state()).wait("committed", WAIT_S)
-    hold(store)
     training.optimizer.step()
     expected = training.copy()
     ticket = store.put(1, training.state(), overlap=True)
@@ -265,7 +162,6 @@ def test_what_was_put_before_close_is_there_after_it(cluster: ProcessCluster, mo
     store = connect("closes", rank=0, world_size=1, config=cluster.config)
     training = Training()
     store.wait_before_step(training.optimizer)
-    hold(store)
     expected = training.copy()
     store.put(0, training.state(), overlap=True)
     store.close()
@@ -294,6 +190,7 @@ def test_a_forked_child_steps_without_a_fence_and_the_parent_commits(store: Stor
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     training.forward_backward()
     training.optimizer.step()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0), expected)
 
@@ -329,28 +226,8 @@ def test_a_forked_child_leaves_the_store_at_once_with_anything_left_to_copy(stor
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     training.forward_backward()
     training.optimizer.step()
+    arrive(store)
     ticket.wait("committed", WAIT_S)
-
-
-def test_a_process_that_ends_in_mid_copy_ends(cluster: ProcessCluster, tmp_path: Path) -> None:
-    """No close, no fence: the copy is given up, and the interpreter frees what it read without a crash."""
-    program = textwrap.dedent("""
-        import json, sys, torch
-        from memstore.client.connect import connect
-        from memstore.config import Config
-        from memstore.shell.device import deferred_copy
-        deferred_copy.in_pieces.__defaults__ = (4096,)  # so many moves that the end comes in the middle of them
-        weight = torch.ones(4 << 20)
-        store = connect("ends", rank=0, world_size=1, config=Config(**json.loads(sys.argv[1])))
-        ticket = store.put(0, {"w": weight}, overlap=[weight])
-        print(ticket.level, flush=True)
-    """)
-    fields = {"store": cluster.config.store, "connect_timeout_s": WAIT_S}
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(fields)], env=cluster.env("h1"), capture_output=True, text=True,
-        timeout=2 * WAIT_S, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (0, "pending"), done.stderr[-2000:]
 
 
 def test_a_torn_step_fails_on_all_ranks(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,11 +240,13 @@ def test_a_torn_step_fails_on_all_ranks(cluster: ProcessCluster, monkeypatch: py
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(join, range(2), timeout=WAIT_S))
         weight = torch.ones(WIDTH, WIDTH)
+        on_device_of(stores[0])
         hold(stores[0])
         tickets = list(pool.map(lambda s: s.put(0, {"w": weight}, overlap=[weight]), stores, timeout=WAIT_S))
         stores[1].wait_before_step()
         weight.add_(1)
         stores[0].wait_before_step()
+        arrive(stores[0])
         for ticket in tickets:
             with pytest.raises(CommitError):
                 ticket.wait("committed", WAIT_S)

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lazy_device import LazyDevice
-from overlap_case import WAIT_S, Training, hold, is_same, one_host, one_rank, stored
+from overlap_case import WAIT_S, Training, hold, is_same, one_device_rank, one_host, one_rank, stored
 from torch import nn
 
 from memstore.client.store import Store
 from memstore.errors import CommitError
 from memstore.shell.codec import match, verified_stream
-from memstore.shell.codec.encode import StatePlan, plan_state
 from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import DeferredCopy
 from memstore.shell.device.side_stream import DeviceWrite, flights
-from memstore.shell.tensors.memory import TensorSource, leaf_of_tensor
-from memstore.shell.tensors.placed_sources import PlacedSources
+from memstore.shell.tensors.memory import leaf_of_tensor
 from memstore.testing.clusters.processes import ProcessCluster
 
 FLIGHT_BYTES = 100 << 10
@@ -45,21 +43,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
 @pytest.fixture
 def store(cluster: ProcessCluster, device: LazyDevice) -> Iterator[Store]:
     """Plans every tensor as if it lay on a device: to be copied by that device, not by the host."""
-    with one_rank(cluster) as joined:
-        joined.puts.planned = lambda state, own: on_device(plan_state(state))  # type: ignore[method-assign]
+    with one_device_rank(cluster) as joined:
         yield joined
-
-
-def on_device(plan: StatePlan) -> StatePlan:
-    return replace(plan, placed=PlacedSources.of((offset, _flat(source)) for offset, source in plan.placed))
-
-
-def _flat(source: TensorSource) -> TensorSource:
-    if source.address is None or not isinstance(source.owner, torch.Tensor):
-        return source
-    storage = source.owner.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, source.address - storage.data_ptr(), (source.nbytes,), (1,))
-    return TensorSource(source.nbytes, None, flat)
 
 
 def under_way(store: Store) -> DeferredCopy:
@@ -97,7 +82,7 @@ def test_at_the_fence_the_stream_waits_and_the_host_goes_on(store: Store, device
     assert {who for who, _ in device.waits} == {"stream"}
     assert not copy.ended.is_set()
     assert ticket.level == "pending"
-    copy.work_device()
+    copy.work()
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 0), expected)
     assert store.puts.overlap._late is None
@@ -112,13 +97,13 @@ def test_a_tensor_changed_before_the_fence_fails_its_step_by_name(store: Store) 
     with torch.no_grad():
         training.model[2].weight[3, 4] += 1
     training.optimizer.step()
-    under_way(store).work_device()
+    under_way(store).work()
     with pytest.raises(CommitError, match=r"state\['model'\]\['2.weight'\]"):
         ticket.wait("committed", WAIT_S)
     expected = training.copy()
     ticket = store.put(1, training.state(), overlap=True)
     training.optimizer.step()
-    under_way(store).work_device()
+    under_way(store).work()
     ticket.wait("committed", WAIT_S)
     assert is_same(stored(store, 1), expected)
 
@@ -134,7 +119,7 @@ def test_a_copy_that_does_not_arrive_fails_its_step_and_keeps_its_slots_until_it
     copy, taken = under_way(store), set(store._link.in_copy)
     store.puts.overlap.wait(0.01)
     assert store._link.in_copy == taken
-    worker = threading.Thread(target=copy.work_device)
+    worker = threading.Thread(target=copy.work)
     worker.start()
     worker.join(WAIT_S)
     with pytest.raises(CommitError, match=r"0\.01 s at the fence"):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from overlap_case import WAIT_S, WIDTH, hold, one_host, one_rank, stored
+from overlap_case import WAIT_S, WIDTH, arrive, hold, one_device_rank, one_host, stored
 
 from memstore.client import overlapped_copy as overlap_module
 from memstore.client.connect import connect
 from memstore.client.store import Store
 from memstore.errors import ConfigError, UnsupportedState
 from memstore.shell.codec import encode
-from memstore.shell.device import deferred_copy
+from memstore.shell.device import deferred_device_copy
 from memstore.shell.native import extension
 from memstore.shell.threads.safe_condition import SafeThread
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
 
 @pytest.fixture
 def store(cluster: ProcessCluster) -> Iterator[Store]:
-    with one_rank(cluster) as joined:
+    with one_device_rank(cluster) as joined:
         yield joined
 
 
@@ -58,15 +58,17 @@ def check_that_nothing_is_lost(store: Store, step: int, weight: torch.Tensor) ->
 def test_an_interrupted_fence_fails_the_step_and_loses_no_room(
     store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the middle of a move."""
+    """Ctrl-C while the rest is ordered."""
     hold(store)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     with monkeypatch.context() as patch:
-        patch.setattr(deferred_copy, "copy_own", raising(KeyboardInterrupt()))
+        patch.setattr(deferred_device_copy, "copy_out", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.wait_before_step()
+    arrive(store)
     assert ticket.level == "failed"
     assert "interrupted" in ticket.reason
+    del store.puts.overlap._start  # from now on the thread copies again
     check_that_nothing_is_lost(store, 2, weight)
 
 
@@ -94,33 +96,17 @@ def test_without_a_thread_to_be_had_the_caller_copies(
     check_that_nothing_is_lost(store, 2, weight)
 
 
-def test_without_helpers_the_fence_makes_every_move(
-    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many threads are asked for as bytes are left, and none starts."""
-    hold(store)
-    ticket = store.put(0, {"w": weight}, overlap=[weight])
-    with monkeypatch.context() as patch:
-        patch.setattr(overlap_module, "THREAD_BYTES", 1)
-        patch.setattr(torch, "get_num_threads", lambda: 8)
-        patch.setattr(SafeThread, "start", raising(RuntimeError("can't start new thread")))
-        store.wait_before_step()
-    ticket.wait("committed", WAIT_S)
-
-
 def test_the_copy_thread_outlives_an_error(
     store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was to be done with a copied state raises: that is logged, the next copy is made by the same thread."""
     with monkeypatch.context() as patch:
         patch.setattr(store.puts, "submit", raising(OSError("bad")))
-        patch.setattr(store.puts.overlap, "_join_in", lambda *_: None)
         ticket = store.put(0, {"w": weight}, overlap=[weight])
         thread = store.puts.overlap._thread
         store.wait_before_step()
         wait_for(lambda: "an overlapped copy failed" in caplog.text, "the error to be logged", WAIT_S)
         assert (ticket.level, ticket.reason) == ("failed", "it could not be submitted: OSError('bad')")
-    store.puts.overlap._join_in = lambda *_: None  # type: ignore[method-assign]
     check_that_nothing_is_lost(store, 1, weight)
     assert store.puts.overlap._thread is thread
 
@@ -128,8 +114,8 @@ def test_the_copy_thread_outlives_an_error(
 def test_a_step_that_shows_as_torn_after_its_commit_is_retired(
     cluster: ProcessCluster, weight: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With samples alone: an operation at work when the copy ended, whose counter rises only now."""
-    with one_rank(cluster, overlap_check="sampled") as store:
+    """An operation was queued when the copy ended, and its counter rises only now."""
+    with one_device_rank(cluster) as store:
         check_that_it_is_retired(store, cluster, weight, caplog)
 
 
@@ -170,6 +156,7 @@ def test_a_compiled_step_waits_as_well(store: Store, weight: torch.Tensor, is_ho
         expected = weight.detach().clone()
         ticket = store.put(number, {"w": weight}, overlap=True)
         step()
+        arrive(store)
         ticket.wait("committed", WAIT_S)
         assert torch.equal(stored(store, number)["w"].detach(), expected)
         assert torch.equal(weight.detach(), expected - 1)
@@ -199,14 +186,14 @@ def test_two_optimizers_that_step_at_once_tear_nothing(
     ticket = store.put(0, {"w": weight}, overlap=[weight])
     late, _ = store.puts.overlap._late or (None, None)
     assert late is not None
-    ended, asleep, awake = late.ended.wait, threading.Event(), threading.Event()
+    real, asleep, awake = late.flights.hold_current, threading.Event(), threading.Event()
 
-    def wait_long(timeout_s: float) -> bool:
+    def hold_long() -> None:
         asleep.set()
         assert awake.wait(WAIT_S)
-        return ended(timeout_s)
+        real()
 
-    monkeypatch.setattr(late.ended, "wait", wait_long)
+    monkeypatch.setattr(late.flights, "hold_current", hold_long)
     other = threading.Thread(target=store.wait_before_step)
     other.start()
     assert asleep.wait(WAIT_S)
@@ -215,21 +202,9 @@ def test_two_optimizers_that_step_at_once_tear_nothing(
     weight.add_(1)
     awake.set()
     other.join(WAIT_S)
+    arrive(store)
     ticket.wait("committed", WAIT_S)
     assert [step.retired for step in store.steps() if step.step == 0] == [""]
-
-
-def test_a_fence_raises_nothing_into_training(
-    store: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an error of the store's own costs is the step that was put, whichever thread makes the moves."""
-    hold(store)
-    with monkeypatch.context() as patch:
-        patch.setattr(store.puts, "submit", raising(OSError("bad")))
-        ticket = store.put(0, {"w": weight}, overlap=[weight])
-        store.wait_before_step()
-    assert (ticket.level, ticket.reason) == ("failed", "it could not be submitted: OSError('bad')")
-    check_that_nothing_is_lost(store, 1, weight)
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -255,7 +230,6 @@ def test_what_cannot_overlap_is_refused_by_type(store: Store, weight: torch.Tens
 
 def test_a_put_of_a_known_step_is_a_fence(store: Store, weight: torch.Tensor) -> None:
     """It returns the ticket there is, when what it names may be written."""
-    hold(store)
     ticket = store.put(0, {"w": weight}, overlap=[weight])
     assert store.put(0, {"w": weight}) is ticket
     weight.add_(1)
@@ -266,7 +240,6 @@ def test_a_dcp_load_of_a_step_into_what_is_being_copied_is_a_fence(store: Store,
     """The load writes the tensors that the copy reads."""
     dcp.save({"w": weight}, storage_writer=store.dcp_writer(0), no_dist=True)
     weight.add_(1)
-    hold(store)
     ticket = store.put(1, {"w": weight}, overlap=[weight])
     dcp.load({"w": weight}, storage_reader=store.dcp_reader(step=0), no_dist=True)
     assert torch.equal(weight, torch.ones(WIDTH, WIDTH))

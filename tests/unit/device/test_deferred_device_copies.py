@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from interruption import interrupt
 from lazy_device import LazyDevice
 
 from memstore.shell.device import deferred_device_copy
 from memstore.shell.device.deferred_copy import DeferredCopy, WatchedSource
 from memstore.shell.device.deferred_device_copy import DeferredDeviceCopies
+from memstore.shell.device.optimizer_memory import OptimizerMemory, optimizer_tensors
 from memstore.shell.device.side_stream import FLIGHTS_MAX, DeviceWrite, flights
+from memstore.shell.tensors.memory import TensorSource
 
 FLIGHT_BYTES = 100
 WAIT_S = 60.0
@@ -37,11 +41,11 @@ def write(source: torch.Tensor, target: torch.Tensor) -> DeviceWrite:
     return DeviceWrite(source, pieces)
 
 
-def late(pairs: list[Pair], made: DeferredDeviceCopies, ends: list[str]) -> DeferredCopy:
-    sources = [WatchedSource((s,), s.untyped_storage(), is_whole=False) for s, _ in pairs]
+def late(pairs: list[Pair], made: DeferredDeviceCopies, ends: list[str], *, is_wanted: bool = True) -> DeferredCopy:
+    sources = [WatchedSource((source,), source.untyped_storage()) for source, _ in pairs]
     return DeferredCopy(
-        [(source, []) for source in sources], keep=pairs, is_wanted=lambda: True, on_end=ends.append,
-        name_of=lambda number: f"tensor {number}", flights=made,
+        sources, made, keep=pairs, is_wanted=lambda: is_wanted, on_end=ends.append,
+        name_of=lambda number: f"tensor {number}",
     )  # fmt: skip
 
 
@@ -87,10 +91,8 @@ def test_memory_that_is_gone_ends_the_copy_for_all(device: LazyDevice) -> None:
     copy = late(pairs, made, ends)
     pairs[1][0].untyped_storage().resize_(0)
     made.order_rest(time.monotonic() + WAIT_S)
-    copy.work()
-    assert copy.moved.is_set()
     assert not copy.ended.is_set()
-    copy.work_device()
+    copy.work()
     assert copy.ended.is_set()
     assert len(ends) == 1
     assert "freed or resized" in ends[0]
@@ -108,12 +110,11 @@ def test_a_change_behind_the_fence_is_no_change(device: LazyDevice, is_changed_b
     if is_changed_before:
         pairs[0][0].add_(1)
     made.order_rest(time.monotonic() + WAIT_S)
-    copy.work()
     assert copy.release() == ""
     made.hold_current()
     pairs[0][0].add_(1)
     assert copy.release() == ""
-    copy.work_device()
+    copy.work()
     assert [end.partition(" was changed")[0] for end in ends] == ["tensor 0" if is_changed_before else ""]
 
 
@@ -159,7 +160,83 @@ def test_a_stopped_copy_ends_when_what_was_ordered_has_arrived(device: LazyDevic
     assert not made.order_rest(0.0)
     copy.stop("enough")
     assert not copy.ended.is_set()
-    thread = threading.Thread(target=copy.work_device)
+    thread = threading.Thread(target=copy.work)
     thread.start()
     thread.join(WAIT_S)
     assert (device.ordered, device.arrived, ends) == (1, 1, ["enough"])
+
+
+def test_a_copy_that_no_process_wants_any_more_orders_nothing(device: LazyDevice) -> None:
+    """The step was given up meanwhile."""
+    pairs, ends = [pair(3 * FLIGHT_BYTES)], list[str]()
+    late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends, is_wanted=False).work()
+    assert (ends, device.ordered) == (["it was given up while it was copied"], 0)
+
+
+def test_a_copy_that_is_interrupted_anywhere_ends_and_is_not_taken_for_whole(device: LazyDevice) -> None:
+    """By a signal's handler that raises, say between taking a flight and ordering it."""
+    for at in itertools.count(1):
+        ends: list[str] = []
+        pairs = [pair(3 * FLIGHT_BYTES)]
+        copy = late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends)
+        interrupted = interrupt(copy.work, at)
+        copy.work()
+        assert copy.ended.is_set(), interrupted
+        assert ends != [""] or torch.equal(*pairs[0]), interrupted
+        if interrupted is None:
+            break
+    assert at > 20
+
+
+def test_sources_that_cannot_be_compared_are_not_submitted(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known to be of one moment: the step is given up, and the copy ends."""
+
+    def broken(self: WatchedSource) -> bool:
+        raise OSError("bad")
+
+    pairs, ends = [pair(FLIGHT_BYTES)], list[str]()
+    copy = late(pairs, DeferredDeviceCopies([write(*one) for one in pairs]), ends)
+    monkeypatch.setattr(WatchedSource, "is_changed", broken)
+    copy.work()
+    assert ends == ["its sources could not be compared: OSError('bad')"]
+    assert copy.ended.is_set()
+
+
+@pytest.mark.parametrize("is_foreach", [False, True])
+def test_an_optimizer_that_torch_counts_shows_in_parameters_and_moments(is_foreach: bool) -> None:
+    """One counter for a parameter and what state_dict() returns of it."""
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, foreach=is_foreach)
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    moments = list(optimizer.state[model.weight].values())[1:]
+    tensors = (model.state_dict()["weight"], *moments)
+    watched = [WatchedSource((one,), one.untyped_storage()) for one in tensors]
+    optimizer.step()
+    assert [one.is_changed() for one in watched] == [True] * 3
+
+
+def test_steady_memory_is_that_of_dense_tensors_for_each_reader() -> None:
+    """A parameter's detached view and a part of it are; what is another's, beyond its end, or on the host is not."""
+    weight = torch.nn.Parameter(torch.ones(200, 200))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(200, 200)
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    gaps = torch.ones(400, 200)[::2]
+    memory = OptimizerMemory([*optimizer_tensors(optimizer), gaps])
+
+    def owners(tensor: torch.Tensor, nbytes: int) -> tuple[torch.Tensor, ...]:
+        start = tensor.storage_offset() * 4
+        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+        return memory.owners_of(TensorSource(nbytes, None, flat))
+
+    assert owners(weight.detach(), 160_000)[-1] is weight
+    assert owners(weight.detach()[10:], 152_000)[-1] is weight
+    assert owners(momentum, 160_000)[-1] is momentum
+    assert owners(weight.detach(), 160_004) == ()
+    assert owners(gaps, 160_000) == ()
+    assert owners(weight.clone(), 160_000) == ()
+    assert memory.owners_of(TensorSource(160_000, weight.data_ptr(), weight)) == ()
+    memory = OptimizerMemory(weight)  # one tensor, not its rows
+    assert owners(weight, 160_000)[-1] is weight
