@@ -101,7 +101,7 @@ def test_a_fact_with_a_field_twice_is_refused() -> None:
 def test_a_record_of_another_format_is_refused_by_its_number(version: int) -> None:
     """Also one of the first format, which had no number: its body began there."""
     record = HEAD[:16] + bytes([version]) + msgpack.packb(PINNED)
-    with pytest.raises(ProtocolError, match=f"format {version}, not 7"):
+    with pytest.raises(ProtocolError, match=f"format {version}, not {r.RECORD_VERSION}"):
         r.entry_from_record(record)
 
 
