@@ -6,13 +6,14 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from memstore.admin.stores import others_here
+from memstore.client.rehearsal import FirstRehearsal, target_of
 from memstore.client.store import Store
 from memstore.client.store_start import StoreStart, begin_start
 from memstore.config import Config, check_config, check_given_whole, check_name, plain
@@ -137,6 +138,7 @@ def connect(
     takeover: bool = False,
     shard_rank: int | None = None,
     shard_count: int | None = None,
+    rehearse: Callable[[], Any] | str | None = None,
 ) -> Store:
     """Join a job as one rank; collective: returns when all ranks of the launch are there (R20).
 
@@ -151,18 +153,16 @@ def connect(
         takeover: Fence a launch of the job that is still alive.
         shard_rank: Which shard this rank holds, from 0; equal numbers mean equal state. All ranks name one, or none.
         shard_count: How many shards there are: 1 for data parallelism; for HSDP the size of the FSDP group.
+        rehearse: As `build` of Store.rehearse: rank 0 asks a fresh process, beside the training, whether it would take
+            the first step that was put, and logs what would not come back. It builds the state once more in memory.
 
     Raises:
         ConfigError, JobBusyError, FencedError, GatherTimeout, PeerUnreachable: see docs/operate/troubleshooting.md.
     """
     config = check_config(config)
     check_name("job", job)
-    if REHEARSAL_VARIABLE in os.environ:
-        raise ConfigError(
-            f"this process rehearses {os.environ[REHEARSAL_VARIABLE]} and joins no job, else it would fence the one "
-            f"that trains: call connect({job!r}) outside of build(), under `if __name__ == '__main__':`"
-        )
     shard_rank, shard_count = check_shard(shard_rank, shard_count)
+    rehearsal = _asked_rehearsal(job, rehearse, shard_count)
     deadline_s = time.monotonic() + config.connect_timeout_s  # of all that follows
     launch = detect_launch(rank, world_size, attempt, env=os.environ, timeout_s=config.connect_timeout_s)
     nonce = f"{os.getpid()}-{process_start_time(os.getpid()) or 0}-{job}-{launch.rank}"
@@ -178,12 +178,27 @@ def connect(
         if launch.rank == 0:
             _say_what_lacks(config, job)
         store = Store(link, launch, config, joined, job=job)
+        store.first_rehearsal = rehearsal if launch.rank == 0 else None
         end_former(store)
         WATCH.watch(link, config.persist_on_sigterm_s)
         return store
     except BaseException:
         link.close()
         raise
+
+
+def _asked_rehearsal(job: str, build: Callable[[], Any] | str | None, shard_count: int | None) -> FirstRehearsal | None:
+    """Return the rehearsal that connect() is asked for, if any; ConfigError in a rehearsal's own process."""
+    if REHEARSAL_VARIABLE in os.environ:
+        raise ConfigError(
+            f"this process rehearses {os.environ[REHEARSAL_VARIABLE]} and joins no job, else it would fence the one "
+            f"that trains: call connect({job!r}) outside of build(), under `if __name__ == '__main__':`"
+        )
+    if build is None:
+        return None
+    if shard_count is not None:
+        raise ConfigError("connect(rehearse=) takes no shared shards: use `memstore rehearse FILE.py:NAME`")
+    return FirstRehearsal(job, target_of(build))
 
 
 def _joined(link: HolderLink, request: Join, deadline_s: float) -> Joined:

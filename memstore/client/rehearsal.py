@@ -3,18 +3,21 @@
     the step's bytes --file--> child: build() --filled from the file--> laid out again --compared by path--> verdict
                                                 '--step()--> its loss, compared with the loss of the unbroken run
 
-The child is a process of its own, started by name: nothing of this process reaches it but the file.
+The child is a process of its own, started by name: nothing of this process reaches it but the file. It ends with this
+process, whose end it sees at its stdin.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +29,6 @@ import msgspec
 import numpy as np
 import torch
 
-from memstore.config import check_seconds
 from memstore.core.format.layout import decode_layout
 from memstore.core.format.manifest import chunk_sizes
 from memstore.errors import ConfigError, LoadError, MemstoreError, PeerTimeout
@@ -36,9 +38,11 @@ from memstore.shell.rank.launch import REHEARSAL_VARIABLE
 from memstore.shell.rank.shard_read import ShardRead
 from memstore.shell.tensors.slot_stream import SlotStream
 
+log = logging.getLogger("memstore")
 CHUNK_BYTES = 4 << 20
 PATHS_SHOWN = 20
 LOOK_S = 0.02
+ENDING_S = 5.0  # for a thread that was asked to end
 STDERR = 2
 LAUNCH_VARIABLES = (  # a child that had them would join the process group of this launch
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -95,7 +99,48 @@ def target_of(build: Callable[[], Any] | str) -> str:
     return f"{Path(file).resolve()}:{name}" if module == "__main__" and file else f"{module}:{name}"
 
 
-def rehearse_stored(read: ShardRead, target: str, loss: float | None, timeout_s: float) -> Rehearsal:
+class FirstRehearsal:
+    """Rehearses the first step that a rank puts, in a thread beside the training: `connect(rehearse=)`.
+
+    Its verdict is in the log: a warning with the paths unless every value comes back.
+    """
+
+    def __init__(self, job: str, target: str) -> None:
+        self._job, self._target = job, target
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def begin(self, step: int, rehearse: Callable[[int, str, threading.Event], Rehearsal]) -> None:
+        """Start at the first put; later calls do nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(step, rehearse), daemon=True)
+            self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether nothing is under way, at the latest after `timeout_s`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the rehearsal that is under way, with its process."""
+        self._ending.set()
+        self.wait(ENDING_S)
+
+    def _run(self, step: int, rehearse: Callable[[int, str, threading.Event], Rehearsal]) -> None:
+        try:
+            found = rehearse(step, self._target, self._ending)
+        except (MemstoreError, OSError) as error:
+            what = "was cut short by close()" if self._ending.is_set() else f"could not be done: {error}"
+            log.warning("memstore %s: the rehearsal of step %d with %s %s", self._job, step, self._target, what)
+        else:
+            level = logging.INFO if found.is_equal else logging.WARNING
+            log.log(level, "memstore %s: rehearsal of step %d: %s", self._job, step, found)
+
+
+def rehearse_stored(
+    read: ShardRead, target: str, loss: float | None, timeout_s: float, ending: threading.Event | None = None
+) -> Rehearsal:
     """Rehearse one rank's stored shard.
 
     Args:
@@ -103,6 +148,7 @@ def rehearse_stored(read: ShardRead, target: str, loss: float | None, timeout_s:
         target: The function, as `target_of` names it.
         loss: Of the training step that followed the put; None: unknown, so it is not compared.
         timeout_s: Of the fresh process.
+        ending: Once it is set, the fresh process is ended.
     """
     manifest = read.manifest()
     with tempfile.TemporaryDirectory(prefix="memstore-rehearsal-") as folder:
@@ -112,7 +158,7 @@ def rehearse_stored(read: ShardRead, target: str, loss: float | None, timeout_s:
                 file.write(read.bytes_of([(at, nbytes)])[0])
                 at += nbytes
         (Path(folder) / "layout").write_bytes(manifest.layout)
-        found = _child("second", Path(folder), target, 0, check_seconds("timeout_s", timeout_s))
+        found = _child("second", Path(folder), target, 0, timeout_s, ending)
     expected = None if loss is None else float(loss).hex()
     return msgspec.convert({**found, "expected_loss": expected}, Rehearsal)
 
@@ -133,19 +179,21 @@ def rehearse_alone(target: str, steps: int, timeout_s: float) -> Rehearsal:
     return msgspec.convert({**second, "expected_loss": first["loss"]}, Rehearsal)
 
 
-def _child(part: str, folder: Path, target: str, steps: int, timeout_s: float) -> dict[str, Any]:
+def _child(
+    part: str, folder: Path, target: str, steps: int, timeout_s: float, ending: threading.Event | None = None
+) -> dict[str, Any]:
     """Run one process of a rehearsal to its end; with it ends all that it started."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     env[REHEARSAL_VARIABLE] = target
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
     command = [sys.executable, "-m", "memstore.client.rehearsal", part, str(folder), target, str(steps)]
     # What the user's code prints is no data of ours: it goes to stderr.
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=STDERR, start_new_session=True)
-    try:
-        is_over = _has_ended(process.pid, timeout_s)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still that of its group
-        code = process.wait()
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=STDERR, start_new_session=True) as process:
+        try:
+            is_over = _has_ended(process.pid, timeout_s, ending or threading.Event())
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still that of its group
+            code = process.wait()
     if not is_over:
         raise PeerTimeout(
             f"the fresh process of the rehearsal of {target} has not ended after {timeout_s:g} s: raise timeout_s, or "
@@ -159,13 +207,12 @@ def _child(part: str, folder: Path, target: str, steps: int, timeout_s: float) -
     return found
 
 
-def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait for the end of a child without reaping it; False if it lives on."""
+def _has_ended(pid: int, timeout_s: float, ending: threading.Event) -> bool:
+    """Wait for the end of a child without reaping it; False if it lives on at the deadline, or once `ending` is set."""
     until_s = time.monotonic() + timeout_s
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > until_s:
+        if time.monotonic() > until_s or ending.wait(LOOK_S):
             return False
-        time.sleep(LOOK_S)
     return True
 
 
@@ -174,6 +221,7 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
 
 def main(part: str, folder: str, target: str, steps: str) -> None:
     """Do one half of a rehearsal, and leave its result in a file."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     play = {"first": _first, "second": _second}[part]
     try:
         found = play(Path(folder), target, int(steps))
@@ -182,6 +230,11 @@ def main(part: str, folder: str, target: str, steps: str) -> None:
     except Exception as error:
         found = {"error": f"build() of {target} raised {type(error).__name__}: {error}"}
     Path(folder, f"{part}.json").write_text(json.dumps({"error": "", **found}))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()  # nothing is written there: it is closed when the other process ends
+    os.killpg(0, signal.SIGKILL)
 
 
 def _first(folder: Path, target: str, steps: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from memstore.client.pin_verbs import PinVerbs
 from memstore.client.prepare import PutPreparation, bytes_to_come
 from memstore.client.put_interval import PutSchedule
 from memstore.client.puts import Puts
-from memstore.client.rehearsal import Rehearsal, rehearse_stored, target_of
+from memstore.client.rehearsal import FirstRehearsal, Rehearsal, rehearse_stored, target_of
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from memstore.client.dcp.writer import DcpWriter
 
 log = logging.getLogger("memstore")
+REHEARSAL_S = 600.0  # for a commit, and for the fresh process
 ERROR_SHOWN = 300  # characters of the exception that ended training
 
 
@@ -74,6 +75,7 @@ class Store(PinVerbs):
         self._pid = os.getpid()
         self._one_get = threading.Lock()
         self._under_way = ReentrancyGuard(job)
+        self.first_rehearsal: FirstRehearsal | None = None
         link.on_event = self.on_event
 
     def _take_attempt(self, joined: Joined) -> None:
@@ -138,6 +140,8 @@ class Store(PinVerbs):
                 ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
                 if ticket.level == "skipped":
                     self._trained.say(step)
+                elif self.first_rehearsal is not None:
+                    self.first_rehearsal.begin(step, self._rehearse_newest)
                 return ticket
             finally:
                 self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
@@ -416,6 +420,13 @@ class Store(PinVerbs):
         with ShardRead(self._link, request, timeout_s) as read:
             return rehearse_stored(read, target, loss, timeout_s)
 
+    def _rehearse_newest(self, step: int, target: str, ending: threading.Event) -> Rehearsal:
+        """Rehearse the newest step once `step` is committed: with keep_steps=1 the step itself may be gone by then."""
+        self.puts.wait_committed(step, REHEARSAL_S)
+        newest = ReadStep(job=self.job, step=None, of_attempt=None, rank=self.rank)
+        with ShardRead(self._link, newest, REHEARSAL_S) as read:
+            return rehearse_stored(read, target, None, REHEARSAL_S, ending)
+
     def close(self, *, error: BaseException | None = None) -> None:
         """Leave the job; committed steps stay. Safe to call twice, and in a forked child, where it does nothing.
 
@@ -430,6 +441,8 @@ class Store(PinVerbs):
         if os.getpid() != self._pid:
             return  # its threads do not exist here, and would never release locks held at the fork
         try:
+            if self.first_rehearsal is not None:
+                self.first_rehearsal.close()
             WATCH.unwatch(self._link)
             self.puts.overlap.close()
         finally:

@@ -77,14 +77,14 @@ class Site:
     def replicas(self) -> ReplicaStore:
         return self.holders["a"].replicas
 
-    def connect(self, key: str = "") -> list[Store]:
+    def connect(self, key: str = "", **options: Any) -> list[Store]:
         """One rank per host, of a new launch, or of the one that has this key."""
         key, hosts = key or secrets.token_hex(4), list(self.holders)
 
         def join(rank: int) -> Store:
             self.place.host = hosts[rank]
             return memstore.client.connect.connect(
-                "job", rank=rank, world_size=len(hosts), attempt=key, config=self.config
+                "job", rank=rank, world_size=len(hosts), attempt=key, config=self.config, **options
             )
 
         stores = together(*[lambda r=rank: join(r) for rank in range(len(hosts))])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import rehearsed
 from click.testing import CliRunner
@@ -71,11 +73,17 @@ def test_a_function_that_no_process_can_import_is_refused() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """One rank of a store on one host."""
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A store on one host."""
     site = Site(tmp_path, ["a"], monkeypatch)
-    yield site.connect()[0]
+    yield site
     site.close()
+
+
+@pytest.fixture
+def store(site: Site) -> Store:
+    """One rank of it."""
+    return site.connect()[0]
 
 
 def test_a_stored_step_is_rehearsed_by_the_job_itself(store: Store) -> None:
@@ -91,3 +99,39 @@ def test_a_stored_step_is_rehearsed_by_the_job_itself(store: Store) -> None:
     state["counter"].count = 3
     store.put(2, state)
     assert "state['counter']['count']: 3 was put, 0 is there" in str(store.rehearse(rehearsed.forgets))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("good", "every value comes back"),
+        ("forgets", "does not come back: state['counter']['count']: 1 was put, 0 is there"),
+        ("hangs", "was cut short by close()"),
+    ],
+)
+def test_the_first_step_is_rehearsed_beside_the_training(
+    site: Site, caplog: pytest.LogCaptureFixture, name: str, found: str
+) -> None:
+    """The verdict is in rank 0's log, though later steps have replaced the first; close() ends what is under way."""
+    caplog.set_level(logging.INFO, "memstore")
+    state, step = (rehearsed.forgets if name == "forgets" else rehearsed.good)()
+    step()
+    store = site.connect(rehearse=f"{FILE}:{name}")[0]
+    for number in range(3):
+        store.put(number, state)
+        store.flush()
+    rehearsal = store.first_rehearsal
+    assert rehearsal is not None
+    if name != "hangs":
+        assert rehearsal.wait(WAIT_S * 2)
+    store.close()
+    assert found in caplog.text
+    assert not [child for child in psutil.Process().children() if "memstore.client.rehearsal" in child.cmdline()]
+
+
+def test_a_rehearsal_that_cannot_be_is_refused_by_connect(site: Site) -> None:
+    """Before the rank joins."""
+    with pytest.raises(ConfigError, match="needs a function that a fresh process can import"):
+        site.connect(rehearse=lambda: None)
+    with pytest.raises(ConfigError, match="takes no shared shards"):
+        site.connect(rehearse=rehearsed.good, shard_rank=0, shard_count=1)
