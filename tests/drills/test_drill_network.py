@@ -76,7 +76,7 @@ def test_a_suite_without_root_skips_them_with_the_reason(no_root: None) -> None:
 def test_values_cross_to_a_rank_process_and_back() -> None:
     """What ranks are sent and answer is the same on both ends of the pipe."""
     for value in (
-        [PutRow(3, 0.5, "", 9, 0.25)], Config(replicas=3), (1, 2), None,
+        [PutRow(3, 0.5, "no room")], Config(replicas=3), (1, 2), None,
         Restored(1, 4, "peer", "why", 8, 7, ("one",), (1, 2), {"peer": 8}, {"load": 0.1}),
     ):  # fmt: skip
         back = from_wire(json.loads(json.dumps(to_wire(value))))

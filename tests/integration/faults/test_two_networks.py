@@ -40,7 +40,6 @@ def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[ProcessCluster]:
         interface=networks,
         arena_bytes=256 << 20,
         streams=2,
-        transport="tcp",
     )
     with made as cluster:
         yield cluster

@@ -375,7 +375,7 @@ def test_endless_offers_are_bounded(trained: Trained) -> None:
 
 HELLO = {
     "k": "rank_hello", "nonce": "n", "life": 1, "pid": 1, "job": "other", "rank": 0, "attempt": 0, "held": [],
-    "arena": "", "parent": None,
+    "arena": "",
 }  # fmt: skip
 HELLOS: list[dict[str, Any]] = [
     {}, {"k": "rank_hello"}, {**HELLO, "held": [-1, 2**63]}, {**HELLO, "held": 5}, {**HELLO, "rank": "x"},
@@ -393,7 +393,6 @@ EVENTS: list[dict[str, Any]] = [
     {"k": "into_checked"}, {"k": "bye"}, {"k": "ask", "id": 1, "call": {"k": "join"}},
     {"k": "ask", "id": 1, "call": {"k": "get", "job": "train", "attempt": 1, "rank": "0", "step": 1, "timeout_s": 1.0}},
     {"k": "ask", "id": 1, "call": {"k": "no such request"}}, {"k": "ask", "id": 1, "call": {"k": "status", "extra": 1}},
-    {"k": "offer", "id": 1, "step": 1, "slots": [0, -1]},
 ]  # fmt: skip
 
 
