@@ -63,6 +63,7 @@ with contextlib.suppress(ImportError):
 
 _RAY_GROUP = "ray"  # two Ray clusters at once would starve each other, and be taken for one another
 _SIMULATOR = "tests/simulator/"
+_SHARED = contextlib.ExitStack()  # holds the cluster that tests share
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -72,8 +73,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest group first and the smallest pieces last, so that all workers end at about the same time."""
-    items.sort(key=lambda item: (not item.get_closest_marker("ray"), item.nodeid.startswith(_SIMULATOR)))
+    """Put the longest group first and the smallest pieces last, so that all workers end at about the same time.
+
+    Of the tests on Ray those that share a cluster come first: it ends before another one begins.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        is_on_ray = item.get_closest_marker("ray") is not None
+        return not is_on_ray, is_on_ray and not _shares_cluster(item), item.nodeid.startswith(_SIMULATOR)
+
+    items.sort(key=place)
+
+
+def _shares_cluster(item: pytest.Item) -> bool:
+    return "shared_cluster" in getattr(item, "fixturenames", ())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the cluster that tests share before the first one that starts its own: a process joins one Ray cluster."""
+    if item.get_closest_marker("ray") and not _shares_cluster(item):
+        _SHARED.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -267,6 +286,17 @@ def dcp_nursery() -> Iterator[RankNursery]:
     """Forks ranks that have imported torch.distributed."""
     with RankNursery("memstore.testing.ranks.dcp_ranks") as nursery:
         yield nursery
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[object]:
+    """Start four hosts in two racks, an EmbeddedCluster with a store, for all tests that lose no host."""
+    pytest.importorskip("ray")
+    from memstore.testing.clusters.embedded import EmbeddedCluster
+    from memstore.testing.clusters.store_name import racks
+
+    with _SHARED:
+        yield _SHARED.enter_context(EmbeddedCluster(racks(4), cpus_per_host=4))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from memstore.testing.faults.processes import freeze, process_of, thaw
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_up_and_down_and_what_is_left() -> None:
+def test_up_and_down_and_what_is_left(shared_cluster: EmbeddedCluster) -> None:
     """up starts a holder per host; down keeps the arenas, which --leftovers --discard then frees without Ray."""
     name = scratch_store_name("c")
     config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
@@ -39,32 +39,35 @@ def test_up_and_down_and_what_is_left() -> None:
         return json.loads(result.stdout) if code == 0 else {"said": result.stderr}
 
     start = ["up", "--arena-bytes", "64MiB", "--interface", "127.0.0.1", "--keep-steps", "2"]
-    with EmbeddedCluster({"h1": {"rack": "r1"}, "h2": {"rack": "r2"}}, config=config, has_store=False) as cluster:
-        refused = run("up", "--arena-bytes", "1TiB", code=1)["said"]
-        assert "can ever be had here" in refused, refused
-        assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
-        assert run(*start, "--wait", "2")["hosts"] == ["h1", "h2"]  # a smaller --arena-bytes, as it was ordered
-        assert run("up")["hosts"] == ["h1", "h2"]  # what is not given need not be the running store's
-        assert run(*start)["hosts"] == ["h1", "h2"]
-        other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
-        assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other
-        assert f"`memstore down --store {name}`" in other
-        assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 2
-        assert "2 of the 3 hosts asked for" in run(*start, "--wait", "3", "--timeout-s", "1", code=1)["said"]
-        assert run("status")["ray"]
-        assert run("status")["job_defaults"] == {"keep_steps": 2}
-        assert _reader_outside(name, cluster.address).startswith("RecoveryError: the store holds no job 'train'")
-        kept = run("down")["kept"]
-        assert [(row["host"], row["is_live"]) for row in kept] == [("h1", False), ("h2", False)]
-        assert run(*start)["hosts"] == ["h1", "h2"]
-        assert run("down", "--discard")["kept"] == []
-        run(*start)
-        run("down")
-        assert sorted(path.name for path in root.iterdir()) == ["h1", "h2"]
-        run("down", "--leftovers", "--discard")
-        assert not root.exists()
-        said = run("down", code=1)["said"]
-        assert f"there is no store '{name}': the Ray cluster at {cluster.address} runs none" in said
+    hosts = list(shared_cluster.labels)
+    refused = run("up", "--arena-bytes", "1TiB", code=1)["said"]
+    assert "can ever be had here" in refused, refused
+    assert not root.exists() or not any(root.glob("*/arena")), "no holder of it stays"
+    assert run(*start, "--wait", "4")["hosts"] == hosts  # a smaller --arena-bytes, as it was ordered
+    assert run("up")["hosts"] == hosts  # what is not given need not be the running store's
+    assert run(*start)["hosts"] == hosts
+    other = run("up", "--arena-bytes", "32MiB", "--interface", "127.0.0.1", code=1)["said"]
+    assert "arena_bytes: 64.0 MiB runs, 32.0 MiB asked" in other
+    assert f"`memstore down --store {name}`" in other
+    assert [host["status"] for host in run("status", "--check")["hosts"]] == ["live"] * 4
+    assert "4 of the 5 hosts asked for" in run(*start, "--wait", "5", "--timeout-s", "1", code=1)["said"]
+    assert run("status")["ray"]
+    assert run("status")["job_defaults"] == {"keep_steps": 2}
+    assert _reader_outside(name, shared_cluster.address).startswith("RecoveryError: the store holds no job 'train'")
+    kept = run("down")["kept"]
+    assert [(row["host"], row["is_live"]) for row in kept] == [(host, False) for host in hosts]
+    assert run(*start)["hosts"] == hosts
+    assert run("down", "--discard")["kept"] == []
+    run(*start)
+    run("down")
+    assert sorted(path.name for path in root.iterdir()) == hosts
+    run("down", "--leftovers", "--discard")
+    assert not root.exists()
+    said = run("down", code=1)["said"]
+    assert (
+        f"there is no store '{name}': the Ray cluster at {shared_cluster.address} runs {shared_cluster.config.store}"
+        in said
+    )
 
 
 @pytest.mark.long
@@ -120,16 +123,15 @@ def _reader_outside(store: str, address: str) -> str:
 
 
 @pytest.mark.long
-def test_a_job_of_another_store_of_the_cluster_is_named(tmp_path: Path) -> None:
+def test_a_job_of_another_store_of_the_cluster_is_named(shared_cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """From a machine without arenas, through --address: the error names the store, and its command shows the job."""
     other = Config(store=scratch_store_name("c"), arena_bytes=64 << 20, interface="127.0.0.1", replicas=1)
-    with EmbeddedCluster({"h1": {}}) as cluster:
-        memstore.start(other)
-        with memstore.connect("train", rank=0, world_size=1, config=other) as store:
-            store.get()
-            store.put(7, {"a": 1}).wait("committed", 20)
-        away = ["--arena-dir", str(tmp_path), "--address", cluster.address]
-        refused = CliRunner().invoke(main, ["pin", "train", "7", "best", "--store", cluster.config.store, *away])
-        (command,) = re.findall(rf"it is in store {other.store} of the Ray cluster: `memstore (.*)`", refused.stderr)
-        assert CliRunner().invoke(main, command.split()).stdout.startswith("train · attempt 1")
-        memstore.stop(config=other, keep_data=False, force=True)
+    memstore.start(other)
+    with memstore.connect("train", rank=0, world_size=1, config=other) as store:
+        store.get()
+        store.put(7, {"a": 1}).wait("committed", 20)
+    away = ["--arena-dir", str(tmp_path), "--address", shared_cluster.address]
+    refused = CliRunner().invoke(main, ["pin", "train", "7", "best", "--store", shared_cluster.config.store, *away])
+    (command,) = re.findall(rf"it is in store {other.store} of the Ray cluster: `memstore (.*)`", refused.stderr)
+    assert CliRunner().invoke(main, command.split()).stdout.startswith("train · attempt 1")
+    memstore.stop(config=other, keep_data=False, force=True)

@@ -204,7 +204,7 @@ def test_a_ray_address_of_no_process_is_refused_at_once(tmp_path: Path, monkeypa
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
+def test_a_rank_outside_of_ray_starts_the_store_through_a_child(shared_cluster: EmbeddedCluster) -> None:
     """Of two holders on this machine the child's Ray node tells the rank's; the rank itself has not joined Ray."""
     name = scratch_store_name()  # no other test here has a store with job "outside"
     config = Config(store=name, arena_bytes=64 << 20, interface="127.0.0.1")
@@ -215,43 +215,45 @@ def test_a_rank_outside_of_ray_starts_the_store_through_a_child() -> None:
         "    store.put(0, {'a': 1}).wait('committed', 30)\n"
         "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
     )
-    with EmbeddedCluster({"h1": {}, "h2": {}}, config=config, has_store=False) as cluster:
-        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.0?[0-9]+ s"):
-            memstore.start(config, timeout_s=0.1)  # its controller takes longer to start
-        env = {**os.environ, "RAY_ADDRESS": cluster.address}
-        run = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        status = memstore.status(config=config)
-        assert [host["status"] for host in status.hosts] == ["live", "live"]
-        assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("outside", 0)]
-        del env["RAY_ADDRESS"]
-        elsewhere = code.replace(name, f"{name}n").replace("world_size=1", "world_size=2, attempt='a'")
-        run = subprocess.run(
-            [sys.executable, "-c", elsewhere], env=env, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert "no Ray cluster was given to this process to start store" in run.stderr
-        assert f"the one at {cluster.address} on this machine does not run it" in run.stderr
-        with pytest.raises(PeerUnreachable, match="nodes on this machine are h1, h2, and this process's host is mine"):
-            ensure_started(Config(store=f"{name}n"), ["mine"])
-        with pytest.raises(PeerUnreachable, match="runs there on h1, h2, and none of them is this process's host mine"):
-            ensure_started(config, ["mine"])
-        assert stores_on_ray() == [name]  # nothing was started (D289)
-        env["RAY_ADDRESS"] = cluster.address
-        mistyped = Config(store=f"{name}x")
-        run = subprocess.run(
-            [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        memstore.stop(config=mistyped, keep_data=False, force=True)
-        remove_leftovers(mistyped)
-        assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
-        assert f"job 'outside' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
-        where = f"the Ray cluster at {cluster.address}"
-        assert f"starting a new store '{mistyped.store}' on {where}, which runs {name}" in run.stderr
-        assert f"has been started on {where} (from RAY_ADDRESS)" in run.stderr
+    hosts = ", ".join(shared_cluster.labels)
+    with pytest.raises(PeerTimeout, match=r"did not answer within 0\.0?[0-9]+ s"):
+        memstore.start(config, timeout_s=0.1)  # its controller takes longer to start
+    env = {**os.environ, "RAY_ADDRESS": shared_cluster.address}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    status = memstore.status(config=config)
+    assert [host["status"] for host in status.hosts] == ["live"] * 4
+    assert [(job["job"], job["committed_step"]) for job in status.jobs] == [("outside", 0)]
+    del env["RAY_ADDRESS"]
+    elsewhere = code.replace(name, f"{name}n").replace("world_size=1", "world_size=2, attempt='a'")
+    run = subprocess.run(
+        [sys.executable, "-c", elsewhere], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "no Ray cluster was given to this process to start store" in run.stderr
+    assert f"the one at {shared_cluster.address} on this machine does not run it" in run.stderr
+    with pytest.raises(PeerUnreachable, match=f"nodes on this machine are {hosts}, and this process's host is mine"):
+        ensure_started(Config(store=f"{name}n"), ["mine"])
+    with pytest.raises(PeerUnreachable, match=f"runs there on {hosts}, and none of them is this process's host mine"):
+        ensure_started(config, ["mine"])
+    running = sorted([name, shared_cluster.config.store])
+    assert sorted(stores_on_ray()) == running  # nothing was started (D289)
+    env["RAY_ADDRESS"] = shared_cluster.address
+    mistyped = Config(store=f"{name}x")
+    run = subprocess.run(
+        [sys.executable, "-c", code.replace(name, mistyped.store)], env=env, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for each in (mistyped, config):
+        memstore.stop(config=each, keep_data=False, force=True)
+        remove_leftovers(each)
+    assert f"store '{mistyped.store}' was not on this machine and has been started" in run.stderr
+    assert f"job 'outside' has history in store {name}: is store='{mistyped.store}' mistyped?" in run.stderr
+    where = f"the Ray cluster at {shared_cluster.address}"
+    assert f"starting a new store '{mistyped.store}' on {where}, which runs {', '.join(running)}" in run.stderr
+    assert f"has been started on {where} (from RAY_ADDRESS)" in run.stderr
 
 
 def test_a_cluster_that_wants_a_token_is_reported_from_one_that_is_not_there() -> None:
