@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import re
-import textwrap
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -42,10 +40,6 @@ VALUES = {
     "durable_compression": '`"none"`, `"auto"`',
     "durable_key_file": "an absolute path or None",
 }
-WIRE_MODULES = (
-    "ids", "handshake", "error_message", "rank_messages", "calls", "replies", "status_rows", "orders", "reports",
-    "peer_messages",
-)  # fmt: skip
 BEYOND = 1 << 50  # an upper limit that only keeps numbers sane
 
 
@@ -134,69 +128,6 @@ def rooms_table(package: str) -> str:
     return "\n".join(["```", *picture, "```", "", *head, *rows])
 
 
-WIRE = ROOT / "memstore/core/wire"
-
-
-def wire_types(module: str) -> dict[str, ast.ClassDef]:
-    """Return the types that a module of memstore/core/wire declares, in order."""
-    tree = ast.parse((WIRE / f"{module}.py").read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def wire_table(module: str) -> str:
-    """Return what every message of a module is: its tag, its reply, its fields with their types and what they mean."""
-    types = wire_types(module)
-    bases = {base.id for node in types.values() for base in _named(node)} & types.keys()
-    parts = [_wire_section(node, types) for name, node in types.items() if name not in bases]
-    return "\n\n".join(parts)
-
-
-def _wire_section(node: ast.ClassDef, types: Mapping[str, ast.ClassDef]) -> str:
-    tags = [keyword.value for keyword in node.keywords if keyword.arg == "tag"]
-    tag = f' `"{ast.literal_eval(tags[0])}"`' if tags else ""
-    replies = [ast.unparse(base.slice) for base in node.bases if isinstance(base, ast.Subscript)]
-    answered = f" → `{replies[0]}`" if replies else ""
-    doc = (ast.get_docstring(node) or "").replace("\n\n", "<br>").replace("\n", " ")
-    fields = list(_wire_fields(node, types))
-    width = max((len(field) for field, doc in fields if doc), default=0)
-    rows = [f"{field:<{width}}  # {doc}" if doc else field for field, doc in fields]
-    if not width:
-        rows = textwrap.wrap(", ".join(rows), 120)
-    return "\n".join([f"**{node.name}**{tag}{answered}: {doc}", *(["```text", *rows, "```"] if rows else [])])
-
-
-def _wire_fields(node: ast.ClassDef, types: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, str]]:
-    """Yield each field and what it means, those of the bases in the same module first."""
-    for base in _named(node):
-        if base.id in types:
-            yield from _wire_fields(types[base.id], types)
-    for field, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(field, ast.AnnAssign):
-            text = after.value if isinstance(after, ast.Expr) else None
-            doc = str(text.value).replace("\n", " ") if isinstance(text, ast.Constant) else ""
-            yield ast.unparse(field), re.sub(" +", " ", doc)
-
-
-def _named(node: ast.ClassDef) -> list[ast.Name]:
-    """Return the names of a class's bases."""
-    found = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-    return [base for base in found if isinstance(base, ast.Name)]
-
-
-def wire_values() -> str:
-    """Return the checked values of `ids.py`."""
-    tree = ast.parse((WIRE / "ids.py").read_text(encoding="utf-8"))
-    rows = []
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Annotated["):
-            kind, meta = node.value.slice.elts  # type: ignore[attr-defined]
-            said = {word.arg: word.value for word in meta.keywords}
-            what = ast.literal_eval(said.pop("description"))
-            limits = ", ".join(f"{name} `{ast.unparse(value)}`" for name, value in said.items())
-            rows.append(f"| `{ast.unparse(node.targets[0])}` | `{ast.unparse(kind)}` | {what}: {limits} |")
-    return "\n".join(["| type | | |", "|---|---|---|", *rows])
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "config_store": lambda: config_table(is_store=True),
     "config_job": lambda: config_table(is_store=False),
@@ -204,8 +135,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "rooms_shell": lambda: rooms_table("shell"),
     "rooms_drills": lambda: rooms_table("drills"),
     "rooms_testing": lambda: rooms_table("testing"),
-    "wire_values": wire_values,
-    **{f"wire_{name}": functools.partial(wire_table, name) for name in WIRE_MODULES},
 }
 
 

@@ -39,7 +39,7 @@ def test_every_message_is_read_by_a_process_and_comes_back_equal(kind: type[code
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_message_says_what_it_is(kind: type[msgspec.Struct]) -> None:
-    """In one sentence, which goes into docs/internals/wire.md."""
+    """In one sentence."""
     first = (kind.__doc__ or "").splitlines()[0]
     assert first.endswith((".", ":"))
     assert not kind.__struct_config__.weakref
