@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from memstore.admin.cluster import start as start
     from memstore.admin.cluster import status as status
     from memstore.admin.cluster import stop as stop
-    from memstore.admin.fork import Fork as Fork
-    from memstore.admin.fork import fork as fork
     from memstore.client.checkpoint import Checkpoint as Checkpoint
     from memstore.client.checkpoint import StepInfo as StepInfo
     from memstore.client.connect import connect as connect
@@ -42,7 +40,6 @@ __version__ = "0.1.0"
 _MODULES = {
     "Checkpoint": "memstore.client.checkpoint",
     "ClusterStatus": "memstore.admin.cluster",
-    "Fork": "memstore.admin.fork",
     "PutPreparation": "memstore.client.prepare",
     "Lease": "memstore.client.reader",
     "Reader": "memstore.client.reader",
@@ -50,7 +47,6 @@ _MODULES = {
     "Store": "memstore.client.store",
     "Ticket": "memstore.client.ticket",
     "connect": "memstore.client.connect",
-    "fork": "memstore.admin.fork",
     "reader": "memstore.client.reader",
     "register": "memstore.shell.tensors.registry",
     "start": "memstore.admin.cluster",

@@ -26,7 +26,7 @@ WHOLE_LIMIT = 1 << 61  # a message carries numbers below 2**62, and a skip names
 SHOWN_CHARS_MAX = 160  # of a value in an error: it may come from a peer
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COMMAND = re.compile(  # that is about one store; with nothing that names it yet
-    r"\bmemstore (?:up|down|status|events|ls|pin|unpin|persist|fork|rm|plan|verify|drain|metrics|export|import)\b"
+    r"\bmemstore (?:up|down|status|events|ls|pin|unpin|persist|rm|plan|verify|drain|metrics|export|import)\b"
     r"(?! --store| --arena-dir)"
 )
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", re.IGNORECASE)

@@ -1,1 +1,1 @@
-"""What an operator calls: start and stop a store, fork a job, list stores."""
+"""What an operator calls: start and stop a store, list stores."""

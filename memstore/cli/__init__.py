@@ -18,7 +18,7 @@ from memstore.cli.completion import completion
 from memstore.cli.drain import drain
 from memstore.cli.events import events
 from memstore.cli.exchange import export, import_
-from memstore.cli.history import fork, persist, pin, unpin
+from memstore.cli.history import persist, pin, unpin
 from memstore.cli.jobs import rm
 from memstore.cli.lifecycle import down, up
 from memstore.cli.metrics import metrics
@@ -123,7 +123,6 @@ for _verb in (
     pin,
     unpin,
     persist,
-    fork,
     rm,
     plan,
     verify,

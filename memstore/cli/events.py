@@ -168,8 +168,9 @@ def _restore(e: Event) -> str:
     tiers = ", ".join(f"{size_text(nbytes)} {tier}" for tier, nbytes in e["bytes"].items() if nbytes)
     spent = ", ".join(f"{phase} {fine(value)}" for phase, value in e["seconds"].items())
     lost = lost_text(e["steps_lost"]) if e["adopted"] else "only read"
+    of = f" of {e['of_job']}" if e["of_job"] != e["job"] else ""
     unused = f"; not used: {'; '.join(e['not_used'])}" if e["not_used"] else ""
-    return f"step {e['step']} RESTORED by attempt {e['attempt']}: {e['verdict']}, {tiers}; {spent}; {lost}{unused}"
+    return f"step {e['step']}{of} RESTORED by attempt {e['attempt']}: {e['verdict']}, {tiers}; {spent}; {lost}{unused}"
 
 
 def _attempt(e: Event) -> str:
@@ -243,7 +244,9 @@ LINES: dict[str, Callable[[Event], str]] = {
     "replaced": _replaced,
     "recovered": _recovered,
     "members": lambda e: f"attempt {e['attempt']}: some of its ranks were replaced, it is on {', '.join(e['hosts'])}",
-    "forked": lambda e: f"begins with step {e['step']} of {e['from_job']} (attempt {e['from_attempt']})",
+    "branched": lambda e: (
+        f"attempt {e['attempt']} begins with step {e['step']} of {e['from_job']} (attempt {e['from_attempt']})"
+    ),
     "pinned": lambda e: f"step {e['step']} pinned as {e['name']}",
     "unpinned": lambda e: f"pin {e['name']} taken back",
     "closed": lambda e: f"attempt {e['attempt']} closed by all its ranks",

@@ -1,11 +1,11 @@
-"""`memstore pin`, `unpin`, `persist` and `fork`: steps that stay, and jobs that begin with one (R19, R31, R32)."""
+"""`memstore pin`, `unpin` and `persist`: steps that stay (R19, R31)."""
 
 from __future__ import annotations
 
 import click
 
-from memstore.cli.options import Where, Whole, address_option, step_or_latest, step_or_pin, store_options
-from memstore.cli.output import ExitCode, plural, print_json, say, size_text
+from memstore.cli.options import Where, Whole, address_option, step_or_latest, store_options
+from memstore.cli.output import ExitCode, print_json, say
 from memstore.config import Config
 from memstore.core.durable.persist import WITHIN_MAX_S
 from memstore.core.wire.calls import PersistStep, PinStep, UnpinStep
@@ -82,38 +82,3 @@ def persist(
     else:
         say(f"step {answer.step:,} of {job} is not durable after {within_s:g} s: {answer.problem}")
     ctx.exit(ExitCode.FINE if answer.is_durable else ExitCode.DEGRADED)
-
-
-@click.command(short_help="Begin a new job with a step of another one, sharing its chunks.")
-@click.argument("job")
-@click.argument("step", callback=step_or_pin)
-@click.argument("new_job")
-@ATTEMPT
-@address_option
-@store_options
-def fork(
-    config: Config,
-    address: str | None,
-    job: str,
-    step: int | str | None,
-    new_job: str,
-    attempt: int | None,
-    as_json: bool,
-) -> None:
-    """Make NEW_JOB begin with STEP of JOB (a number, "latest", or the name of a pin).
-
-    No byte is copied; JOB goes on untouched, and either may be removed.
-    """
-    from memstore.admin.fork import FORK_S, fork_request
-
-    where = Where(config, address)
-    where.status(job)
-    number, attempt = where.named_step(job, step, attempt)
-    answer = where.ask(fork_request(job, number, new_job, attempt), FORK_S)
-    if as_json:
-        print_json(fields_of(answer))
-        return
-    say(
-        f"{new_job} begins with step {answer.step:,} of {job}: {plural(answer.shards, 'shard')} in "
-        f"{plural(answer.copies, 'copy')}, {size_text(answer.nbytes)} shared, none copied"
-    )

@@ -23,7 +23,7 @@ AWAITED_SHOWN_MAX = 5
 KEYS = ("job", "attempt", "replicas", "keep_steps", "origin", "pins", "attempts", "steps", "gone")
 
 
-@click.command(short_help="The timeline of a job: attempts, steps, pins, forks.")
+@click.command(short_help="The timeline of a job: attempts, steps, pins.")
 @click.argument("job", required=False)
 @address_option
 @store_options
@@ -44,19 +44,19 @@ def ls(config: Config, address: str | None, job: str | None, as_json: bool) -> N
 
 
 def job_line(job: JobRow) -> str:
-    """Return a job's first line: its newest attempt, its kept steps, its origin if it is a fork."""
+    """Return a job's first line: its newest attempt, its kept steps, the step of another job it began with."""
     parts = [job.job]
     if job.attempts:
         parts += [f"attempt {job.attempts[0].attempt}", plural(job.attempts[0].world_size, "rank")]
     if job.newest is not None:
         parts += [plural(job.newest.replicas, "copy"), f"keep_steps {job.newest.keep_steps}"]
     if job.origin is not None:
-        parts.append(f"forked from {origin_text(job.origin)}")
+        parts.append(f"began with {origin_text(job.origin)}")
     return " · ".join(parts)
 
 
 def origin_text(origin: OriginRow) -> str:
-    """Return "base@400": the job and step that a fork began with."""
+    """Return "base@400"."""
     return f"{origin.job}@{origin.step}"
 
 
@@ -66,7 +66,7 @@ def _table(job: JobRow) -> Table:
         if isinstance(row, GoneRow | AwaitedRun):
             table.add_row(graph, "", run_text(row), "", "", "", "", "")
         elif isinstance(row, AttemptRow):
-            table.add_row(graph, "", attempt_text(job, row), "", "", "", age_text(row.age_s), "")
+            table.add_row(graph, "", attempt_text(row), "", "", "", age_text(row.age_s), "")
         else:
             replicas = job.newest.replicas if job.newest is not None else None
             is_away = row.state == "durable"  # in no host's RAM: all its ranks' shards are in storage
@@ -147,10 +147,10 @@ def run_text(span: GoneRow | AwaitedRun) -> str:
     return f"{steps} (attempt {span.attempt}): {what}{pins}{away}"
 
 
-def attempt_text(job: JobRow, row: AttemptRow) -> str:
+def attempt_text(row: AttemptRow) -> str:
     """Return where an attempt began: "attempt 3 from step 4 of attempt 1, abandoned 7, 6"."""
-    if row.is_fork and job.origin is not None:
-        words = f"attempt {row.attempt} forked from {origin_text(job.origin)}"
+    if row.origin is not None:
+        words = f"attempt {row.attempt} from {origin_text(row.origin)}"
     elif row.parent is None:
         words = f"attempt {row.attempt} from nothing" + (" (fresh)" if row.is_fresh else "")
     else:
@@ -167,6 +167,5 @@ def step_text(step: StepRow) -> str:
     words = [f"{step.state}: {why}" if step.state in ("retired", "degraded") else step.state]
     words += ["durable"] if step.durable and step.state != "durable" else []
     words += [f"pinned {', '.join(step.pins)}"] if step.pins else []
-    words += [f"forked to {', '.join(step.forks)}"] if step.forks else []
     words += [] if step.in_lineage else ["not in the lineage"]
     return ", ".join(words)

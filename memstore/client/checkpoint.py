@@ -14,6 +14,7 @@ from memstore.client.restore import OpenShard
 from memstore.client.shared_shard import check_shard, load_shared_shard, reader_of
 from memstore.core.cluster.text import lost_text, plural
 from memstore.core.format.shared_layout import SharedShardLayout
+from memstore.core.wire.calls import Get
 from memstore.core.wire.replies import ShardPlaced, StepList
 from memstore.errors import ManifestMismatch
 from memstore.shell.codec.interpreter import copying
@@ -38,7 +39,6 @@ class StepInfo:
     in_lineage: bool
     retired: str  # why it is not restored; "" if it may be
     pins: tuple[str, ...] = ()
-    forks: tuple[str, ...] = ()  # jobs that began with it
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,9 +99,11 @@ def _opened(read: ShardRead, into: Any, rank_state_into: Any, timeout_s: float) 
             state = staged.build(staged.manifest.layout, into)
         answer = read.answer()
     if isinstance(state, dict) and DCP_KEY in state:
+        job = staged.manifest.shard.job
+        source = "store" if job == read.link.job else f"memstore.reader({job!r})"
         raise ManifestMismatch(
             f"step {staged.manifest.shard.step} was saved through torch.distributed.checkpoint: load it with "
-            "dcp.load(state, storage_reader=store.dcp_reader())"
+            f"dcp.load(state, storage_reader={source}.dcp_reader())"
         )
     return checkpoint(staged, answer, state, rank_state, time.perf_counter() - started_s)
 
@@ -141,7 +143,7 @@ def step_infos(answer: StepList) -> list[StepInfo]:
     return [
         StepInfo(
             r.attempt, r.step, r.committed, r.degraded, r.durable, r.copies, r.nbytes, r.in_lineage, r.retired,
-            tuple(r.pins), tuple(r.forks),
+            tuple(r.pins),
         )
         for r in answer.steps
     ]  # fmt: skip
@@ -161,7 +163,7 @@ def shown_paths(paths: Sequence[str]) -> str:
     return ", ".join(paths[:PATHS_SHOWN]) + (", ..." if len(paths) > PATHS_SHOWN else "")
 
 
-def restore_line(job: str, attempt: int, got: Checkpoint, answer: ShardPlaced) -> str:
+def restore_line(request: Get, got: Checkpoint, answer: ShardPlaced) -> str:
     """Return the log line of a restore: the step, its source, its duration, and why none newer."""
     tiers = ", ".join(f"{nbytes / 1e9:.3g} GB {tier}" for tier, nbytes in got.bytes_by_tier.items())
     seconds = " ".join(f"{name} {value:.2f}" for name, value in got.seconds_by_phase.items())
@@ -170,7 +172,8 @@ def restore_line(job: str, attempt: int, got: Checkpoint, answer: ShardPlaced) -
     moved = f" · {plural(count, 'rank')} moved, {got.moved_bytes / 1e9:.3g} GB" if count else ""
     rejected = answer.report.rejected[:3] if answer.report is not None else ()
     unused = "; ".join(f"{row.step} ({row.reason})" for row in rejected)
+    of = f" of job {request.from_job}" if request.from_job is not None else ""
     return (
-        f"memstore {job} att {attempt}: restored step {got.step} ({lost}) · {got.source} · {tiers}{moved} · "
-        f"{seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"
+        f"memstore {request.job} att {request.attempt}: restored step {got.step}{of} ({lost}) · {got.source} · "
+        f"{tiers}{moved} · {seconds} s · every digest ok{' · not used: ' + unused if unused else ''}"
     )

@@ -23,7 +23,7 @@ from memstore.client.rehearsal import FirstRehearsal, Rehearsal, rehearse_stored
 from memstore.client.shared_shard import SharedShard
 from memstore.client.ticket import Ticket, check_process, check_step
 from memstore.client.whole_get import WholeGet
-from memstore.config import Config, check_given_whole, check_seconds, check_whole
+from memstore.config import Config, check_given_whole, check_name, check_seconds, check_whole
 from memstore.core.cluster.text import error_text
 from memstore.core.wire.calls import CloseStore, Get, ReadStep, Rewind
 from memstore.core.wire.rank_messages import (
@@ -228,12 +228,14 @@ class Store(PinVerbs):
 
     def get(
         self, step: int | None = None, *, rank: int | None = None, into: Any = None, rank_state_into: Any = None,
-        must_exist: bool = False, timeout_s: float = 600.0,
+        from_job: str | None = None, must_exist: bool = False, timeout_s: float = 600.0,
     ) -> Checkpoint | None:  # fmt: skip
         """Return the newest whole step of the lineage, the same on every rank; collective (R23, R24).
 
         Args:
             step: Read this step instead; adopts nothing (R22).
+            from_job: Read a committed step of this other job, the newest whole one unless `step` names it; adopts
+                nothing, and the other job does not change. With its first put this job branches off there (R32).
             rank: Read one rank's shard, without a barrier (R27).
             into: Filled in place after every rank's bytes are verified (R26); with `rank`, as they come. Should that
                 fail once it has begun, the error says that the state is unusable, get() fails on all ranks, none of
@@ -243,7 +245,7 @@ class Store(PinVerbs):
             timeout_s: Deadline; GatherTimeout names the ranks that did not call.
 
         Returns:
-            None only for a job without history, and after `connect(fresh=True)`.
+            None only for a job without history, and after `connect(fresh=True)`; never with `from_job`.
 
         Raises:
             LoadError: an object of `into` did not take its state, on this rank.
@@ -252,28 +254,31 @@ class Store(PinVerbs):
         self._check_open()
         step, rank = check_given_whole("step", step), check_given_whole("rank", rank)
         timeout_s = check_seconds("timeout_s", timeout_s)
+        if from_job is not None and check_name("job", from_job) == self.job:
+            raise ConfigError(f"from_job={from_job!r} is this job: get(), or get(step), reads its own steps")
         with self._under_way.only("get()"):
             self.puts.overlap.wait()  # into= may be the state being copied
             if rank is not None:
-                request = ReadStep(job=self.job, step=step, of_attempt=None, rank=rank)
+                request = ReadStep(job=from_job or self.job, step=step, of_attempt=None, rank=rank)
                 read = ShardRead(self._link, request, timeout_s)
                 return open_shard(read, into, rank_state_into=rank_state_into, timeout_s=timeout_s)
             with in_turn(self._one_get, f"get() of job {self.job!r}", timeout_s) as left_s:
-                return self._get(Get(**self.puts.who(), step=step, timeout_s=left_s), into, rank_state_into, must_exist)
+                asked = Get(**self.puts.who(), step=step, from_job=from_job, timeout_s=left_s)
+                return self._get(asked, into, rank_state_into, must_exist)
 
     def _get(self, request: Get, into: Any, rank_state_into: Any, must_exist: bool) -> Checkpoint | None:
         found = self._whole_get.run(request, into, rank_state_into)
         if found is not None:
-            return self._restored(request.step, *found)
+            return self._restored(request, *found)
         if must_exist:
             raise RecoveryError(f"job {self.job!r} has no history, and get() was called with must_exist=True")
         return None
 
-    def _restored(self, step: int | None, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
-        if step is None:
+    def _restored(self, request: Get, got: Checkpoint, answer: ShardPlaced) -> Checkpoint:
+        if request.is_adopting:
             self._go_on_from(got.step)
         if self.rank == 0:
-            log.info("%s", restore_line(self.job, self.attempt, got, answer))
+            log.info("%s", restore_line(request, got, answer))
         return got
 
     def agree_on_step(self, *, timeout_s: float = 600.0) -> int | None:

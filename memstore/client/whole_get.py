@@ -15,7 +15,7 @@ from memstore.client.puts import Puts
 from memstore.client.shared_shard import Resized, check_shard
 from memstore.core.cluster.text import error_text
 from memstore.core.format.manifest import decode_manifest
-from memstore.core.wire.calls import Get, ShardLoaded
+from memstore.core.wire.calls import Get, ReadStep, ShardLoaded
 from memstore.core.wire.rank_messages import CheckInto
 from memstore.core.wire.replies import RestoreReport, ShardPlaced
 from memstore.core.wire.reports import IntoChecked, IntoError
@@ -53,7 +53,7 @@ class WholeGet:
                     return None
                 report = _report_of(found)
                 with self._telling(request, report):
-                    loaded = self._load(found, request.timeout_s)
+                    loaded = self._load(request, found)
                 if report is None or self._is_over(request, report):
                     self._puts.loaded("")
                     return loaded
@@ -77,16 +77,18 @@ class WholeGet:
         try:
             answer = collective(self._link, request, request.timeout_s)
         except WorldSizeError:
-            shared = self._puts.shared_shard
+            shared = self._puts.shared_shard if request.from_job is None else None
             found = shared.find_resized(self._link, request) if shared is not None else None
             if found is None:
                 raise
             return found
         return answer if isinstance(answer, ShardPlaced) else None
 
-    def _load(self, found: ShardPlaced | Resized, timeout_s: float) -> tuple[Checkpoint, ShardPlaced]:
+    def _load(self, request: Get, found: ShardPlaced | Resized) -> tuple[Checkpoint, ShardPlaced]:
+        timeout_s = request.timeout_s
         if isinstance(found, ShardPlaced):
-            read = ShardRead(self._link, None, timeout_s, found)
+            asked = ReadStep(job=request.source, step=found.step, of_attempt=found.attempt, rank=request.rank)
+            read = ShardRead(self._link, asked, timeout_s, found)
             return open_shard(read, self._into, rank_state_into=self._own_into, timeout_s=timeout_s), found
         staged, answer, state = found.shard.load_resized(self._link, found, self._into, timeout_s)
         return checkpoint(staged, answer, state), answer
@@ -115,8 +117,9 @@ class WholeGet:
             raise
 
     def _word(self, request: Get, report: RestoreReport, problem: str | None = None) -> ShardLoaded:
-        is_adopting = request.step is None
-        return ShardLoaded(**self._puts.who(), round=report.round, is_adopting=is_adopting, problem=problem)
+        return ShardLoaded(
+            **self._puts.who(), round=report.round, is_adopting=request.is_adopting, problem=problem
+        )  # fmt: skip
 
 
 def _report_of(found: ShardPlaced | Resized) -> RestoreReport | None:

@@ -53,7 +53,7 @@ class Site:
             store=scratch_store_name(), arena_bytes=ARENA_BYTES, interface="127.0.0.1", chunk_bytes=64 << 10,
             heartbeat_s=0.1, suspect_after_s=0.6, dead_after_s=2.0, connect_timeout_s=WAIT_S, keep_steps=3,
         )  # fmt: skip
-        members = DirectoryMembership(folder)
+        self.members = members = DirectoryMembership(folder)
         self.controller = Controller(self.config, members, secret=self.secret, settle_s=3.0)
         self.holders: dict[str, Holder] = {}
         for host in hosts:
@@ -63,12 +63,22 @@ class Site:
             info, first = holder.state.info, holder.state.info.endpoints[0]
             record = {"address": first.address, "port": first.port, "incarnation": info.incarnation}
             members.announce(host, record)
-        wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == len(hosts), "the store")
+        self.await_serving()
         self.stores: list[Store] = []
         self.place = threading.local()
         monkeypatch.setattr(
             memstore.client.connect, "holder_folder", lambda config, labels: self.folder(self.place.host)
         )
+
+    def await_serving(self) -> None:
+        count = len(self.holders)
+        wait_for(lambda: self.controller.is_serving() and len(self.controller.connected()) == count, "the store")
+
+    def restart_controller(self) -> None:
+        """Close it; another one begins with what journals have."""
+        self.controller.close()
+        self.controller = Controller(self.config, self.members, secret=self.secret, settle_s=3.0)
+        self.await_serving()
 
     def folder(self, host: str) -> Path:
         return arena_folder(self.config.arena_dir, store=self.config.store, host=host)
@@ -77,17 +87,18 @@ class Site:
     def replicas(self) -> ReplicaStore:
         return self.holders["a"].replicas
 
-    def connect(self, key: str = "", **options: Any) -> list[Store]:
-        """One rank per host, of a new launch, or of the one that has this key."""
+    def connect(self, key: str = "", *, job: str = "job", ranks: int = 0, **options: Any) -> list[Store]:
+        """One rank per host, or so many, of a new launch, or of the one that has this key."""
         key, hosts = key or secrets.token_hex(4), list(self.holders)
+        world_size = ranks or len(hosts)
 
         def join(rank: int) -> Store:
-            self.place.host = hosts[rank]
+            self.place.host = hosts[rank % len(hosts)]
             return memstore.client.connect.connect(
-                "job", rank=rank, world_size=len(hosts), attempt=key, config=self.config, **options
+                job, rank=rank, world_size=world_size, attempt=key, config=self.config, **options
             )
 
-        stores = together(*[lambda r=rank: join(r) for rank in range(len(hosts))])
+        stores = together(*[lambda r=rank: join(r) for rank in range(world_size)])
         self.stores += stores
         return stores
 

@@ -1,6 +1,6 @@
 """Room for a job's versions: reserved on all hosts at the first put, or refused on all ranks alike. Pure (R10, R19).
 
-Pins and forks claim room as well, with an order that carries a call's number, by which its answers are known.
+Pins and leases claim room as well, with an order that carries a call's number, by which its answers are known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Claim:
-    """Room for a pin or a fork: `done(host, why)` gets the first refusal, or ("", "") if there is none."""
+    """Room for a pin or a lease: `done(host, why)` gets the first refusal, or ("", "") if there is none."""
 
     job: str
     waits: set[str]

@@ -50,7 +50,7 @@ class Retention:
         An uncommitted step of an older attempt, or a committed one beyond the restored step that is not whole, would
         otherwise fill the share until the first commit, and the first put could never get slots. Whole committed steps
         beyond the restored one stay until then, the newest of them for which there is room: a rewind may be taken back.
-        What is held at the first put, such as by a fork, is looked at again when a put is skipped.
+        What is held at the first put, such as by a pin, is looked at again when a put is skipped.
         """
         attempt = job.newest
         if attempt is None:

@@ -145,26 +145,14 @@ class StepUnpinned(FactBase, frozen=True):
     name: str
 
 
-class JobForked(FactBase, frozen=True):
-    """A job begins with a committed step of another one, over the same chunks (R32)."""
+class JobBranched(FactBase, frozen=True):
+    """All ranks of an attempt without a step of its own have loaded one of another job: there it begins (R32)."""
 
     job: str
-    attempt: int  # its closed placeholder attempt, the parent of the first one that connects
-    step: int
-    world_size: int
+    attempt: int
     from_job: str
     from_attempt: int
-    digests: tuple[str, ...]  # by rank: of its own manifests
-    hosts: tuple[tuple[str, ...], ...]  # by rank: who has the chunks
-    rank_hosts: tuple[str, ...]  # by rank: the host that counts as its own
-    needs: tuple[int, ...]  # slots, by rank
-    level: str
-    level_asked: str  # coarsest spread level that the origin ever had (R18)
-    is_degraded: bool
-    reason: str
-    config: Mapping[str, Setting]
-    nonce: str  # of the call, which may be asked again
-    wall_s: float
+    step: int
 
 
 class JobRemoved(FactBase, frozen=True):
@@ -189,6 +177,6 @@ Fact = (
     | AttemptClosed
     | StepPinned
     | StepUnpinned
-    | JobForked
+    | JobBranched
     | JobRemoved
 )

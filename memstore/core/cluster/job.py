@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Generic, Literal, TypeVar
 
-from memstore.core.cluster.facts import AttemptOpened, JobForked, StepCommitted, StepPinned, StepRetired
+from memstore.core.cluster.facts import AttemptOpened, JobBranched, StepCommitted, StepPinned, StepRetired
 from memstore.core.cluster.recovery import Recovery
 from memstore.core.cluster.step_phases import StepPhases
 from memstore.core.schedule.step_pace import Pace
@@ -76,6 +76,7 @@ class Attempt:
     config: Mapping[str, Any]
     members: dict[int, AttemptMember]
     parent_step: int | None = None  # set when a restore is decided; bounds the parent's steps
+    branched: JobBranched | None = None  # its ranks have loaded a step of another job, and none of this one (R32)
     phase: Literal["fencing", "open", "closed"] = "fencing"
     ended_by: str = ""  # the exception by which its first rank left, and that rank; "": none has
     has_restored: bool = False  # its get decided, or it is a rewind
@@ -107,6 +108,11 @@ class Attempt:
     recovery: Recovery | None = None  # before it, if this controller has seen it
     opened_s: float | None = None  # wall clock
     reported_step: int = -1  # newest that a host said is trained, put or not
+
+    @property
+    def origin(self) -> JobBranched | None:
+        """The step of another job with which it begins; None once it has restored one of its own."""
+        return self.branched if self.parent_step is None else None
 
     def is_fetching(self, now: float) -> bool:
         """Return whether its ranks may still be fetching from other hosts what a get released: none has put since."""
@@ -233,7 +239,6 @@ class Job:
     leased: dict[StepId, dict[str, ReadLease]] = field(default_factory=dict)  # steps kept for readers -> by lease
     lease_room: LeaseRoom = LeaseRoom()
     lease_used_s: float = 0.0  # when a leased step was let go of last
-    origin: JobForked | None = None  # it began as a fork of another job (R32)
     placement: Placement | None = None
     # the last one that copies were moved for: the next moves as little from it as can be
     last_copied_placement: Placement | None = None
@@ -252,6 +257,11 @@ class Job:
         return self.attempts[max(self.attempts)] if self.attempts else None
 
     @property
+    def present_number(self) -> int | None:
+        """The newest attempt, or else the newest that durable markers tell of; None if there is neither."""
+        return self.newest.attempt_number if self.newest is not None else max(self.past, default=None)
+
+    @property
     def newest_committed(self) -> StepId | None:
         """The newest committed step of the lineage, or None."""
         spans = self.spans(self.newest.attempt_number) if self.newest is not None else ()
@@ -262,6 +272,13 @@ class Job:
         """The newest step of the lineage that has a marker, or None."""
         spans = self.spans(self.newest.attempt_number) if self.newest is not None else ()
         return max((step for step in self.markers if in_lineage(spans, step)), default=None)
+
+    @property
+    def origin(self) -> JobBranched | None:
+        """The step of another job with which the newest attempt's lineage begins, or None (R32)."""
+        spans = self.spans(self.newest.attempt_number) if self.newest is not None else ()
+        attempts = [self.attempts[span.attempt] for span in spans if span.attempt in self.attempts]
+        return next((attempt.origin for attempt in attempts if attempt.origin is not None), None)
 
     @property
     def has_history(self) -> bool:
@@ -322,15 +339,17 @@ class Job:
         """Return the newest step that this attempt committed, or -1."""
         return max((s.step for s in self.commits if s.attempt == attempt_number), default=-1)
 
-    def spans(self, attempt_number: int) -> tuple[Span, ...]:
-        """Return the lineage seen from attempt `attempt_number`, newest first (R22)."""
+    def spans(self, attempt_number: int | None) -> tuple[Span, ...]:
+        """Return the lineage seen from attempt `attempt_number`, newest first; () for no attempt (R22)."""
+        if attempt_number is None:
+            return ()
         own = {
             a.attempt_number: AttemptFact(a.attempt_number, a.parent, a.parent_step, a.world_size)
             for a in self.attempts.values()
         }
         return lineage({**self.past, **own}, attempt_number)
 
-    def spans_to_read(self, attempt_number: int, only: StepId | None) -> tuple[Span, ...]:
+    def spans_to_read(self, attempt_number: int | None, only: StepId | None) -> tuple[Span, ...]:
         """Return the lineage, and the one step that a reader names, of any lineage: reading adopts nothing (R22)."""
         spans = self.spans(attempt_number)
         return spans if only is None or in_lineage(spans, only) else (*spans, Span(only.attempt, only.step))

@@ -36,8 +36,8 @@ def redundant_steps(job: Job, attempt: Attempt) -> frozenset[StepId]:
 def versions_count(job: Job, attempt: Attempt) -> int:
     """Return how many versions of every shard have room, pins apart.
 
-    A closed attempt, such as the one that a fork begins with (R32), writes no more versions. So there is room only for
-    the steps that the job keeps, and for those that were not whole yet when the attempt closed.
+    A closed attempt writes no more versions. So there is room only for the steps that the job keeps, and for those that
+    were not whole yet when the attempt closed.
     """
     if attempt.phase == "closed":
         kept = kept_steps(job, attempt) - job.pinned_steps()

@@ -24,6 +24,7 @@ class Round:
     attempt: int
     number: int
     only_step: int | None
+    from_job: str | None  # whose step is read; None: its own (R32)
     since_s: float
     calls: RankCalls[Get] = field(default_factory=RankCalls)
     phase: Phase = "gathering"
@@ -52,8 +53,18 @@ class Round:
 
     @property
     def is_adopting(self) -> bool:
-        """A get without a step adopts what it returns; get(step=S) only reads (R22)."""
-        return self.only_step is None
+        """A get without a step adopts what it returns; get(step=S) and get(from_job=J) only read (R22, R32)."""
+        return self.only_step is None and self.from_job is None
+
+    @property
+    def source(self) -> str:
+        """The job whose step is read."""
+        return self.from_job or self.job
+
+    @property
+    def lease(self) -> str:
+        """The name of its lease of another job's step (R36)."""
+        return f"get of {self.job}, attempt {self.attempt}"
 
     @property
     def is_loading(self) -> bool:

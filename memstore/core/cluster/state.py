@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.core.cluster.facts import JobForked
 from memstore.core.cluster.holds import Holds
 from memstore.core.cluster.hosts import HostTable
 from memstore.core.cluster.job import Job
-from memstore.core.cluster.pending_fork import PendingFork
 from memstore.core.cluster.reading import Read, Round
 from recovery.inventory import ShardId, StepId
 
@@ -52,7 +50,6 @@ class ClusterState:
         self.draining: dict[str, float] = {}  # host -> wall-clock moment of its notice (drain)
         self.rounds: dict[str, Round] = {}  # job -> its get() under way (restore)
         self.reads: dict[int, Read] = {}  # by number: single shards that are brought to readers (single_read)
-        self.pending_forks: dict[str, PendingFork] = {}  # by the new job's name: forks that no fact knows yet (forks)
         self.is_placement_stale = False  # hosts changed: the next tick recomputes the placement of jobs (membership)
         self.holds = Holds()
 
@@ -81,12 +78,14 @@ class ClusterState:
 
     def is_read(self, shard: ShardId) -> bool:
         """Return whether a read brings the shard to some host: no copy of it is surplus yet, least its source (R7)."""
-        return any(shard == read.shard for read in self.reads.values())
+        step = StepId(shard.attempt, shard.step)
+        return any(shard == read.shard for read in self.reads.values()) or any(
+            active.plan is not None and active.plan.step == step for active in self.rounds_from(shard.job)
+        )
 
-    def forks_of(self, job: Job) -> list[JobForked]:
-        """Return the forks that the store has of a job."""
-        facts = (other.origin for other in self.jobs.values())
-        return [fact for fact in facts if fact is not None and fact.from_job == job.name]
+    def rounds_from(self, job: str) -> list[Round]:
+        """Return the gets under way that read a job's steps: its own, and those of other jobs (R32)."""
+        return [active for active in self.rounds.values() if active.source == job]
 
     def is_back(self, name: str, step: StepId) -> bool:
         """Return whether durable storage has brought a step of a removed job back, to a later job of its name (R31)."""

@@ -1,4 +1,4 @@
-"""The committed step that a person names, and whether RAM has all of it: for rewinds, pins and forks. Pure (R22)."""
+"""The committed step that a person names, and whether RAM has all of it: for rewinds, pins and branches. Pure (R22)."""
 
 from __future__ import annotations
 

@@ -427,7 +427,7 @@ class StepCommits:
             attempt.skip_reasons[step.step] = attempt.skip_why = f"rank {request.rank} gave up step {step.step}: {why}"
             attempt.is_skip_for_room = not request.is_failed
             self.journal.record(StepSkipped(job.name, attempt.attempt_number, step.step, attempt.resume_step))
-        # If an order to drop died with a controller, or a fork held a step then, its room is still taken.
+        # If an order to drop died with a controller, or a read held a step then, its room is still taken.
         if attempt.has_freed_unrestorable and not request.is_failed:
             self.retention.free_unrestorable(job)
         self.retention.retain(job)

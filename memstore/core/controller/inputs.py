@@ -84,7 +84,6 @@ class Inputs:
             reports.KeyNamed: p.durable.key_named,
             reports.MarkersListed: self._markers,
             reports.MarkersUnread: self._markers,
-            reports.CopiesLookedAt: p.forks.looked,
             reports.CopiesVerified: queries.verified,
             reports.RankGone: lambda host, report: p.attempts.rank_gone(report.nonce, has_left=report.has_left),
             reports.RankArrived: lambda host, report: takeover.rank_here(report.nonce),
@@ -105,7 +104,7 @@ class Inputs:
         p.journal.record_waiting()
         p.drains.tick()
         p.departures.tick()
-        for part in (p.attempts, p.room, p.rounds, p.followers, p.repair, p.forks, p.job_removal):
+        for part in (p.attempts, p.room, p.rounds, p.followers, p.repair, p.job_removal):
             part.tick(now)
         p.durable_checks.tick(now)
         p.durable_looks.tick(now)

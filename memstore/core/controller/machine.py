@@ -103,7 +103,7 @@ class ControllerMachine:
     def _is_enough(self, hosts: list[str], fact: f.Fact) -> bool:
         job = self.state.jobs.get(getattr(fact, "job", ""))
         replicas = job.newest.replicas if job is not None and job.newest is not None else 2
-        if isinstance(fact, f.AttemptOpened | f.JobForked):
+        if isinstance(fact, f.AttemptOpened):
             replicas = int(fact.config["replicas"])
         table = self.state.hosts
         have = table.domains(h for h in hosts if table.is_live(h))

@@ -24,7 +24,6 @@ from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.persist import Persists
 from memstore.core.durable.states import DurableStates
 from memstore.core.durable.writes import DurableOrders
-from memstore.core.history.fork_request import Forks
 from memstore.core.history.job_removal import JobRemoval
 from memstore.core.history.orphans import Orphans
 from memstore.core.history.pins import Pins
@@ -82,14 +81,13 @@ class Parts:
         # restore
         self.reads = SingleReads(state, out, term)
         self.staging = Staging(state, out, self.journal, self.room, self.repair)
-        self.rounds = Rounds(state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads)
         self.followers = Followers(state, out, self.room, self.retention)
+        self.rounds = Rounds(
+            state, out, self.journal, self.view, self.durable_markers, self.staging, self.reads, self.followers
+        )
         # history
         self.pins = Pins(state, out, self.journal, self.waiters, self.room, self.retention)
-        self.forks = Forks(state, out, self.journal, self.view, self.room, self.durable_markers)
-        self.job_removal = JobRemoval(
-            state, out, self.journal, self.waiters, self.durable_checks, self.attempts, self.forks
-        )
+        self.job_removal = JobRemoval(state, out, self.journal, self.waiters, self.durable_checks, self.attempts)
         self.orphans = Orphans(state, out, self.journal, self.job_removal)
         self.retirement = Retirement(state, out, self.journal, self.waiters, self.rounds)
         # report

@@ -61,7 +61,6 @@ class Queries:
             calls.EndLease: parts.followers.end,
             calls.PinStep: self._of_job(parts.pins.pin),
             calls.UnpinStep: self._of_job(parts.pins.unpin),
-            calls.ForkJob: self._of_job(parts.forks.ask),
             calls.PersistStep: self._of_job(parts.persists.ask),
         }
 

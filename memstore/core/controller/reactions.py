@@ -32,6 +32,7 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
         f.PutIntervalSet: (lambda fact, past: p.put_interval_rounds.apply(fact),),
         f.RestoreDecided: (lambda fact, past: p.rounds.apply_decided(state.now, fact, is_replay=past),),
         f.RestoreReleased: (lambda fact, past: p.rounds.apply_released(state.now, fact, is_replay=past),),
+        f.JobBranched: (lambda fact, past: p.rounds.apply_branched(state.now, fact, is_replay=past),),
         f.StepCommitted: (
             lambda fact, past: p.steps.apply_committed(state.now, fact, is_replay=past),
             lambda fact, past: p.orphans.begun(fact.job),
@@ -41,7 +42,6 @@ def facts(p: Parts) -> Mapping[type[f.Fact], tuple[Fact, ...]]:
         f.AttemptClosed: (lambda fact, past: p.attempts.apply_closed(fact),),
         f.StepPinned: (lambda fact, past: p.pins.apply_pinned(fact, is_replay=past),),
         f.StepUnpinned: (lambda fact, past: p.pins.apply_unpinned(fact, is_replay=past),),
-        f.JobForked: (lambda fact, past: p.forks.apply_forked(fact, is_replay=past),),
         f.JobRemoved: (lambda fact, past: p.job_removal.apply(fact, is_replay=past),),
         f.HostsJoined: (lambda fact, past: state.hosts.joined.update(fact.labels),),
         f.HostDraining: (
@@ -61,7 +61,6 @@ def reactions(p: Parts, membership: Membership) -> Mapping[type[e.Happened], tup
         p.rounds,
         p.waiters,
         p.followers,
-        p.forks,
         p.job_removal,
         p.durable_checks,
         p.persists,

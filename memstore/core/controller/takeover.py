@@ -260,8 +260,6 @@ class Takeover:
             return False  # notices are given to a controller; a late host's may be long past
         if isinstance(fact, f.JobRemoved) or self.parts.job_removal.is_void(fact):
             return False
-        if isinstance(fact, f.JobForked):
-            return fact.job not in self.state.jobs
         if isinstance(fact, f.StepRetired):
             # It is no decision but a property of these bytes, under every controller (R25).
             return fact.is_torn or self._is_last_word(fact)
@@ -288,7 +286,7 @@ class Takeover:
         step, newest = StepId(fact.attempt, fact.step), job.newest
         if step in job.commits or job.is_abandoned(step):
             return step in job.commits
-        committed = (x for x in facts[:at] if isinstance(x, f.StepCommitted | f.JobForked))
+        committed = (x for x in facts[:at] if isinstance(x, f.StepCommitted))
         is_committed = any((x.job, x.attempt, x.step) == (fact.job, fact.attempt, fact.step) for x in committed)
         return is_committed and (
             newest is None or step > StepId(newest.attempt_number, job.newest_commit(newest.attempt_number))

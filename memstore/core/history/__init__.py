@@ -1,1 +1,1 @@
-"""What outlives an attempt: pins, forks, the removal of jobs. Pure."""
+"""What outlives an attempt: pins, the removal of jobs. Pure."""

@@ -1,7 +1,7 @@
 """The end of a job in RAM: a person removes it, or it is over and durable storage has it. Pure (R19).
 
 A job expires when its newest attempt was closed by all its ranks, `job_ttl_s` have passed without a new one, its newest
-committed step is on durable storage, no name pins a step, and no fork is being made of it. What lies only in RAM is
+committed step is on durable storage, no name pins a step, and no reader reads one. What lies only in RAM is
 never expired: a finished run looks like one whose owner is away for a long weekend.
 
     over --job_ttl_s--> checked: a host looks for the step's marker and all its slices, now --all there--> removed
@@ -18,7 +18,6 @@ from memstore.core.cluster.job import Call, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.cluster.text import listed_pins
 from memstore.core.durable.checks import DurableChecks
-from memstore.core.history.fork_request import Forks
 from memstore.core.journal.replication import Journal
 from memstore.core.journal.waiters import Waiters
 from memstore.core.restore.single_read import job_of
@@ -36,10 +35,10 @@ class JobRemoval:
 
     def __init__(
         self, state: ClusterState, out: Effects, journal: Journal, waiters: Waiters, checks: DurableChecks,
-        attempts: Attempts, forks: Forks,
+        attempts: Attempts,
     ) -> None:  # fmt: skip
         self.state, self.out, self.journal, self.waiters = state, out, journal, waiters
-        self.checks, self.attempts, self.forks = checks, attempts, forks
+        self.checks, self.attempts = checks, attempts
         self.over_since_s: dict[str, float] = {}  # job -> since when it could expire, as far as this controller saw
         self.checking: set[str] = set()  # jobs whose newest step is looked for on the storage
         self.kept_s: dict[str, float] = {}  # job -> when a check last found that its RAM must stay
@@ -84,11 +83,11 @@ class JobRemoval:
         return not self.is_in_use(job)
 
     def is_in_use(self, job: Job) -> bool:
-        """Return whether a process connects to the job, reads, restores, writes or forks it."""
+        """Return whether a process connects to the job, reads, restores or writes it."""
         is_joining = job.name in self.attempts.gatherings or job.name in self.attempts.opening
         is_read = any(read.shard.job == job.name for read in self.state.reads.values())
-        is_used = is_read or bool(self.state.holds.in_use(job)) or bool(self.forks.unfinished(job))
-        return is_joining or is_used
+        is_read = is_read or bool(self.state.rounds_from(job.name))
+        return is_joining or is_read or bool(self.state.holds.in_use(job))
 
     def ask(self, call: Call[RemoveJob]) -> None:
         """Drop every copy of a job in RAM, and its facts."""
@@ -106,14 +105,6 @@ class JobRemoval:
                 call, "JobBusyError",
                 f"job {job.name!r} is being trained: rank {member.rank} on host {member.host_id} (pid {member.pid}) is "
                 "alive. Stop it first, or pass --force as well",
-            )  # fmt: skip
-            return
-        unfinished = self.forks.unfinished(job)
-        if unfinished:
-            self.out.refuse(
-                call, "JobBusyError",
-                f"job {job.name!r} is being forked to {unfinished[0]!r}, which is not whole yet: ask again later, "
-                "or remove that one first",
             )  # fmt: skip
             return
         if job.pins and not call.request.force:

@@ -8,7 +8,7 @@ from memstore.core.holder import ranks
 from memstore.core.holder.effects import ForgetJob, OnStore, Procedure
 from memstore.core.holder.state import HolderState
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import AbandonStep, DropJob, DropNumber, FreeCopies, GiveUpFork
+from memstore.core.wire.orders import AbandonStep, DropJob, DropNumber, FreeCopies
 from memstore.core.wire.reports import Freed
 
 
@@ -26,12 +26,6 @@ def drop_job(state: HolderState, order: DropJob) -> Procedure[None]:
     state.fences.remove(order.job, order.attempt)
     yield from ranks.send_fenced(state, order.job, order.attempt + 1)  # so that none waits for room
     yield from _grant(state, order.shards)
-
-
-def give_up_fork(state: HolderState, order: GiveUpFork) -> Procedure[None]:
-    """Give back the room of a fork that was refused; its name is free again."""
-    yield from _drop(state, (), removed=(order.job, order.attempt))
-    state.shared_shards.forget(order.job, order.attempt)
 
 
 def _drop(

@@ -122,12 +122,6 @@ class Store(Protocol):
     def ensure_free(self, count: int) -> None:
         """Have so many slots free, growing the arena if it must; CapacityError at its limit."""
 
-    def verify_old(self, digests: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Digest again the slots with such content that were verified too long ago."""
-
-    def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        """Store a shard under another id as well, with a reference more for each slot; None if it is not here."""
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -25,7 +25,7 @@ PROBLEMS = frozenset(
     }
 )  # fmt: skip
 KINDS = ROUTINE | PROBLEMS | {
-    "redundant", "superseded", "whole", "restore", "attempt", "members", "closed", "removed", "forked", "pinned",
+    "redundant", "superseded", "whole", "restore", "attempt", "members", "closed", "removed", "branched", "pinned",
     "unpinned", "lifted", "host_joined", "host_live", "replicas_agree", "drain", "drained", "drain_over", "repair",
     "repaired", "term", "replaced", "recovered",
 }  # fmt: skip

@@ -207,10 +207,10 @@ class EventRecorder:
             self.add("pinned", job=fact.job, attempt=fact.attempt, step=fact.step, name=fact.name)
         elif isinstance(fact, f.StepUnpinned):
             self.add("unpinned", job=fact.job, name=fact.name)
-        elif isinstance(fact, f.JobForked):
+        elif isinstance(fact, f.JobBranched):
             self.add(
-                "forked", job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
-                from_attempt=fact.from_attempt, copies=fewest(fact.hosts),
+                "branched", job=fact.job, attempt=fact.attempt, step=fact.step, from_job=fact.from_job,
+                from_attempt=fact.from_attempt,
             )  # fmt: skip
         elif isinstance(fact, f.JobRemoved):
             self.add("dropped", job=fact.job, why=fact.story) if fact.story else self.add("removed", job=fact.job)
@@ -313,7 +313,7 @@ class EventRecorder:
             recovery.end_phase("get", self.state.now)
         self.add(
             "restore", job=active.job, attempt=active.attempt, step=event.step.step, verdict=report.verdict,
-            of_attempt=event.step.attempt, ranks=len(active.calls), adopted=active.is_adopting,
+            of_attempt=event.step.attempt, of_job=active.source, ranks=len(active.calls), adopted=active.is_adopting,
             bytes=asdict(report.bytes), steps_lost=report.steps_lost,
             seconds={name: rounded(value) for name, value in asdict(report.seconds).items()}, why=report.why,
             not_used=[f"step {row.step} (attempt {row.attempt}): {row.reason}" for row in report.rejected],

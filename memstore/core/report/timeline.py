@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from memstore.core.cluster.facts import JobBranched
 from memstore.core.cluster.job import Attempt, Job
 from memstore.core.cluster.state import ClusterState
 from memstore.core.durable.states import DurableStates
@@ -19,13 +20,13 @@ ABANDONED_SHOWN_MAX = 20  # of an attempt, the newest
 
 def steps_of(state: ClusterState, states: DurableStates, job: Job) -> StepList:
     """Return the known steps and attempts of a job, newest first."""
-    fact, awaited = job.origin, without_bytes(state, states, job)
+    awaited = without_bytes(state, states, job)
     gone = {step for step, hosts in awaited.items() if not hosts}
     return StepList(
         attempt=job.newest.attempt_number if job.newest is not None else None,
         steps=step_rows(state, job, awaited), gone=gone_rows(job, gone), attempts=attempt_rows(state, job),
         pins={name: PinRow(attempt=pin.attempt, step=pin.step) for name, pin in sorted(job.pins.items())},
-        origin=OriginRow(job=fact.from_job, attempt=fact.from_attempt, step=fact.step) if fact is not None else None,
+        origin=_origin_row(job.origin),
     )  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def attempt_rows(state: ClusterState, job: Job) -> list[AttemptRow]:
     rows += [
         AttemptRow(
             attempt=past.attempt, parent=past.parent, parent_step=past.parent_step, phase="past",
-            world_size=past.world_size, is_fresh=past.parent is None, is_fork=False, abandoned=[], age_s=None,
+            world_size=past.world_size, is_fresh=past.parent is None, origin=None, abandoned=[], age_s=None,
             in_lineage=attempt_number in lineage,
         )
         for attempt_number, past in job.past.items()
@@ -51,11 +52,15 @@ def _attempt_row(state: ClusterState, job: Job, attempt: Attempt, lineage: Colle
     return AttemptRow(
         attempt=attempt.attempt_number, parent=attempt.parent, parent_step=attempt.parent_step,
         phase=attempt.phase, world_size=attempt.world_size, is_fresh=attempt.is_fresh,
-        is_fork=job.origin is not None and job.origin.attempt == attempt.attempt_number,
+        origin=_origin_row(attempt.origin),
         abandoned=sorted(abandoned, reverse=True)[:ABANDONED_SHOWN_MAX],
         age_s=state.age_s(attempt.opened_s) if attempt.opened_s is not None else None,
         in_lineage=attempt.attempt_number in lineage,
     )  # fmt: skip
+
+
+def _origin_row(fact: JobBranched | None) -> OriginRow | None:
+    return OriginRow(job=fact.from_job, attempt=fact.from_attempt, step=fact.step) if fact is not None else None
 
 
 def gone_rows(job: Job, gone: Collection[StepId]) -> list[GoneRow]:
@@ -80,9 +85,6 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
         awaited: As `without_bytes` returns it.
     """
     spans = _spans(job)
-    forks: dict[StepId, list[str]] = {}
-    for fact in state.forks_of(job):
-        forks.setdefault(StepId(fact.from_attempt, fact.step), []).append(fact.job)
     rows = []
     for step in sorted({*job.commits, *job.markers, *job.copies}, reverse=True):
         if awaited.get(step) == []:
@@ -100,7 +102,6 @@ def step_rows(state: ClusterState, job: Job, awaited: Mapping[StepId, list[str]]
                 in_lineage=in_lineage(spans, step),
                 retired=job.retired.get(step, ""),
                 pins=sorted(n for n, p in job.pins.items() if (p.attempt, p.step) == (step.attempt, step.step)),
-                forks=sorted(forks.get(step, [])),
                 copies=fewest_copies(state, job, step) if commit is not None else 0,
                 shards=len(ranks),
                 world_size=getattr(commit or marker, "world_size", None),

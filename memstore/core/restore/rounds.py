@@ -10,23 +10,25 @@ gathering --all ranks--> listing (durable markers) --> planning --fact replicate
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from memstore.core.cluster.collective import attempt_of, job_removed
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundFailed
-from memstore.core.cluster.facts import RestoreDecided, RestoreReleased, StepRetired
+from memstore.core.cluster.facts import JobBranched, RestoreDecided, RestoreReleased, StepRetired
 from memstore.core.cluster.job import Attempt, Call, Job, Restore
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.step_lookup import same_number
+from memstore.core.cluster.step_lookup import Refusal, past_step, same_number
 from memstore.core.cluster.text import listed, plural
 from memstore.core.durable.marker_listing import DurableMarkers
 from memstore.core.durable.paths import storage_of
 from memstore.core.journal.replication import Journal
 from memstore.core.restore.awaited import awaited_text, ran_out_text
-from memstore.core.restore.single_read import SingleReads, Wanted
-from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging
+from memstore.core.restore.followers import Followers, Wish
+from memstore.core.restore.single_read import SingleReads, Wanted, unknown_job
+from memstore.core.restore.staging import Failed, Outcome, PlanAgain, Released, Staging, storage_config
 from memstore.core.targets.targets import ClusterView
 from memstore.core.wire.calls import Get, ShardLoaded, Withdraw
 from memstore.core.wire.replies import GetAgain, Noted, NothingStored, RestoreReport, StepAgreed
@@ -43,17 +45,19 @@ class Rounds:
 
     def __init__(
         self, state: ClusterState, out: Effects, journal: Journal, view: ClusterView, markers: DurableMarkers,
-        staging: Staging, reads: SingleReads,
+        staging: Staging, reads: SingleReads, followers: Followers,
     ) -> None:  # fmt: skip
         self.state, self.out, self.journal, self.view = state, out, journal, view
-        self.markers, self.staging, self.reads = markers, staging, reads
+        self.markers, self.staging, self.reads, self.followers = markers, staging, reads, followers
         state.holds.add("a restore", self._held, is_in_use=True)
         state.holds.add("a restore that was decided", self._decided, is_in_use=False)
         state.holds.add("the attempt that restored it", self._restored, is_in_use=False)
 
     def _held(self, job: Job) -> set[StepId]:
         active = self.state.rounds.get(job.name)
-        return {active.plan.step} if active is not None and active.plan is not None and active.plan.step else set()
+        if active is None or active.plan is None or active.plan.step is None or active.from_job is not None:
+            return set()  # a step of another job is leased: its own puts do not wait for it (R36)
+        return {active.plan.step}
 
     def _decided(self, job: Job) -> set[StepId]:
         facts = [p for p in self.journal.log.unapplied() if isinstance(p, RestoreDecided) and p.job == job.name]
@@ -77,10 +81,10 @@ class Rounds:
         job, attempt = found
         name = job.name
         only_step, rank, is_agreement = request.step, request.rank, request.is_agreement
-        if only_step is None and self._is_over(attempt, rank) and name not in self.state.rounds:
+        if request.is_adopting and self._is_over(attempt, rank) and name not in self.state.rounds:
             self._repeat(call, attempt)
             return
-        if only_step is None and attempt.has_put:
+        if request.is_adopting and attempt.has_put:
             self.out.refuse(
                 call, "RecoveryError",
                 f"job {name!r}: get() after this attempt's first put would go back in time: use store.rewind(step) to "
@@ -90,16 +94,16 @@ class Rounds:
         active = self.state.rounds.get(name)
         if active is None or active.attempt != attempt.attempt_number:
             attempt.rounds_count += 1
-            active = self.state.rounds[name] = Round(name, attempt.attempt_number, attempt.rounds_count, only_step, now)
+            active = self.state.rounds[name] = Round(
+                name, attempt.attempt_number, attempt.rounds_count, only_step, request.from_job, now
+            )
         if not active.calls:
             active.is_agreement, active.then_loads = is_agreement, request.then_loads
-        if active.only_step != only_step or active.is_agreement != is_agreement:
-            verbs = {True: "agree_on_step()", False: "get()"}
-            self.out.refuse(
-                call, "RecoveryError",
-                f"job {name!r}: this rank calls {verbs[is_agreement]} for step {only_step}, the ranks waiting "
-                f"{verbs[active.is_agreement]} for {active.only_step}: all ranks must call the same",
-            )  # fmt: skip
+        mine = _asked(only_step, request.from_job, is_agreement)
+        theirs = _asked(active.only_step, active.from_job, active.is_agreement)
+        if mine != theirs:
+            why = f"this rank calls {mine}, the ranks waiting {theirs}: all ranks must call the same"
+            self.out.refuse(call, "RecoveryError", f"job {name!r}: {why}")
             return
         active.calls[rank] = call
         active.withdrawn.discard(rank)
@@ -143,7 +147,8 @@ class Rounds:
 
     def _list_markers(self, now: float, active: Round, job: Job, attempt: Attempt) -> None:
         hosts = [h for h in self.state.hosts.live_ids() if self.state.hosts.is_answering(h)]
-        if attempt.config.get("durable") is None or not hosts:
+        config = storage_config(self.state, active)
+        if config.get("durable") is None or not hosts:
             self._plan(now, active)
             return
         active.enter(now, "listing")
@@ -155,31 +160,33 @@ class Rounds:
                 self._plan(self.state.now, active)
 
         host = first if first in hosts else hosts[0]
-        call = active.markers_call = self.markers.ask(host, job.name, storage_of(attempt.config), listed)
+        call = active.markers_call = self.markers.ask(host, active.source, storage_of(config), listed)
 
     # -- planning -----------------------------------------------------------------------------
 
     def _plan(self, now: float, active: Round, *, is_grace_over: bool = False) -> None:
-        job = self.state.jobs[active.job]
-        attempt = job.attempts[active.attempt]
+        attempt = self.state.jobs[active.job].attempts[active.attempt]
+        job = self.state.jobs.get(active.source) or Job(active.source)  # a late host may know it
         inventory = job.inventory(
             live=self.state.hosts.live_ids(),
             silent=() if is_grace_over else self.view.silent_hosts(job),
         )
-        spans = job.spans(attempt.attempt_number)
+        known, number = {*job.commits, *job.markers}, job.present_number
+        if active.from_job is None:
+            known, number = known | job.copies.keys(), attempt.attempt_number
+        else:  # what another job has not committed, it may still give up
+            copies = tuple(c for c in inventory.copies if StepId(c.shard.attempt, c.shard.step) in known)
+            inventory = replace(inventory, copies=copies)
         only = None
-        if active.only_step is not None:
-            known = {*job.copies, *job.commits, *job.markers}
-            found = [s for s in known if s.step == active.only_step]
+        if active.only_step is not None and active.source in self.state.jobs:
+            spans, found = job.spans(number), [s for s in known if s.step == active.only_step]
             only = max(found, key=lambda s: (in_lineage(spans, s), s), default=None)
             if only is None:
-                have = sorted({s.step for s in known})
-                what = f"its steps are {listed(have)}" if have else "it has none"
-                self.fail(active, "RecoveryError", f"job {job.name!r} has no step {active.only_step}: {what}")
+                self.fail(active, *_no_step(active, active.only_step, job, known))
                 return
         result = plan(
             inventory,
-            job.spans_to_read(attempt.attempt_number, only),
+            job.spans_to_read(number, only),
             world_size=attempt.world_size,
             rank_hosts={rank: member.host_id for rank, member in attempt.members.items()},
             only_step=only,
@@ -222,10 +229,18 @@ class Rounds:
         attempt = self.state.jobs[active.job].attempts[active.attempt]
         attempt.rounds_count += 1
         active.number = attempt.rounds_count
+        self._let_go(active)
         self._plan(now, active)
 
     def _nothing(self, now: float, active: Round, job: Job, result: RecoveryPlan) -> None:
         # The planner calls every copy history; a job that never committed anything starts again from nothing (R19).
+        if active.from_job is not None and job.name not in self.state.jobs:
+            self.fail(active, *unknown_job(self.state, job.name))
+            return
+        is_gone = not any(step.step == active.only_step for step in (*job.copies, *job.markers))
+        if active.from_job is not None and is_gone and (past := past_step(job, active.only_step)):
+            self.fail(active, *past)
+            return
         story = self.state.stories.get(job.name)
         if story is not None and not job.has_history:
             self.fail(
@@ -234,16 +249,16 @@ class Rounds:
                 f"`memstore rm {job.name}`",
             )  # fmt: skip
             return
-        if job.has_history or active.failed_steps or active.unread:
+        if job.has_history or active.failed_steps or active.unread or active.from_job is not None:
             lines = [f"step {r.step.step} (attempt {r.step.attempt}): {r.reason}" for r in result.rejected[:10]]
             lines += [f"step {s.step} (attempt {s.attempt}): {why}" for s, why in active.failed_steps.items()]
             lines += [f"durable storage could not be read: {active.unread}"] if active.unread else []
+            start_over = "" if active.from_job is not None else ", or start over with connect(..., fresh=True)"
             self.fail(
                 active, "RecoveryError",
                 f"job {job.name!r} has history but no whole step, neither in RAM nor on durable storage:\n  "
-                + "\n  ".join(lines)
-                + f"\nBring the named hosts back and call get() again{_way_back(job)}, or start over with "
-                "connect(..., fresh=True)",
+                + "\n  ".join(lines or [result.why])
+                + f"\nBring the named hosts back and call get() again{_way_back(job)}{start_over}",
             )  # fmt: skip
             return
         self._restore_nothing(now, active)
@@ -258,12 +273,19 @@ class Rounds:
             raise ValueError("a plan with a verdict has a step")
         if result.world_size != attempt.world_size and not active.is_agreement:
             ranks = plural(result.world_size or 0, "rank")
+            what = f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}"
+            if active.from_job is not None:
+                self.fail(
+                    active, "WorldSizeError",
+                    f"{what}. Start {ranks}, or load what DCP saved with memstore.reader({job.name!r}).load(state, "
+                    f"{step.step}); get({step.step}, rank=r, from_job={job.name!r}) reads one",
+                )  # fmt: skip
+                return
             self.fail(
                 active, "WorldSizeError",
-                f"job {job.name!r}: step {step.step} was put by {ranks}, this attempt has {attempt.world_size}. "
-                f"Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks that "
-                "hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; get(step, rank=r) "
-                "reads one",
+                f"{what}. Start {ranks}, or dcp.load(state, storage_reader=store.dcp_reader()) what DCP saved. Ranks "
+                "that hold equal state (DDP): connect(shard_rank=0, shard_count=1), any number gets it; "
+                "get(step, rank=r) reads one",
                 is_end=not _share(attempt, job.attempts.get(step.attempt)),
             )  # fmt: skip
             return
@@ -284,12 +306,38 @@ class Rounds:
             active.notes.append(f"step {step.step} was {reason}; no other step is whole, so it is restored again")
             self.out.log(f"job {job.name!r}: {active.notes[-1]}", "warning")
         active.enter(now, "deciding")
+        if active.from_job is not None:
+            self._lease(active, step)
+            return
         if not active.is_adopting:
             self._act(now, active, self.staging.start(now, active))
             return
         self.journal.record(
             RestoreDecided(job.name, active.attempt, active.number, step.attempt, step.step, self.state.wall_s)
         )
+
+    def _lease(self, active: Round, step: StepId) -> None:
+        """Keep another job's step while it is read, in room of its own; without any it is read all the same."""
+        number = active.number
+
+        def is_current() -> bool:
+            known = self.state.rounds.get(active.job) is active
+            return known and active.number == number and active.phase == "deciding"
+
+        def answer(_: StepId, why_not: str) -> None:
+            if not is_current():
+                self.followers.let_go(active.source, active.lease)
+                return
+            active.notes += [f"step {step.step} was not kept for this read: {why_not}"] if why_not else []
+            self._act(self.state.now, active, self.staging.start(self.state.now, active))
+
+        def refuse(error: str, why: str) -> None:
+            if is_current():
+                self.fail(active, error, why)
+
+        limit_s = 2 * max(call.request.timeout_s for call in active.calls.values())  # staging, then loading
+        host = next(iter(active.calls.values())).host_id
+        self.followers.keep(Wish(active.source, step.step, step.attempt, active.lease, host, limit_s, answer, refuse))
 
     def _has_another(self, active: Round, job: Job, attempt: Attempt, step: StepId) -> bool:
         """Return whether a get has another step than this one; the only one is better than none (R25)."""
@@ -379,6 +427,14 @@ class Rounds:
         if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
             self._act(now, active, Released())
 
+    def apply_branched(self, now: float, fact: JobBranched, *, is_replay: bool) -> None:
+        """Note the step of another job that an attempt begins with, and let its ranks go on (R32)."""
+        job, active = self.state.jobs.get(fact.job), self.state.rounds.get(fact.job)
+        if job is not None and fact.attempt in job.attempts:
+            job.attempts[fact.attempt].branched = fact
+        if not is_replay and active is not None and active.attempt == fact.attempt and active.phase == "releasing":
+            self._act(now, active, Released())
+
     def _current(self, report: StageEnded | IntoChecked) -> Round | None:
         active = self.state.rounds.get(report.job)
         return active if active is not None and active.number == report.round else None
@@ -392,12 +448,18 @@ class Rounds:
         elif isinstance(outcome, Released):
             del self.state.rounds[active.job]
             self.staging.release(now, active)
+            self._let_go(active)
+
+    def _let_go(self, active: Round) -> None:
+        if active.from_job is not None:
+            self.followers.let_go(active.from_job, active.lease)
 
     # -- ends ---------------------------------------------------------------------------------
 
     def fail(self, active: Round, name: str, message: str, *, is_end: bool = True) -> None:
         """End a round with the same error on all ranks; their get is not over where that is no `is_end`."""
         self.state.rounds.pop(active.job, None)
+        self._let_go(active)
         if is_end:
             self.out.emit(RoundFailed(active, name, message))
         if active.is_loading:
@@ -405,8 +467,10 @@ class Rounds:
         active.waiting.refuse_all(self.out, name, message)
 
     def forget(self, name: str) -> None:
-        """End the rounds of a removed job."""
+        """End the rounds of a removed job, and those that read its steps."""
         self.abort(name, *job_removed(name))
+        for active in self.state.rounds_from(name):
+            self.fail(active, "RecoveryError", f"job {name!r} was removed while job {active.job!r} read a step of it")
 
     def rank_gone(self, job: Job, rank: int) -> None:
         """Note a rank's death: it asks no more, and what is being brought to it has no reader (R20)."""
@@ -423,13 +487,14 @@ class Rounds:
 
     def torn(self, now: float, job: Job, step: StepId) -> None:
         """Go on to the next candidate if a rank of an older attempt reports the restoring step torn (R25)."""
-        active = self.state.rounds.get(job.name)
-        under_way = ("deciding", "staging", "checking")
-        is_here = active is not None and active.plan is not None and active.plan.step == step
-        if active is not None and is_here and active.phase in under_way:
-            self.plan_again(now, active)
-        elif active is not None and is_here and active.phase == "loading":
-            self.fail(active, "RecoveryError", f"step {step.step} was found torn while it was loaded: call get() again")
+        for active in self.state.rounds_from(job.name):
+            if active.plan is None or active.plan.step != step:
+                continue
+            if active.phase in ("deciding", "staging", "checking"):
+                self.plan_again(now, active)
+            elif active.phase == "loading":
+                why = f"step {step.step} was found torn while it was loaded: call get() again"
+                self.fail(active, "RecoveryError", why)
 
     def abort(self, job: str, name: str, message: str) -> None:
         """End a round that can no longer mean anything."""
@@ -488,6 +553,20 @@ class Rounds:
             is_source = any(t.source == host_id and t.tier == "peer" for t in active.plan.transfers)
             if is_source or (active.is_agreement and host_id in active.staging_hosts.values()):
                 self.plan_again(now, active)
+
+
+def _asked(step: int | None, from_job: str | None, is_agreement: bool) -> str:
+    """Return a call in words: "get() for step 5 of job 'base'"."""
+    of = f" of job {from_job!r}" if from_job is not None else ""
+    return f"{'agree_on_step()' if is_agreement else 'get()'} for step {step}{of}"
+
+
+def _no_step(active: Round, number: int, job: Job, known: Collection[StepId]) -> Refusal:
+    """Return the refusal of a get that names a step which is not there."""
+    past = past_step(job, number) if active.from_job is not None else None  # it may have been dropped since
+    have = sorted({s.step for s in known})
+    what = f"its steps are {listed(have)}" if have else "it has none"
+    return past or ("RecoveryError", f"job {job.name!r} has no step {number}: {what}")
 
 
 def _way_back(job: Job) -> str:

@@ -12,7 +12,7 @@ from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.job import Attempt, Call, Job
 from memstore.core.cluster.reading import Read
 from memstore.core.cluster.state import ClusterState
-from memstore.core.cluster.step_lookup import past_step
+from memstore.core.cluster.step_lookup import Refusal, past_step
 from memstore.core.cluster.text import dropped_text, listed, listed_names, plural
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
@@ -50,14 +50,20 @@ class Wanted:
 
 def job_of(state: ClusterState, out: Effects, call: Call[Any]) -> Job | None:
     """Return the job that a call names; None, and the call is refused, if the store does not hold it."""
-    name = call.request.job
+    request = call.request
+    name = request.source if isinstance(request, Get) else request.job
     job = state.jobs.get(name)
     if job is None:
-        have = listed_names(state.jobs) or "none"
-        story = state.stories.get(name, "")
-        gone = f" ({story})" if story else ""
-        out.refuse(call, "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}")
+        out.refuse(call, *unknown_job(state, name))
     return job
+
+
+def unknown_job(state: ClusterState, name: str) -> Refusal:
+    """Return the refusal for a job that the store does not hold."""
+    have = listed_names(state.jobs) or "none"
+    story = state.stories.get(name, "")
+    gone = f" ({story})" if story else ""
+    return "RecoveryError", f"the store holds no job {name!r}{gone}: it has {have}"
 
 
 def newest_attempt(out: Effects, call: Call[Any], job: Job | None) -> Attempt | None:

@@ -9,12 +9,14 @@ staging --every rank's shard verified--> checking (into=) --all agree--> loading
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from memstore.core.capacity.reservations import Reservations
 from memstore.core.cluster.effects import Effects
 from memstore.core.cluster.events import RoundReleased
-from memstore.core.cluster.facts import RestoreReleased, StepCommitted
+from memstore.core.cluster.facts import JobBranched, RestoreReleased, StepCommitted
 from memstore.core.cluster.job import Call
 from memstore.core.cluster.reading import Round
 from memstore.core.cluster.state import ClusterState
@@ -66,7 +68,7 @@ class Staging:
 
     def start(self, now: float, active: Round) -> Outcome:
         """Order every host to bring its ranks' shards together and verify them."""
-        job, (result, step) = self.state.jobs[active.job], _planned(active)
+        job, (result, step) = self.state.jobs[active.source], _planned(active)
         needed = {str(t.source) for t in result.transfers if t.tier == "peer"}
         needed |= set(active.staging_hosts.values()) if active.is_agreement else set()  # perhaps where no rank sits
         if not all(self.state.hosts.is_live(host) for host in needed):
@@ -77,12 +79,12 @@ class Staging:
         runs: dict[int, list[Run]] = {}
         for t in result.transfers:
             runs.setdefault(t.rank, []).append(Run(t.tier, t.source, t.first_chunk, t.chunks_count))
-        durable = place_of(job.attempts[active.attempt].config, job.markers.get(step))
+        durable = place_of(storage_config(self.state, active), job.markers.get(step))
         for rank, staging_host in sorted(active.staging_hosts.items()):
             shard = ShardId(job.name, step.attempt, step.step, rank)
             holders = [h for h in job.copies.get(step, {}).get(rank, {}) if self.state.hosts.is_live(h)]
             order = StageShard(
-                job=job.name, round=active.number, rank=rank, shard=WireShard.of(shard),
+                job=active.job, round=active.number, rank=rank, shard=WireShard.of(shard),
                 spec=WireSpec.of(result.specs[rank]), runs=tuple(runs.get(rank, ())), durable=durable,
                 holders=tuple(sorted(holders)), attempt=active.attempt,
             )  # fmt: skip
@@ -111,7 +113,7 @@ class Staging:
 
         A broken connection, a deadline or a lack of room says nothing about the bytes (R25).
         """
-        job, result = self.state.jobs[active.job], active.plan
+        job, result = self.state.jobs[active.source], active.plan
         if result is None or result.step is None:
             return None
         step, rank, bad = result.step, report.rank, report.bad
@@ -170,9 +172,12 @@ class Staging:
         """Adopt the step that every rank has loaded as this attempt's own (R22)."""
         job, (result, step) = self.state.jobs[active.job], _planned(active)
         active.enter(now, "releasing")
+        attempt = job.attempts[active.attempt]
+        if active.from_job is not None and attempt.parent_step is None and not attempt.has_put:
+            self.journal.record(JobBranched(job.name, attempt.attempt_number, active.from_job, step.attempt, step.step))
+            return None
         if not active.is_adopting:
             return Released()
-        attempt = job.attempts[active.attempt]
         if step not in job.commits:
             ranks = range(len(result.specs))
             digests = tuple(result.digests[r] for r in ranks)
@@ -204,7 +209,7 @@ class Staging:
             self.out.emit(RoundReleased(active, _planned(active)[1], active.report))
         if active.is_adopting and not active.is_agreement:
             self.room.grow(job, attempt)
-        self.repair.consider(now, job)
+        self.repair.consider(now, self.state.jobs[active.source])
 
     def _report(self, now: float, active: Round) -> RestoreReport:
         job, (result, step) = self.state.jobs[active.job], _planned(active)
@@ -217,7 +222,7 @@ class Staging:
             moved_bytes=result.moved_bytes,
             bytes=BytesByTier(local=result.bytes_local, peer=result.bytes_peer, durable=result.bytes_durable),
             rejected=tuple(RejectedStep(r.step.attempt, r.step.step, r.reason) for r in result.rejected[:10]),
-            steps_lost=max(0, trained_step - step.step),
+            steps_lost=max(0, trained_step - step.step) if active.from_job is None else 0,
             seconds=PhaseSeconds(gather=active.planned_s - active.since_s, transfer=now - active.planned_s),
             notes=tuple(active.notes[:10]),
         )  # fmt: skip
@@ -241,6 +246,14 @@ class Staging:
                 digest=staged.digest, report=report,
             )  # fmt: skip
             self.out.answer(call, reply)
+
+
+def storage_config(state: ClusterState, active: Round) -> Mapping[str, Any]:
+    """Return the settings of the durable storage that has the step: its job's, or of one unknown here the reader's."""
+    source = state.jobs.get(active.source)
+    if active.from_job is not None and source is not None and source.newest is not None:
+        return source.newest.config
+    return state.jobs[active.job].attempts[active.attempt].config
 
 
 def _planned(active: Round) -> tuple[RecoveryPlan, StepId]:

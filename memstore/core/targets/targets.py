@@ -207,12 +207,9 @@ class ClusterView:
         return found
 
     def send_initial_state(self, hosts: Iterable[str]) -> None:
-        """Send hosts whose session has just begun the addresses of all others, and which jobs there are.
-
-        A fork that died with its controller before the fact has left a claim of room behind, for a job unknown to all.
-        """
+        """Send hosts whose session has just begun the addresses of all others, and which jobs there are."""
         rows = tuple(self._row(host) for host in self.state.hosts.live_ids())
-        order = AllHosts(hosts=rows, jobs=self._jobs())
+        order = AllHosts(hosts=rows, jobs=tuple(self.state.jobs))
         for host in hosts:
             self.out.send(host, order)
 
@@ -228,7 +225,7 @@ class ClusterView:
                 gone.append(host)
         self.news.clear()
         if rows or gone:
-            order = HostNews(hosts=tuple(rows), gone=tuple(gone), jobs=self._jobs())
+            order = HostNews(hosts=tuple(rows), gone=tuple(gone), jobs=tuple(self.state.jobs))
             for host in self.state.hosts.live_ids():
                 self.out.send(host, order)
 
@@ -240,9 +237,6 @@ class ClusterView:
     def _row(self, host: str) -> HostAddress:
         info = self.state.hosts.states[host].info
         return HostAddress(info.host_id, info.endpoints, info.incarnation)
-
-    def _jobs(self) -> tuple[str, ...]:
-        return (*self.state.jobs, *self.state.pending_forks)
 
     def awaited_hosts(self, job: Job, found: RecoveryPlan) -> frozenset[str]:
         """Return the hosts that a get waits for: they may have a newer step, or its bytes in RAM (R23, R24)."""

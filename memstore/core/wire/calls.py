@@ -13,7 +13,6 @@ from memstore.core.wire.orders import ChunkListener, ChunkRange
 from memstore.core.wire.replies import (
     DrainNoted,
     Events,
-    Forked,
     GetAgain,
     Joined,
     LastCopies,
@@ -112,14 +111,26 @@ class Rewind(RankRequest[Joined], frozen=True, kw_only=True, tag="rewind"):
 
 
 class Get(RankRequest[NothingStored | StepAgreed | ShardPlaced], frozen=True, tag="get"):
-    """Restore the newest whole step, or read one; answered when all ranks have asked (R23)."""
+    """Restore the newest whole step, or read one, also of another job; answered when all ranks have asked (R23)."""
 
     step: Unsigned | None
     timeout_s: float
+    from_job: Name | None = None
+    """Whose step is read; None: its own (R32)."""
     is_agreement: bool = False
     """The step alone is asked for, and no bytes."""
     then_loads: bool = False
     """Of an agreement: the ranks read bytes themselves, and say with ShardLoaded that they have."""
+
+    @property
+    def is_adopting(self) -> bool:
+        """It goes on from what it returns; a step that is named, or another job's, is only read (R22)."""
+        return self.step is None and self.from_job is None
+
+    @property
+    def source(self) -> str:
+        """The job whose step is read."""
+        return self.from_job or self.job
 
 
 class ShardLoaded(RankRequest[Noted | GetAgain], frozen=True, tag="shard_loaded"):
@@ -127,7 +138,7 @@ class ShardLoaded(RankRequest[Noted | GetAgain], frozen=True, tag="shard_loaded"
 
     round: Positive
     is_adopting: bool
-    """The get() named no step."""
+    """The get() named no step and no other job."""
     problem: str | None
     """Why its state could not be loaded, once the bytes were handed out."""
 
@@ -312,17 +323,6 @@ class PersistStep(Request[Persisted], frozen=True, tag="persist"):
     within_s: float
 
 
-class ForkJob(Request[Forked], frozen=True, kw_only=True, tag="fork"):
-    """Begin a new job with a committed step of another one (R32)."""
-
-    job: Name
-    step: Unsigned | None
-    of_attempt: Unsigned | None = None
-    new_job: str
-    nonce: str
-    """The same when it is asked again."""
-
-
 class RemoveJob(Request[Removed], frozen=True, tag="rm"):
     """Drop every copy of a job in RAM, and its facts."""
 
@@ -364,7 +364,6 @@ RankCall = (
     | PinStep
     | UnpinStep
     | PersistStep
-    | ForkJob
     | RemoveJob
     | DrainHost
 )

@@ -134,7 +134,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     world_size: Unsigned
     versions: Unsigned
     call: Positive | None = None
-    """The number of a pin's or fork's claim; None: the attempt's own."""
+    """The number of a pin's or lease's claim; None: the attempt's own."""
 
 
 class Grow(Message, frozen=True, tag="grow"):
@@ -180,36 +180,6 @@ class DropJob(Message, frozen=True, tag="drop_job"):
     job: Name
     attempt: Unsigned
     shards: tuple[WireShard, ...]
-
-
-class GiveUpFork(Message, frozen=True, tag="give_up_fork"):
-    """Give back the room of a fork that was refused: its name and number are free again."""
-
-    job: Name
-    attempt: Unsigned
-
-
-class ForkedShard(Row, frozen=True):
-    """A shard of the origin, and the same one under the fork's name."""
-
-    shard: WireShard
-    digest: Digest
-    new: WireShard
-
-
-class LookAtCopies(Message, frozen=True, tag="look_at_copies"):
-    """Digest copies that are to be forked, and report their digests under the new name (R32)."""
-
-    job: Name
-    call: Positive
-    shards: tuple[ForkedShard, ...]
-
-
-class MakeFork(Message, frozen=True, tag="make_fork"):
-    """Make manifests of a fork over the slots of its origin; its copies are reported as sealed."""
-
-    job: Name
-    shards: tuple[ForkedShard, ...]
 
 
 class VerifyCopies(Message, frozen=True, tag="verify"):
@@ -470,9 +440,6 @@ Order = (
     | PushCopy
     | FreeCopies
     | DropJob
-    | GiveUpFork
-    | LookAtCopies
-    | MakeFork
     | VerifyCopies
     | RaiseLevel
     | AbandonStep

@@ -297,19 +297,6 @@ class Persisted(Message, frozen=True, tag="persisted"):
     problem: str
 
 
-class Forked(Message, frozen=True, tag="forked"):
-    """A fork is whole in RAM."""
-
-    job: Name
-    attempt: Unsigned
-    step: Unsigned
-    from_job: Name
-    from_attempt: Unsigned
-    shards: Unsigned
-    nbytes: Unsigned
-    copies: Unsigned
-
-
 class LostPin(Row, frozen=True):
     """A pin that went with its job."""
 
@@ -353,7 +340,6 @@ PassedReply = (
     | StepAwaited
     | StepLeased
     | Persisted
-    | Forked
     | Removed
     | DrainNoted
 )

@@ -144,22 +144,6 @@ class Reserved(Message, frozen=True, tag="reserved"):
     """There may be room: the holder could not claim it."""
 
 
-class ForkedDigest(Row, frozen=True):
-    """A shard that a fork may have: its digest under the new name, and how many of its chunks are not here."""
-
-    rank: Unsigned
-    digest: Digest
-    lacking: Unsigned
-
-
-class CopiesLookedAt(Message, frozen=True, tag="copies_looked_at"):
-    """Which of the shards that are to be forked are here (R32)."""
-
-    job: Name
-    call: Positive
-    shards: tuple[ForkedDigest, ...]
-
-
 class CopiesVerified(Message, frozen=True, tag="copies_verified"):
     """What was found when everything was digested again; or why it could not be."""
 
@@ -289,7 +273,6 @@ Report = (
     | PushFailed
     | Fenced
     | Reserved
-    | CopiesLookedAt
     | CopiesVerified
     | StageEnded
     | ReadEnded

@@ -21,7 +21,7 @@ class PinRow(Part, frozen=True):
 
 
 class OriginRow(Part, frozen=True):
-    """The step with which a fork began."""
+    """The step of another job with which a job, or an attempt, begins."""
 
     job: Name
     attempt: Unsigned
@@ -45,7 +45,6 @@ class StepRow(Part, frozen=True):
     in_lineage: bool
     retired: str
     pins: list[str]
-    forks: list[str]
     copies: Unsigned
     shards: Unsigned
     world_size: Unsigned | None
@@ -75,7 +74,7 @@ class AttemptRow(Part, frozen=True):
     phase: str
     world_size: Unsigned
     is_fresh: bool
-    is_fork: bool
+    origin: OriginRow | None
     abandoned: list[Unsigned]
     age_s: float | None
     in_lineage: bool

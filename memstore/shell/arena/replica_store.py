@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from memstore.core.arena.replica_index import LOCAL_SENDER, IncomingReplica, ReplicaIndex, StagedKey, StoredReplica
@@ -406,29 +405,6 @@ class ReplicaStore:
             self.table.unhold(number)
             self.flush()
         return damaged
-
-    # -- forks (R7, R32) ----------------------------------------------------------------------
-
-    def fork(self, shard: ShardId, digest: str, new: ShardId) -> StoredReplica | None:
-        """Store a shard under another id as well, with a reference more for each slot; None if it is not here.
-
-        A fork's copy that lacks chunks, or its manifest, gets what is here now. It is one step under the lock: a crash
-        leaves the manifest whole or none, and references are counted from manifests (R6).
-        """
-        with self.lock:
-            stored = self.index.find(shard, digest)
-            if stored is None:
-                return None
-            manifest = replace(decode_manifest(self.manifest(stored)), shard=new)
-            data = encode_manifest(manifest)
-            spec = spec_of(manifest, shard_digest(data))
-            known = self.index.find(new, spec.digest)
-            if known is None or known.missing:
-                self.manifests.save(ManifestFolder.name_of(new, spec.digest), data)
-                chunks = manifest.chunks
-                known = self.index.adopt(new, spec, [c.digest for c in chunks], [c.nbytes for c in chunks])
-                self.flush()
-            return known
 
     def verify_slots(self, slots: Iterable[int]) -> None:
         """Digest slots again and quarantine the bad ones; call `on_damaged` with the replicas that used them."""

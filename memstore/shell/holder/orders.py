@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from memstore.core.holder import drop, effects, fork, ranks
+from memstore.core.holder import drop, effects, ranks
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.reads import stage
 from memstore.core.wire.orders import (
@@ -23,7 +23,6 @@ from memstore.core.wire.orders import (
     Fence,
     ForgetStory,
     FreeCopies,
-    GiveUpFork,
     Grow,
     HostNews,
     JournalAppend,
@@ -31,8 +30,6 @@ from memstore.core.wire.orders import (
     JournalPage,
     JournalReplace,
     KeepStory,
-    LookAtCopies,
-    MakeFork,
     Order,
     OrderCheck,
     PushCopy,
@@ -97,10 +94,6 @@ class OrderRouter:
                 self.rooms.reserve(order)
             case Grow():
                 self.rooms.grow(order)
-            case LookAtCopies():
-                self._begin(fork.look(state, order))
-            case MakeFork():
-                self._begin(fork.make(state, order))
             case PushCopy():
                 self.pusher.order(order)
             case StageShard() | ReadShard() | ReadChunks():
@@ -115,8 +108,6 @@ class OrderRouter:
                 self._begin(drop.free(state, order))
             case DropJob():
                 self._begin(drop.drop_job(state, order))
-            case GiveUpFork():
-                self._begin(drop.give_up_fork(state, order))
             case CallAnswered():
                 self.rank_server.answer(order.id, order.reply, None)
             case CallRefused():

@@ -53,13 +53,13 @@ class ShardRead:
     """
 
     def __init__(
-        self, link: HolderLink, request: ReadStep | ReadRanges | None, timeout_s: float,
+        self, link: HolderLink, request: ReadStep | ReadRanges, timeout_s: float,
         answer: ShardPlaced | None = None,
     ) -> None:  # fmt: skip
         """Ask, and wait for nothing yet; chunks of a whole shard can be taken while others are still coming.
 
         Args:
-            answer: What a get() that all ranks made was answered, in place of a request.
+            answer: What a get() that all ranks made was answered: nothing is asked.
         """
         self.link, self._timeout_s = link, timeout_s
         self._until_s: float | None = None
@@ -74,9 +74,7 @@ class ShardRead:
         self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
         self._number: int | None = None
         self._future: Future[ShardPlaced] = Future()
-        if request is None:
-            assert answer is not None
-            request = ReadStep(job=link.job, step=answer.step, of_attempt=answer.attempt, rank=link.rank)
+        if answer is not None:
             self._future.set_result(answer)
         elif isinstance(request, ReadStep):
             self._number = link.subscribe(self._events)

@@ -186,7 +186,7 @@ class FakeHolder:
         if rank.is_dead or not rank.loads:
             return
         word = calls.ShardLoaded(
-            job=rank.job, attempt=rank.attempt, rank=rank.rank, round=number, is_adopting=request.step is None,
+            job=rank.job, attempt=rank.attempt, rank=rank.rank, round=number, is_adopting=request.is_adopting,
             problem=rank.load_error,
         )  # fmt: skip
         self.call(rank, word)
@@ -264,8 +264,6 @@ class FakeHolder:
                         is_fault=bool(why) and self.is_room_fault,
                     )
                 )  # fmt: skip
-            case orders.LookAtCopies() | orders.MakeFork():
-                self._later(self, lambda: self._fork(order))
             case orders.PushCopy():
                 self._later(self, lambda: self.push(order.shard.id, order.target))
             case orders.StageShard() | orders.ReadShard() | orders.ReadChunks():
@@ -285,8 +283,8 @@ class FakeHolder:
             case orders.VerifyCopies():
                 found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
                 self.report(reports.CopiesVerified(call=order.call, found=found, problem=""))
-            case orders.AllHosts() | orders.HostNews() | orders.GiveUpFork():
-                pass  # it needs no addresses, and makes a fork in one piece
+            case orders.AllHosts() | orders.HostNews():
+                pass  # it needs no addresses
             case orders.CallAnswered() | orders.CallRefused():
                 pass  # the world calls `answer`
             case _:  # of durable storage
@@ -299,20 +297,6 @@ class FakeHolder:
             is_older = rank.job == job and 0 < rank.attempt < attempt and rank.nonce not in order.members
             rank.is_fenced = rank.is_fenced or is_older
         self._report_copies(job, attempt)
-
-    def _fork(self, order: orders.LookAtCopies | orders.MakeFork) -> None:
-        """Make copies of a new job over the same chunks: their digest follows from the origin's and the new id."""
-        looked: list[reports.ForkedDigest] = []
-        for item in order.shards:
-            mine, new = self.copies.get(item.shard.id), item.new.id
-            if mine is None or mine.spec.digest != item.digest:
-                continue
-            digest = digest_of(item.digest, new.job)
-            looked.append(reports.ForkedDigest(new.rank, digest, len(mine.missing)))
-            if isinstance(order, orders.MakeFork):
-                self.keep(Copy(new, replace(mine.spec, digest=digest), self.host_id, mine.missing))
-        if isinstance(order, orders.LookAtCopies):
-            self.report(reports.CopiesLookedAt(job=order.job, call=order.call, shards=tuple(looked)))
 
     def push(self, shard: ShardId, target: str) -> None:
         """Copy one shard to a peer, or report why not."""

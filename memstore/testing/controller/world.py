@@ -306,12 +306,13 @@ class ControllerWorld(EventQueue):
         self.holders[rank.host_id].call(rank, request_of(verb, base, **body))
 
     def get(
-        self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False
-    ) -> list[Body]:
+        self, ranks: Sequence[FakeRank], step: int | None = None, *, limit_s: float = 60.0, is_agreement: bool = False,
+        from_job: str | None = None,
+    ) -> list[Body]:  # fmt: skip
         """Call get() or agree_on_step() on all ranks; return their answers, or the errors as {"error": text}."""
         before = [len(r.answers.get("get", ())) + len(r.errors.get("get", ())) for r in ranks]
         for rank in ranks:
-            self.call(rank, "get", step=step, timeout_s=limit_s, is_agreement=is_agreement)
+            self.call(rank, "get", step=step, from_job=from_job, timeout_s=limit_s, is_agreement=is_agreement)
         self.run_until(
             lambda: all(
                 len(r.answers.get("get", ())) + len(r.errors.get("get", ())) > n and not (r.is_loading and r.loads)

@@ -52,7 +52,7 @@ def test_help_names_every_verb() -> None:
     """The verbs are listed in the order a person needs them."""
     lines = run(None, "--help").stdout.split("Commands:")[1].splitlines()
     verbs = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    order = "up down status stores events ls pin unpin persist fork rm plan verify drain metrics export import rehearse"
+    order = "up down status stores events ls pin unpin persist rm plan verify drain metrics export import rehearse"
     assert " ".join(verbs) == f"{order} completion demo drill"
 
 

@@ -64,7 +64,6 @@ WHOLE: dict[str, Call] = {
     "pin of a reader": lambda store, reader, value: reader.pin(value, "best"),
     "persist of a reader": lambda store, reader, value: reader.persist(value),
     "ranges of a reader": lambda store, reader, value: reader.ranges(attempt=value),
-    "fork": lambda store, reader, value: memstore.fork("job", value, "new", config=store.config),
     "connect": lambda store, reader, value: memstore.connect("other", rank=0, world_size=value, config=store.config),
 }
 
@@ -117,7 +116,6 @@ COLLECTIVE: dict[str, Call] = {
 REFUSED: dict[str, Call] = {
     "persist": lambda store, reader, value: store.persist(timeout_s=value),
     "persist of a reader": lambda store, reader, value: reader.persist(timeout_s=value),
-    "fork": lambda store, reader, value: memstore.fork("job", 1, "new", config=store.config, timeout_s=value),
     "start": lambda store, reader, value: memstore.start(store.config, timeout_s=value),
 }
 

@@ -1,23 +1,18 @@
-"""Rewinds, pins and forks over real holders: bytes compared with what was put, through kills (R10, R22, R32)."""
+"""Rewinds and pins over real holders: bytes compared with what was put, through kills (R10, R22)."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import memstore
 from memstore.admin.cluster import refuse_last_copies
-from memstore.admin.fork import Fork, fork
 from memstore.cli import main
 from memstore.client.reader import Reader
 from memstore.core.arena.slot_table import SlotState
-from memstore.core.wire.calls import RemoveJob
-from memstore.errors import CapacityError, ConfigError, MemstoreError, RecoveryError
+from memstore.errors import CapacityError, ConfigError
 from memstore.shell.rank.admin_link import Tool
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
 from memstore.testing.ranks.fleet import Fleet
@@ -133,96 +128,8 @@ def test_a_pin_that_does_not_fit_is_refused_with_numbers(tmp_path: Path, nursery
         assert (cluster.job("train") or {})["pins"] == {}
 
 
-def test_a_fork_shares_every_chunk_and_either_job_may_go(tmp_path: Path, nursery: RankNursery) -> None:
-    """No slot more is used; both train on; the origin is removed, everything is killed: the fork's bytes are right."""
-    with ProcessCluster(tmp_path, HOSTS) as cluster:
-        fleet = Fleet(cluster, nursery, kib=64)
-        ranks = fleet.begin(TWO, last_step=3)
-        cluster.settled_inventory(2)
-        before = used_slots(cluster)
-        made = fork("train", 3, "exp-b", config=cluster.config)
-        assert (made, used_slots(cluster)) == (Fork("exp-b", 1, 3, "train", 1, 2, made.nbytes, 2), before)
-        with pytest.raises(ConfigError, match="job 'exp-b' exists"):
-            fork("train", 3, "exp-b", config=cluster.config)
-        with pytest.raises(RecoveryError, match="no committed step 99"):
-            fork("train", 99, "exp-c", config=cluster.config)
-        together(ranks, "train", first=4, last=6)
-        other = Fleet(cluster, nursery, job="exp-b", kib=64)
-        forked, got = other.resume(TWO)
-        assert (got["step"], got["verdict"]) == (3, "local")
-        together(forked, "train", first=4, last=5)
-        assert (cluster.job("exp-b") or {})["origin"] == {"job": "train", "attempt": 1, "step": 3}
-        fleet.kill(ranks)
-        other.kill(forked)
-        wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
-        cluster.ask(RemoveJob(job="train"))
-        restart_everything(cluster)
-        _, got = other.resume(TWO)
-        assert got["step"] == 5
-        assert cluster.job("train") is None
-
-
-def test_a_fork_outlives_its_origin_before_any_process_connects(tmp_path: Path, nursery: RankNursery) -> None:
-    """rm of the origin right after the fork, then a holder killed and a host lost: get() of the fork is whole."""
-    with ProcessCluster(tmp_path, {**HOSTS, "h2": {"memstore": "replica"}}) as cluster:
-        fleet = Fleet(cluster, nursery, kib=64)
-        ranks = fleet.begin(TWO, last_step=1)
-        fork("train", 1, "exp-b", config=cluster.config)
-        fleet.kill(ranks)
-        cluster.ask(RemoveJob(job="train", force=True))
-        cluster.kill_holder("h0")
-        cluster.start_holder("h0")
-        cluster.wait_live("h0")
-        cluster.lose_host("h1")
-        other = Fleet(cluster, nursery, job="exp-b", kib=64)
-        _, got = other.resume(["h0", "h2"])
-        assert got["step"] == 1
-
-
-@pytest.mark.parametrize("victim", ["controller", "holder", "everything"])
-def test_a_kill_in_the_middle_of_a_fork(tmp_path: Path, nursery: RankNursery, victim: str) -> None:
-    """SIGKILL while forks are made one after the other: each is whole or unknown, and the origin is untouched."""
-    with ProcessCluster(tmp_path, HOSTS) as cluster:
-        fleet = Fleet(cluster, nursery, kib=64)
-        ranks = fleet.begin(TWO, last_step=1)
-        names = [f"exp-{n}" for n in range(6)]
-        begun = threading.Event()
-        thread = threading.Thread(target=_fork_all, args=(cluster, names, begun.set))
-        thread.start()
-        assert begun.wait(60)
-        if victim == "controller":
-            cluster.kill_controller()
-            cluster.start_controller()
-        elif victim == "holder":
-            cluster.kill_holder("h1")
-            cluster.start_holder("h1")
-        else:
-            restart_everything(cluster)
-        thread.join(90)
-        assert not thread.is_alive()
-        cluster.wait_live(*TWO)
-        known = [job for job in cluster.status()["jobs"] if job["job"] in names]
-        assert known
-        for job in known:
-            name = job["job"]
-            wait_for(lambda name=name: (cluster.job(name) or {"copies": 0})["copies"] == 2, f"{name} whole")  # type: ignore[misc]
-            assert read(cluster, name, 1, 64)
-        fleet.kill(ranks)
-        _, got = fleet.resume(TWO)
-        assert got["step"] == 1
-
-
-def _fork_all(cluster: ProcessCluster, names: list[str], on_first: Callable[[], Any]) -> None:
-    for name in names:
-        try:
-            fork("train", 1, name, config=cluster.config, timeout_s=20.0)
-        except MemstoreError:
-            pass  # its holder or controller was killed: what came of it is looked at afterwards
-        on_first()
-
-
-def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNursery) -> None:
-    """pin, fork, ls, unpin and rm as a person types them."""
+def test_the_command_line_pins_and_draws(tmp_path: Path, nursery: RankNursery) -> None:
+    """pin, ls, unpin and rm as a person types them."""
 
     def run(*words: str) -> tuple[int, str]:
         result = CliRunner().invoke(main, [*words, "--store", cluster.config.store])
@@ -240,13 +147,9 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         together(ranks, "train", first=3, last=4)
         with pytest.raises(CapacityError, match=r"step 4 lives only in RAM .* and what is pinned as best \(step 2\)"):
             refuse_last_copies(cluster.config)
-        code, said = run("fork", "train", "2", "exp-b")
-        assert (code, said.split(": ")[0]) == (0, "exp-b begins with step 2 of train")
         code, shown = run("ls")
         assert code == 0
-        assert "committed, pinned best, forked to exp-b" in shown
-        assert "exp-b · attempt 1 · 2 ranks · 2 copies · keep_steps 1 · forked from train@2" in shown
-        assert "attempt 1 forked from train@2" in shown
+        assert "committed, pinned best" in shown
         fleet.kill(ranks)
         wait_for(lambda: (cluster.job("train") or {"ranks_alive": 1})["ranks_alive"] == 0, "dead ranks")
         code, said = run("rm", "train")
@@ -255,7 +158,6 @@ def test_the_command_line_pins_forks_and_draws(tmp_path: Path, nursery: RankNurs
         assert (code, "has pins that would be lost with it: best (step 2)" in said) == (1, True)
         assert run("unpin", "train", "best") == (0, "step 2 of train is not pinned as best any more\n")
         assert run("rm", "train", "--yes")[0] == 0
-        assert read(cluster, "exp-b", 2, 64)
 
 
 def test_a_rewind_to_a_step_that_only_durable_storage_has(tmp_path: Path, nursery: RankNursery) -> None:

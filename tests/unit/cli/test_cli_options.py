@@ -49,7 +49,7 @@ def test_a_hostname_names_its_only_host() -> None:
         ("down --leftovers --yes", "not for it"),
         ("down --leftovers --address 10.0.0.1:6379", "not for it"),
         (f"pin job {1 << 61} best", "STEP 2305843009213693952 is out of range"),
-        ("fork job latest new --attempt -1", "attempt=-1 is out of range: it must be an int from 0 to 2**61 - 1"),
+        ("pin job latest best --attempt -1", "attempt=-1 is out of range: it must be an int from 0 to 2**61 - 1"),
         (f"export job latest there --format dcp --rank {1 << 61}", f"rank={1 << 61} is out of range"),
         (f"events --since {1 << 61}", "is neither an event's number nor an age"),
         ("export job latest there --format dcp --rank first", "rank='first' is out of range"),
@@ -73,7 +73,7 @@ def test_an_infinite_time_is_as_long_as_the_library_waits(typed: str, seconds: f
     assert Seconds(1.0).convert(typed, None, None) == seconds
 
 
-@pytest.mark.parametrize("verb", ["up", "fork", "export", "import", "drill run"])
+@pytest.mark.parametrize("verb", ["up", "pin", "export", "import", "drill run"])
 def test_the_help_names_no_range_that_is_there_for_the_wire(verb: str) -> None:
     shown = CliRunner().invoke(main, [*verb.split(), "--help"]).stdout
     assert "Usage: " in shown
@@ -121,9 +121,7 @@ def test_every_verb_has_the_short_help_option(verb: str) -> None:
     assert CliRunner().invoke(main, [verb, "-h"]).stdout.startswith("Usage: ")
 
 
-@pytest.mark.parametrize(
-    "typed", ["pin job newest best", "persist job 1.5", "fork job 1/2 twig", "export job -- -1 folder"]
-)
+@pytest.mark.parametrize("typed", ["pin job newest best", "persist job 1.5", "export job -- -1 folder"])
 def test_a_step_is_a_number_or_latest(typed: str) -> None:
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 2, result.output

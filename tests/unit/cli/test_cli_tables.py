@@ -34,19 +34,19 @@ def two_jobs(monkeypatch: pytest.MonkeyPatch) -> Desk:
 def test_ls_of_one_job_draws_that_alone_and_both_lineages(two_jobs: Desk) -> None:
     """The step of the lineage has a star, what a fresh start left behind is said to be beside it."""
     assert two_jobs.run("pin", "train", "7", "best").exit_code == 0
-    assert "no pin 'bets': did you mean best?" in two_jobs.run("fork", "train", "bets", "twig").stderr
-    assert two_jobs.run("fork", "train", "best", "twig").exit_code == 0
+    two_jobs.world.run(5.0)  # its durable write ends
+    said = two_jobs.run("export", "train", "bets", "there", "--format", "dcp").stderr
+    assert "no pin 'bets': did you mean best?" in said
     jobs = json.loads(two_jobs.run("ls", "--json").stdout)["jobs"]
-    assert sorted(job["job"] for job in jobs) == ["other", "train", "twig"]
+    assert sorted(job["job"] for job in jobs) == ["other", "train"]
     [job] = json.loads(two_jobs.run("ls", "train", "--json").stdout)["jobs"]
     assert (job["job"], job["attempt"]) == ("train", 2)
     screen = two_jobs.run("ls", "train").stdout
     assert "other" not in screen
     newest, behind = cells(screen, "*  "), cells(screen, "| o  ")
     assert behind[3:6] == ["storage", "2/2", "512 B"]  # in no host's RAM, and all of it is there
-    assert newest[1:4] == ["7", "committed, durable, pinned best, forked to twig", "2 of 2"]
+    assert newest[1:4] == ["7", "committed, durable, pinned best", "2 of 2"]
     assert (behind[1], "durable, not in the lineage" in behind[2]) == ("3", True)
-    assert "forked from train@7" in two_jobs.run("ls", "twig").stdout
 
 
 def test_ls_says_what_is_wrong_with_a_step(two_jobs: Desk) -> None:

@@ -110,7 +110,7 @@ def test_a_get_is_given_no_other_step_than_its_answer_says() -> None:
         step=11, attempt=1, verdict="local", why="", report=None, manifest=put(10)[0], slots=(0,), elsewhere=(), pin=1
     )
     with pytest.raises(IntegrityError, match=r"asked for .*step=11.* and .*step=10.* came"):
-        ShardRead(link, None, 60.0, said).manifest()
+        ShardRead(link, ReadStep(job="job", step=11, of_attempt=1, rank=0), 60.0, said).manifest()
 
 
 def test_a_question_that_is_answered_again_with_another_step_returns_no_mixture() -> None:

@@ -24,7 +24,7 @@ from memstore.core.wire.calls import AskStatus, RankCall, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.frame import Kind
 from memstore.core.wire.ids import WireShard
-from memstore.core.wire.orders import DropJob, GiveUpFork
+from memstore.core.wire.orders import DropJob
 from memstore.core.wire.rank_messages import (
     AskAnswered,
     AskRefused,
@@ -432,9 +432,6 @@ def test_a_process_of_a_removed_job_waits_for_no_room(site: Site) -> None:
         wait_for(lambda: "n" in site.holder.state.ranks.links, "the link to be known")  # the welcome is read before
         with site.holder.context.changed:
             link.attempt = site.holder.state.ranks.links["n"].attempt = 2
-        site.holder.orders.obey(GiveUpFork(job="job", attempt=2))  # this name is free: no rank is fenced
-        assert link.acquire(Tenant(), 1, 0.0) is None
-        assert (link.fenced_by, site.holder.fences.first("job")) == (0, 0)
         site.holder.orders.obey(DropJob(job="job", attempt=2, shards=()))
         assert link.acquire(Tenant(), 1, WAIT_S) is None
         with pytest.raises(FencedError, match=r"belongs to attempt 2 .* the job was removed; connect again"):

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from memstore.core.arena.replica_index import StagedKey, StoredReplica
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import shard_digest
-from memstore.core.holder import fork, persist
+from memstore.core.holder import persist
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.inventory import report_copy
 from memstore.core.holder.puts import push
@@ -25,16 +24,14 @@ from memstore.core.wire.orders import (
     AbandonStep,
     Bring,
     DropNumber,
-    ForkedShard,
     FreeCopies,
-    LookAtCopies,
     OrderCheck,
     ReadShard,
     Run,
     StageShard,
 )
 from memstore.core.wire.peer_messages import FetchManifest, Verify
-from memstore.core.wire.reports import CopiesLookedAt, Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
+from memstore.core.wire.reports import Freed, HolderMessage, IntoChecked, Report, Sealed, StageEnded
 from memstore.errors import CapacityError, IntegrityError, PeerUnreachable
 from memstore.shell.arena.manifests import ManifestFolder
 from memstore.shell.arena.replica_store import VERIFY_AGE_S, ReplicaStore
@@ -302,46 +299,6 @@ def test_a_check_whose_manifest_was_damaged_since_is_answered(
     [report] = reports
     assert isinstance(report, IntoChecked)
     assert "was damaged after it was written" in str(report.error)
-
-
-def test_of_a_damaged_manifest_no_fork_is_made(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host says that it has no copy, instead of nothing, for which the fork would wait."""
-    a, _ = pair
-    stored = seal(a.replicas, SHARD)
-    damage_manifest(a, stored)
-    reports = reports_of(a, monkeypatch)
-    row = ForkedShard(WireShard.of(SHARD), stored.spec.digest, WireShard("new", 1, 2, 0))
-    a.runner.run(fork.look(a.state, LookAtCopies(job="new", call=1, shards=(row,))))
-    assert reports == [CopiesLookedAt(job="new", call=1, shards=())]
-    assert not stored.pins
-
-
-@pytest.mark.parametrize("fault", ["a chunk", "the manifest"])
-def test_a_fork_that_is_made_again_gets_what_it_lost(fault: str, pair: tuple[Holder, Holder]) -> None:
-    """A chunk rotted in both and was brought again for the origin; or the file of the fork's own manifest rotted."""
-    replicas, new = pair[0].replicas, ShardId("new", 1, 2, 0)
-    origin = seal(replicas, SHARD)
-    made = replicas.fork(SHARD, origin.spec.digest, new)
-    assert made is not None
-    if fault == "a chunk":
-        rot(replicas, origin, 1)
-        assert replicas.verify(origin) == [1]
-        assert made.missing == {1}
-        fresh = seal(replicas, ShardId("other", 1, 1, 0), b"\2")
-        (number,) = fresh.slots
-        assert number is not None
-        replicas.table.hold(number)
-        origin.slots[1] = number
-    else:
-        damage_manifest(pair[0], made)
-        made.is_nameless = True
-    for _ in range(2):
-        assert replicas.fork(SHARD, origin.spec.digest, new) is made
-        assert not made.missing
-        assert made.spec.digest == shard_digest(replicas.manifest(made))
-    for shard in (SHARD, new, ShardId("other", 1, 1, 0)):
-        replicas.drop(shard)
-    assert not any(slot.refs for slot in replicas.table.slots)
 
 
 def test_a_check_of_nothing_is_answered(pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from memstore.errors import IntegrityError
 
 def place(state: HolderState, link: Link, staged: ShardStaged | ChunksStaged) -> Procedure[ShardPlaced]:
     """Pin what was brought here for a reader, and return its place. IntegrityError if it is gone or damaged."""
-    key: ReadKey = staged.read if isinstance(staged, ChunksStaged) else (staged.shard.job, staged.shard.rank)
+    key: ReadKey = staged.read if isinstance(staged, ChunksStaged) else (link.job, staged.shard.rank)
     if isinstance(staged, ChunksStaged) or _is_direct(state, key, staged):
         ready = partial_read.take(state, key)
         elsewhere = yield from direct_read.elsewhere(ready)

@@ -34,7 +34,7 @@ class Checker:
         self.drops = Drops(world, self.observed, self.promises)
         self.fences = Fences(world)
         self.puts = Puts(self.observed, self.fences)
-        self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences, self.promises)
+        self.stored_bytes = StoredBytes(world, self.observed, self.drops, self.fences)
         self.shared_shards = SharedShards(world, self.observed)
         self.commits = Commits(world, self.observed, self.shared_shards)
         self.generations = Generations(world, self.observed)

@@ -1,4 +1,4 @@
-"""R32, and R19 for pins and forks: a pinned step stays restorable, and a fork is its origin bit for bit.
+"""R19 for pins: a pinned step stays restorable.
 
 Only what was acknowledged is demanded. A question whose rank died before the answer promises nothing.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.testing.simulator.checks.observed import Observed
 from memstore.testing.simulator.world.processes import Controller
 from memstore.testing.simulator.world.violation import Violation
@@ -16,35 +15,17 @@ from recovery.inventory import ShardId, StepId
 
 
 class Promises:
-    """The pins and forks of one simulation."""
+    """The pins of one simulation."""
 
     def __init__(self, world: World, observed: Observed) -> None:
         self.world, self.observed = world, observed
         self.pins: dict[str, StepId] = {}  # acknowledged pins, until a command takes them back
-        self.forks: dict[str, StepId] = {}  # acknowledged forks by job, until then: the step of the origin
-        self.asked: dict[str, StepId] = {}  # every fork that was ever asked for
-
-    def look_at_fork(self, host: str, manifest: Manifest) -> None:
-        """Look at a manifest of a fork: it must name what the origin's rank put."""
-        shard, origin = manifest.shard, self.asked.get(manifest.shard.job)
-        if origin is None:
-            raise Violation("R32", f"{host} holds {shard}, of a job that no rank asked for")
-        put = self.observed.contents.get(self._shard(origin, shard.rank), [])
-        wanted = [[chunk_digest(data) for data in content] for content in put]
-        if [chunk.digest for chunk in manifest.chunks] not in wanted:
-            raise Violation("R32", f"{shard} on {host} is not {origin} of its origin, bit for bit")
 
     def promised(self) -> Iterator[tuple[str, ShardId]]:
-        """Yield every shard that a pin or a fork promises, with the name of that."""
+        """Yield every shard that a pin promises, with the name of that."""
         facts = self.observed.facts
         for name, step in sorted(self.pins.items()):
             yield from ((f"pin {name}", self._shard(step, rank)) for rank in range(len(facts[step].digests)))
-        for job in sorted(self.forks):
-            shards = {shard for whole in self.observed.whole.values() for shard, _ in whole if shard.job == job}
-            attempt = max((shard.attempt for shard in shards), default=1)
-            step = self.forks[job]
-            size = len(facts[step].digests)
-            yield from ((f"fork {job}", ShardId(job, attempt, step.step, rank)) for rank in range(size))
 
     def _shard(self, step: StepId, rank: int) -> ShardId:
         return ShardId(self.world.scenario.job, step.attempt, step.step, rank)

@@ -1,7 +1,7 @@
 """R6 and R7: the bytes in every memory are what slot headers and manifests say, and stay while they are read.
 
-A memory is looked at after each event that changed it. The same look finds replicas that have gone (R19), forks of
-wrong bytes (R32), slots in wrong hands (R8) and incoming replicas of fenced attempts (R21).
+A memory is looked at after each event that changed it. The same look finds replicas that have gone (R19), slots in
+wrong hands (R8) and incoming replicas of fenced attempts (R21).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from memstore.testing.simulator.checks.drops import Drops
 from memstore.testing.simulator.checks.fences import Fences
 from memstore.testing.simulator.checks.leases import look_at_leases
 from memstore.testing.simulator.checks.observed import Observed, Replica
-from memstore.testing.simulator.checks.promises import Promises
 from memstore.testing.simulator.world.memory import Memory
 from memstore.testing.simulator.world.processes import Holder
 from memstore.testing.simulator.world.violation import Violation
@@ -26,9 +25,9 @@ SEALED = 3
 class StoredBytes:
     """The memories of one simulation, each as it was when it was looked at last."""
 
-    def __init__(self, world: World, observed: Observed, drops: Drops, fences: Fences, promises: Promises) -> None:
+    def __init__(self, world: World, observed: Observed, drops: Drops, fences: Fences) -> None:
         self.world, self.observed = world, observed
-        self.drops, self.fences, self.promises = drops, fences, promises
+        self.drops, self.fences = drops, fences
         self._seen: dict[str, int] = {}  # host -> version of its memory
 
     def look(self) -> None:
@@ -49,8 +48,6 @@ class StoredBytes:
         believed = self.observed.believed[name] = set()
         for file_name, data in memory.manifests.items():
             manifest, digest, wanted = _decoded(data)
-            if manifest.shard.job != self.world.scenario.job:
-                self.promises.look_at_fork(name, manifest)
             if not wanted <= sealed | memory.damaged:
                 raise Violation("R7", f"a manifest of {manifest.shard} on {name} names chunks that no slot holds")
             replica = (manifest.shard, digest)

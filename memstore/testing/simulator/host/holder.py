@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from memstore.core.holder import answers, drop, fork, ranks, room
+from memstore.core.holder import answers, drop, ranks, room
 from memstore.core.holder.effects import Procedure
 from memstore.core.holder.fences import JobFences
 from memstore.core.holder.inventory import inventory, report_copy
@@ -39,7 +39,6 @@ from memstore.core.wire.orders import (
     Fence,
     ForgetStory,
     FreeCopies,
-    GiveUpFork,
     Grow,
     HostNews,
     JournalAppend,
@@ -47,8 +46,6 @@ from memstore.core.wire.orders import (
     JournalPage,
     JournalReplace,
     KeepStory,
-    LookAtCopies,
-    MakeFork,
     Order,
     OrderCheck,
     PushCopy,
@@ -296,10 +293,6 @@ class SimHolder:
                 self.driver.start(room.reserve(state, order))
             case Grow():
                 self.driver.start(room.grow(state, order))
-            case LookAtCopies():
-                self._later(fork.look(state, order))
-            case MakeFork():
-                self._later(fork.make(state, order))
             case PushCopy():
                 self.pusher.submit(Push(order.shard.id, order.digest, order.target, is_repair=True))
             case StageShard() | ReadShard() | ReadChunks():
@@ -314,8 +307,6 @@ class SimHolder:
                 self._later(drop.free(state, order))
             case DropJob():
                 self._later(drop.drop_job(state, order))
-            case GiveUpFork():
-                self._later(drop.give_up_fork(state, order))
             case VerifyCopies():
                 found = HostVerified(shards=0, chunks=0, damaged=0, damaged_manifests=0)
                 self.report(CopiesVerified(call=order.call, found=found, problem=""))

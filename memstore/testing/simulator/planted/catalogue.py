@@ -6,14 +6,14 @@ from memstore.testing.simulator.planted import (
     decisions,
     holder_steps,
     in_place,
-    pins_and_forks,
+    pins,
     shared_shards,
     stored_bytes,
     taken_files,
 )
 from memstore.testing.simulator.planted.bug import PlantedBug
 
-FILES = (stored_bytes, decisions, holder_steps, taken_files, pins_and_forks, shared_shards, in_place)
+FILES = (stored_bytes, decisions, holder_steps, taken_files, pins, shared_shards, in_place)
 BUGS: dict[str, PlantedBug] = {
     bug.name: bug
     for file in FILES

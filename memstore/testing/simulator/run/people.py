@@ -1,4 +1,4 @@
-"""What people and readers ask for in the middle of a run: pins, forks and leases, and their end."""
+"""What people and readers ask for in the middle of a run: pins and leases, and their end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from memstore.testing.simulator.world.scenario import Fault
 from memstore.testing.simulator.world.virtual_time import Endless, Thread
 from recovery.inventory import StepId
 
-KINDS = ("pin-step", "unpin-step", "fork-step", "remove-fork", "lease-step")
-STEPS_MAX = 4  # one of so many newest steps is pinned or forked
+KINDS = ("pin-step", "unpin-step", "lease-step")
+STEPS_MAX = 4  # one of so many newest steps is pinned
 
 
 class People:
@@ -29,35 +29,22 @@ class People:
         if not living:
             return
         rank, number = living[fault.rank % len(living)], fault.count - 1
-        pins, forks = self.promises.pins, self.promises.forks
+        pins = self.promises.pins
         committed = sorted(self.cluster.checker.observed.acked, reverse=True)
         self.count += 1
         if fault.kind == "pin-step" and committed:
             self._pin(rank, committed[number % min(STEPS_MAX, len(committed))], f"p{self.count}")
-        elif fault.kind == "fork-step" and committed:
-            self._fork(rank, committed[number % min(STEPS_MAX, len(committed))], f"fork{self.count}")
         elif fault.kind == "lease-step" and committed:
             self._lease(rank, f"l{self.count}", fault.for_s)
         elif fault.kind == "unpin-step" and pins:
             name = sorted(pins)[number % len(pins)]
             del pins[name]
             self._ask(rank, "unpin", lambda: None, name=name)
-        elif fault.kind == "remove-fork" and forks:
-            name = sorted(forks)[number % len(forks)]
-            del forks[name]
-            self._ask(rank, "rm", lambda: None, job=name, force=True)
 
     def _pin(self, rank: SimRank, step: StepId, name: str) -> None:
         self._ask(
             rank, "pin", lambda: self.promises.pins.update({name: step}),
             step=step.step, of_attempt=step.attempt, name=name,
-        )  # fmt: skip
-
-    def _fork(self, rank: SimRank, step: StepId, name: str) -> None:
-        self.promises.asked[name] = step
-        self._ask(
-            rank, "fork", lambda: self.promises.forks.update({name: step}),
-            step=step.step, of_attempt=step.attempt, new_job=name, nonce=f"{name}-{rank.nonce}",
         )  # fmt: skip
 
     def _lease(self, rank: SimRank, name: str, for_s: float) -> None:
@@ -73,7 +60,7 @@ class People:
             yield lambda: call_id in rank.replies or rank.is_dead
             answer = rank.replies.pop(call_id, None)
             what = "no answer" if answer is None else answer.error if isinstance(answer, CallFailed) else "done"
-            self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body.get('new_job') or body}: {what}")
+            self.cluster.note(f"rank {rank.rank}: {verb} {body.get('name') or body}: {what}")
             if what == "done":
                 done()
 

@@ -158,7 +158,7 @@ def _with_shared_shards(drawn: Scenario) -> Scenario:
         return replace(drawn, world_size=size)
     sizes = tuple(max(2, size + n) for n in (0, 1, rng.choice([-1, 2]))) if rng.random() < 0.6 else ()
     faults = [replace(_fault(rng), kind="differ") for _ in range(rng.choice([0, 0, 1, 2]))]
-    people = [replace(_fault(rng), kind=rng.choice(["pin-step", "fork-step"]), for_s=0.0)] if rng.random() < 0.2 else []
+    people = [replace(_fault(rng), kind="pin-step", for_s=0.0)] if rng.random() < 0.2 else []
     return replace(
         drawn, world_size=size, sizes=sizes, shards=min(*sizes, size, rng.choice([1, 1, 1, 2, 2, 3])),
         is_blocked=rng.random() < 0.4,
@@ -205,13 +205,11 @@ def _manifests(seed: int) -> list[Fault]:
 
 
 def _history(seed: int) -> list[Fault]:
-    """Draw pins and forks, and their ends."""
+    """Draw pins, and their ends."""
     rng = random.Random(f"history {seed}")
     if seed % 10 not in HISTORY_SEEDS:
         return []
-    kinds = rng.choices(
-        ["pin-step", "fork-step", "unpin-step", "remove-fork"], weights=[4, 3, 1, 1], k=rng.randrange(2, 8)
-    )
+    kinds = rng.choices(["pin-step", "unpin-step"], weights=[4, 1], k=rng.randrange(2, 8))
     return [replace(_fault(rng), kind=kind, for_s=0.0) for kind in kinds]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.core.wire.orders import Grow, LookAtCopies, Reserve
+from memstore.core.wire.orders import Grow, Reserve
 from memstore.testing.controller.holder import CHUNKS, FakeHolder, FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import ControllerWorld
@@ -213,27 +213,17 @@ def test_a_preparation_before_a_get_that_the_job_needs_is_refused() -> None:
     assert world.put_all(ranks, 2)
 
 
-@pytest.mark.parametrize("holder", ["fork", "pin"])
-def test_an_old_step_that_was_held_at_the_first_put_goes_when_a_put_is_skipped(holder: str) -> None:
+def test_an_old_step_that_was_held_at_the_first_put_goes_when_a_put_is_skipped() -> None:
     """It fills the version that every put needs, and only a commit would let it go: so no step was ever committed."""
     world, ranks = trained(2, last=1)
-    slow = world.holders["h1"]
-    slow.instead[LookAtCopies] = lambda order: None
-    if holder == "fork":
-        world.call(ranks[0], "fork", step=1, new_job="exp-b", nonce="n")
-    else:
-        world.call(ranks[0], "pin", step=1, name="best")
+    world.call(ranks[0], "pin", step=1, name="best")
     world.run(1.0)
     assert world.put_all(ranks, 2)
     ranks = world.launch(2)
     assert [answer["step"] for answer in world.get(ranks)] == [2, 2]
     world.reserve(ranks)
     assert world.holders_of(StepId(1, 1), 0), "it is held"
-    if holder == "fork":
-        slow.carry_out(slow.received(LookAtCopies)[-1])
-        assert world.run_until(lambda: "exp-b" in world.served.jobs, 20.0)
-    else:
-        world.call(ranks[0], "unpin", name="best")
+    world.call(ranks[0], "unpin", name="best")
     world.run(1.0)
     world.skip(ranks[0], 3)
     world.run(1.0)

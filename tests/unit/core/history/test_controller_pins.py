@@ -63,7 +63,7 @@ def test_a_pin_waits_while_an_attempt_opens() -> None:
 
 
 @pytest.mark.parametrize("is_retired", [False, True])
-def test_the_newest_step_is_pinned_and_forked_without_its_number(is_retired: bool) -> None:
+def test_the_newest_step_is_pinned_without_its_number(is_retired: bool) -> None:
     """Commits are faster than a person: a step that `ls` showed is gone by the time it is named."""
     world, ranks = trained(2, last=4, keep_steps=2)
     if is_retired:
@@ -72,8 +72,6 @@ def test_the_newest_step_is_pinned_and_forked_without_its_number(is_retired: boo
     newest = 3 if is_retired else 4
     assert ask(world, ranks[0], "pin", step=None, name="best") == ""
     assert world.job().pins["best"].step == newest
-    assert ask(world, ranks[0], "fork", step=None, new_job="twig", nonce="n") == ""
-    assert {step.step for step in world.job("twig").commits} == {newest}
     assert "no committed step" in ask(world, ranks[0], "pin", step=None, name="other", of_attempt=7)
 
 

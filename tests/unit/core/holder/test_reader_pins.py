@@ -29,6 +29,7 @@ class Link:
     """A connection of one rank's process."""
 
     nonce: str = "n"
+    job: str = "job"
     owner: Owner = field(default_factory=lambda: Owner(7, 1, 1))
     pins: dict[int, Callable[[], None]] = field(default_factory=dict)
 

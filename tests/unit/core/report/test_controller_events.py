@@ -210,18 +210,15 @@ def test_suspicion_return_drain_and_a_new_controller_are_sent() -> None:
     assert not events_of_kind(world, "commit", "attempt")
 
 
-def test_pins_and_forks_are_sent() -> None:
-    """A person's own doings are part of the account: which step, under which name, from where (R19, R32)."""
+def test_pins_are_sent() -> None:
+    """A person's own doings are part of the account: which step, under which name (R19)."""
     world, ranks = trained(3, last=2)
     world.call(ranks[0], "pin", step=2, name="best")
     world.run(2.0)
-    world.call(ranks[0], "fork", step=2, new_job="exp-b", nonce="n")
-    assert world.run_until(lambda: bool(events_of_kind(world, "forked")), 30.0)
     world.call(ranks[0], "unpin", name="best")
     world.run(2.0)
-    pinned, forked, unpinned = events_of_kind(world, "pinned", "forked", "unpinned")
+    pinned, unpinned = events_of_kind(world, "pinned", "unpinned")
     assert (pinned["job"], pinned["step"], pinned["name"]) == (JOB, 2, "best")
-    assert (forked["job"], forked["step"], forked["from_job"], forked["copies"]) == ("exp-b", 2, JOB, 2)
     assert unpinned["name"] == "best"
 
 

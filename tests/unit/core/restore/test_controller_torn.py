@@ -273,43 +273,6 @@ def test_a_step_that_is_seen_torn_while_it_is_restored_is_not_returned(moment_s:
     assert {rank.answers["get"][-1]["step"] for rank in new} == {2}
 
 
-def forked(world: ControllerWorld, rank: FakeRank, step: int) -> str:
-    """Ask for a fork and wait for the end; return the error, or ""."""
-    world.call(rank, "fork", step=step, new_job="fork", nonce="n")
-    assert world.run_until(lambda: bool(rank.answers.get("fork") or rank.errors.get("fork")), 30.0)
-    return rank.error("fork")
-
-
-def test_a_step_that_is_seen_torn_while_it_is_forked_makes_no_fork() -> None:
-    """Room is claimed and hosts look at their copies meanwhile (R32)."""
-    world, ranks = trained(3, last=3, keep_steps=3)
-    world.work_s = (1.0, 1.5)
-    world.call(ranks[1], "fork", step=3, new_job="fork", nonce="n")
-    world.run(0.5)
-    assert "fork" in world.served.state.pending_forks
-    retire(world, ranks[0], 3)
-    assert world.run_until(lambda: bool(ranks[1].errors.get("fork")), 30.0)
-    assert "changed before the fence" in ranks[1].error("fork")
-    assert "fork" not in world.served.jobs
-
-
-@pytest.mark.parametrize("end", ["", "crash", "removed"])
-def test_a_fork_of_a_step_that_is_seen_torn_afterwards_is_torn(end: str) -> None:
-    """It has the same bytes, independently of the controller and of the job that it was made from (R32)."""
-    world, ranks = trained(3, last=3, keep_steps=3)
-    assert forked(world, ranks[1], 3) == ""
-    retire(world, ranks[0], 3)
-    world.run(2.0)
-    if end == "removed":
-        world.call(ranks[0], "rm", job=JOB, force=True)
-        world.run(1.0)
-    if end:
-        world.crash_controller()
-        world.run(6.0)
-    answers = world.get(world.launch(3, job="fork"))
-    assert all("changed before the fence" in str(answer.get("error")) for answer in answers)
-
-
 @pytest.mark.parametrize("cause", ["host", "storage"])
 def test_the_removal_of_a_torn_marker_is_ordered_until_it_is_done(cause: str) -> None:
     """The host that got the order dies with the order, or storage fails just then.

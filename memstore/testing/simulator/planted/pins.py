@@ -1,4 +1,4 @@
-"""Planted bugs in pins, leases and forks: steps and slots that must be kept, and references that a fork must add."""
+"""Planted bugs in pins and leases: steps and slots that must be kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from memstore.core.holder.reads import reader_pins
 from memstore.core.holder.state import HolderState
 from memstore.core.repair import repair
 from memstore.core.restore.followers import Followers
-from memstore.shell.arena.replica_store import ReplicaStore
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.world.scenario import Fault
-from recovery.inventory import ShardId, StepId
+from recovery.inventory import StepId
 
 PINNED = Fault(4.0, "pin-step")
-FORKED = Fault(4.0, "fork-step")
 BROKEN_LINKS = [Fault(2.0 + 0.4 * n, "break-link", rank=n % 3) for n in range(24)]
 
 
@@ -54,33 +52,6 @@ def leases_without_room(real: Any, self: Any, job: Job, call: Any, step: StepId)
     """A step is leased before its room is claimed: puts lack theirs for as long as its reader reads."""
     job.lease_room = LeaseRoom((1 << 20,) * job.commits[step].world_size, 1)
     self._take(job, call, step)
-
-
-@planted("fork-takes-the-references", "R32", "R6 R7 R19", FORKED, at=(ReplicaStore, "fork"))
-def fork_takes_the_references(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
-    """A fork takes its origin's references instead of adding its own, so the next drop frees chunks in use."""
-    is_new = self.index.find(new) is None
-    made = real(self, shard, digest, new)
-    for number in made.slots if made is not None and is_new else ():
-        if number is not None:
-            self.table.unhold(number)
-    return made
-
-
-@planted("fork-frees-its-origin", "R32", "R19", FORKED, at=(ReplicaStore, "fork"))
-def fork_frees_its_origin(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
-    """A fork drops the origin's replica once the new job's is there."""
-    made = real(self, shard, digest, new)
-    self.drop(shard)
-    return made
-
-
-@planted("fork-of-another-step", "R32", "R32", FORKED, keep_steps=2, at=(ReplicaStore, "fork"))
-def fork_of_another_step(real: Any, self: Any, shard: ShardId, digest: str, new: ShardId) -> Any:
-    """A fork is made of another step of its origin than the one that was named."""
-    held = sorted(s for s, _ in self.index.shards if (s.job, s.rank) == (shard.job, shard.rank) and s != shard)
-    found = self.index.find(held[0]) if held else None
-    return real(self, found.shard, found.spec.digest, new) if found is not None else None
 
 
 @planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, streams_reads=True, reads_every=1,
