@@ -49,7 +49,6 @@ STORE_FIELDS = (
     "scrub_bytes_per_s",
     "replicate_bytes_per_s",
     "dscp",
-    "collective_hold_max_s",
     "recovery_grace_s",
     "abandoned_arena_ttl_s",
     "tls_cert",
@@ -80,7 +79,6 @@ class Config:
     scrub_bytes_per_s: int = 64 * MIB  # most that a host digests again in the background; 0: no scrub (R30)
     replicate_bytes_per_s: int = 0  # most that a host sends to others, paced by the kernel; 0: no limit
     dscp: int = 1  # traffic class of copies: 1 is "lower effort" (RFC 8622), 8 its predecessor CS1, 0 the default
-    collective_hold_max_s: float = 60.0  # longest that marked collectives hold copies back; 0: never (Store.collective)
     recovery_grace_s: float = 30.0  # longest wait of a get for hosts that the newest commit names (R24)
     abandoned_arena_ttl_s: float = 86_400.0  # a job without holders for this long is dropped if unused; 0: never (R5)
     tls_cert: str | None = None  # this host's certificate, PEM, the same path on every host; None: plain TCP
@@ -228,7 +226,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("scrub_bytes_per_s", 0, 1 << 50),
     ("replicate_bytes_per_s", 0, 1 << 50),
     ("dscp", 0, 63),
-    ("collective_hold_max_s", 0, 300),
     ("recovery_grace_s", 0, 86_400),
     ("abandoned_arena_ttl_s", 0, 1e9),
     ("replicas", 1, 16),

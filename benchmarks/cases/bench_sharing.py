@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks.report.harness import MIB, Options, Record, Took, interleave, require
 from benchmarks.report.targets import SHARING
 from benchmarks.rigs import rig
-from memstore.core.wire.calls import AskEvents
 from memstore.testing.clusters import namespaces
 from memstore.testing.clusters.namespaces import NamespaceRig
 from memstore.testing.clusters.processes import ProcessCluster
@@ -100,16 +99,11 @@ class Training:
         require(got.source == "local" and bool(np.all(found == step)), f"{name}: the peer's copy of step {step}")
 
     def notes(self) -> list[str]:
-        """What the puts blocked, and what the store says of idle time."""
+        """What the puts blocked, and what went beside collectives."""
         lines = [f"{name}: a put blocked {statistics.median(s) * 1e3:.1f} ms" for name, s in self.stalls_s.items()]
         cluster = self.clusters[INTERLEAVED]
-        told = {event.host: event.fields["why"] for event in cluster.ask(AskEvents()).events if event.event == "spill"}
-        for row in cluster.status()["hosts"]:
-            spilled = row["stats"]["spilled_bytes"] / MIB
-            lines.append(
-                f"{row['host']}, interleaved: spilled {spilled:.1f} MiB; reported: {told.get(row['host'], '-')}"
-            )
-        return lines
+        hosts = {row["host"]: row["stats"]["spilled_bytes"] / MIB for row in cluster.status()["hosts"]}
+        return lines + [f"{host}, interleaved: spilled {mib:.1f} MiB" for host, mib in hosts.items()]
 
 
 def notify(ranks: list[subprocess.Popen[str]], command: dict[str, Any]) -> list[dict[str, Any]]:

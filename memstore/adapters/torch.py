@@ -9,8 +9,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from memstore.client.collective_hooks import WatchedCollectives
-from memstore.client.store import Store
 from memstore.errors import ConfigError, ManifestMismatch
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -179,12 +177,3 @@ def _place(entry: Any, param: torch.Tensor | None) -> Any:
         return torch.zeros_like(param, dtype=entry.properties.dtype, requires_grad=False)
     device = "cpu" if param is None or not entry.size else param.device
     return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
-
-
-def watch_collectives(store: Store) -> WatchedCollectives:
-    """Mark every bulk collective that goes through torch.distributed's functions, until the result is closed.
-
-    For what `Store.instrument_ddp` does not cover, such as FSDP on a CPU backend; libraries that took the functions
-    before (`from torch.distributed import all_reduce`) are not seen.
-    """
-    return WatchedCollectives(store.marks)

@@ -279,6 +279,5 @@ LINES: dict[str, Callable[[Event], str]] = {
         f"scrub found {plural(e['found'], 'damaged piece')}, chunks or manifests, to be replaced from a copy"
     ),
     "files_lost": lambda e: f"files of its arena's folder were REMOVED while its holder ran: {e['what']}",
-    "spill": lambda e: f"idle time between collectives does not suffice: {e['why']}",
     "term": lambda e: f"controller of term {e['term']} serves: hosts {', '.join(e['hosts'])}{_took(e, 'settling')}",
 }

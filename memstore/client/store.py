@@ -136,15 +136,12 @@ class Store(PinVerbs):
                 "put(rank_state=) needs connect(shard_rank=, shard_count=): without, every rank's state is its own"
             )
         with self._under_way.only(f"put({step})"):
-            try:
-                ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
-                if ticket.level == "skipped":
-                    self._trained.say(step)
-                elif self.first_rehearsal is not None:
-                    self.first_rehearsal.begin(step, self._rehearse_newest)
-                return ticket
-            finally:
-                self.marks.put()  # after it: a wait for room is no part of the span that its copy may fill
+            ticket = self.puts.put(step, state, timeout_s, overlap, rank_state)
+            if ticket.level == "skipped":
+                self._trained.say(step)
+            elif self.first_rehearsal is not None:
+                self.first_rehearsal.begin(step, self._rehearse_newest)
+            return ticket
 
     def wait_before_step(
         self, optimizer: torch.optim.Optimizer | None = None, *, timeout_s: float | None = None
@@ -335,28 +332,12 @@ class Store(PinVerbs):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Hold the copies of puts back while a collective runs inside; at most `collective_hold_max_s` (D87)."""
+        """Hold the copies of puts back while a collective runs inside; it counts for 10 s at most (D87)."""
         self.marks.begin()
         try:
             yield
         finally:
             self.marks.end()
-
-    def mark_iteration(self) -> None:
-        """Mark that the next iteration begins; without it every put does, where collectives are marked."""
-        self.marks.has_iterations = True
-        self.marks.iteration()
-
-    def instrument_ddp(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Mark the gradient all-reduces of a DistributedDataParallel, and iterations by the optimizer's steps.
-
-        For others use `collective`, or `memstore.adapters.torch.watch_collectives(store)`. ConfigError if not DDP.
-        """
-        from memstore.client.collective_hooks import watch_module, watch_optimizer
-
-        watch_module(self.marks, module)
-        if optimizer is not None:
-            watch_optimizer(self.marks, optimizer)
 
     # -- the rest -----------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ PROVED = {
     "host_dead": "unit/core/report/test_problem_remedies.py::test_the_copies_of_a_dead_host_are_rebuilt",
     "host_drains": "unit/core/report/test_training.py::test_a_notice_that_is_over",
     "host_full": "unit/holder/test_full_folder.py::test_a_fact_without_room_waits",
-    "network_busy": "integration/client/test_sharing.py::test_no_collective_holds_a_copy",
     "holder_nice": "integration/client/test_holder_priority.py::test_a_holder_comes_forward",
     "over_limit": "unit/arena/test_arena_limit.py::test_rm_and_a_refused_first_put",
     "host_warning": "unit/holder/test_holder_warnings.py::test_a_helper_that_was_not_built",

@@ -21,7 +21,7 @@ PROBLEMS = frozenset(
     {
         "skip", "degraded", "restore_failed", "retired", "rank_dead", "rank_ended", "host_suspect", "host_dead",
         "replicas_differ", "ended", "unchanged", "dropped", "durable_failed", "durable_abandoned", "durable_keys",
-        "not_expired", "scrub", "spill", "files_lost",
+        "not_expired", "scrub", "files_lost",
     }
 )  # fmt: skip
 KINDS = ROUTINE | PROBLEMS | {

@@ -101,7 +101,7 @@ _DAMAGE: tuple[Row, ...] = (
     ("scrub_findings_total", HOST, "Damaged slots found in the arena, and manifests beside it."),
     ("link_damage_total", HOST, "Chunks or frames that arrived damaged."),
     ("received_bytes_total", HOST, "Bytes of copies that peers pushed to the host."),
-    ("spilled_bytes_total", HOST, "Bytes of copies sent beside collectives, for want of idle time between them."),
+    ("spilled_bytes_total", HOST, "Bytes of copies that were held for too long and sent beside collectives."),
 )
 _STALL = Metric(
     "memstore_put_stall_seconds", "histogram", "holder", "How long puts blocked their ranks.", (*JOB, *HOST), STALL_S

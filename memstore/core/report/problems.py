@@ -48,7 +48,7 @@ LAUNCH_IS_SLOW_S = 5.0  # ranks of one launch come within this of each other whe
 CLOSED_SHOWN_S = 3600.0  # after it was closed; no longer than until another job runs
 SEVERITIES = (UNRECOVERABLE, STOPPED, DEGRADED, NOTE)
 Kind = Literal[
-    "host_suspect", "host_dead", "host_drains", "host_full", "network_busy", "holder_nice", "over_limit",
+    "host_suspect", "host_dead", "host_drains", "host_full", "holder_nice", "over_limit",
     "host_warning", "descriptors", "files_removed", "damage_found", "launch_waits", "not_whole", "step_retired",
     "few_copies", "job_ended", "ranks_ended", "ranks_unseen", "rank_late", "training_quiet", "nothing_committed",
     "steps_skipped", "replicas_differ", "placement", "durable_off", "durable_keys", "durable_failed", "durable_missing",
@@ -127,12 +127,6 @@ def _stats_problems(name: str, stats: HostStats, up_s: float) -> Iterator[Proble
             f"cannot write beside its arena, so nothing new is stored there: {stats.short_of_room}", None,
             "remove what else lies in that file system, or enlarge it (mount -o remount,size=...); what waits is "
             "written by itself",
-        )  # fmt: skip
-    if stats.short_of_idle:
-        yield _row(
-            "network_busy", NOTE, name,
-            f"the network is idle for too short between collectives to carry the copies: {stats.short_of_idle}", None,
-            "put less often or less (bf16 states, shared shards), or accept that the rest travels beside them",
         )  # fmt: skip
     if stats.behind_ranks:
         yield _row(

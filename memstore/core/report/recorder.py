@@ -77,7 +77,6 @@ class EventRecorder:
         self.puts: dict[tuple[str, StepId], Putting] = {}
         self.skips: dict[tuple[str, int, int], tuple[str, SkipStep]] = {}  # (job, attempt, step) -> host, rank's word
         self.problem = ""  # the last mistake in telling; tests look at it
-        self.short: set[str] = set()  # hosts whose network has too little idle time for their copies
         self.files_lost: dict[str, str] = {}  # by host: what of its folder was removed, as its last beat said
         self.scrubbed: dict[tuple[str, int], int] = {}  # (host, incarnation) -> damaged chunks already reported
 
@@ -368,14 +367,11 @@ class EventRecorder:
 
     @never_raises
     def heartbeat(self, host: str, stats: HostStats | None) -> None:
-        """Record what a host's scrub found since its last heartbeat (R30), and what spilled (D87)."""
+        """Record what a host's scrub found since its last heartbeat (R30)."""
         state = self.state.hosts.states.get(host)
         if state is None:
             return
-        found, short = (stats.scrub, stats.short_of_idle) if stats is not None else (0, "")
-        if short and host not in self.short:
-            self.add("spill", host=host, why=short[:300], nbytes=stats.spilled_bytes if stats is not None else 0)
-        (self.short.add if short else self.short.discard)(host)
+        found = stats.scrub if stats is not None else 0
         lost = stats.files_lost[:300] if stats is not None else ""
         if lost and self.files_lost.get(host) != lost:  # its successor's beats say so as well
             self.add("files_lost", host=host, what=lost)

@@ -106,7 +106,6 @@ class HostStats(Part, frozen=True):
     descriptors_hard: Unsigned
     pid: Unsigned
     spilled_bytes: Unsigned
-    short_of_idle: str
     short_of_room: str
     behind_ranks: str
 

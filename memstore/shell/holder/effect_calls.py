@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -72,18 +71,16 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.SendChunks) -> None:
         shipment = cast(OutgoingReplica, effect.source)
-        held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
+        gate = None if effect.is_repair else self.send_gate.sending(shipment)
         throttle = self.repair_limit if effect.is_repair else None
-        with held as gate:
-            effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
+        effect.peer.send_chunks(shipment, effect.chunks, sender=self.context.host_id, throttle=throttle, gate=gate)
 
     @_call.register
     def _(self, effect: effects.SendWhole) -> Any:
         shipment = cast(OutgoingReplica, effect.source)
-        held = contextlib.nullcontext() if effect.is_repair else self.send_gate.sending(shipment)
+        gate = None if effect.is_repair else self.send_gate.sending(shipment)
         throttle = self.repair_limit if effect.is_repair else None
-        with held as gate:
-            return effect.peer.send_whole(shipment, effect.request, throttle=throttle, gate=gate)
+        return effect.peer.send_whole(shipment, effect.request, throttle=throttle, gate=gate)
 
     @_call.register
     def _(self, effect: effects.ReceiveChunks) -> list[int]:

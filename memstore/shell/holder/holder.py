@@ -172,7 +172,7 @@ class Holder:
         self.workers = ThreadPoolExecutor(ORDER_THREADS, thread_name_prefix="memstore-orders")
         self.trained = TrainedSteps()
         self.connections = RankConnections(context)
-        self.send_gate = SendGate(self.folder, self.config.collective_hold_max_s)
+        self.send_gate = SendGate(self.folder)
         self.effect_calls = EffectCalls(context, self.connections, self.send_gate)
         self.runner = Runner(self.effect_calls, context.changed)
         self.pusher = Pusher(context, self.runner, self.send_gate)
@@ -309,8 +309,8 @@ class Holder:
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat of this moment."""
         counts: dict[str, Any] = {
-            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(), **self.send_gate.stats(),
-            **descriptor_stats(),
+            **self.replicas.stats(), **self.damage.stats(), **self.guard.stats(),
+            **descriptor_stats(), "spilled_bytes": self.send_gate.spilled_bytes,
         }  # fmt: skip
         stats = HostStats(
             **counts, scrub=self.scrubber.found_count, limit_why=self.limit_words[0], limit_warning=self.warnings,

@@ -84,7 +84,7 @@ class RankServer:
                 link.submitted_puts.put(None)
                 ranks.end(self.state, link)
                 if link.nonce not in self.state.ranks.links:  # under the lock: a new link's marks are not forgotten
-                    self.send_gate.forget(link.nonce, link.job, link.rank)
+                    self.send_gate.forget(link.nonce)
 
     def _hello(self, channel: Channel, hello: RankHello | ToolHello, owner: Owner) -> RankConnection:
         """Take the link."""

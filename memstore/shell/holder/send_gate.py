@@ -1,18 +1,18 @@
-"""Holds copies of puts back while collectives of this host's ranks are under way (core/network/send_gate.py, D87)."""
+"""Reads the marks of this host's ranks and lets bytes of copies out between them (core/network/send_gate.py, D87)."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from memstore.core.network.send_gate import Order, Sending, SendSchedule
+from memstore.core.network.send_gate import LOOK_S, MARK_BYTES, MARK_PREFIX, PIECE_S, Order, Sending, is_held
 from memstore.errors import ProtocolError
-from memstore.shell.holder.marks_reader import CollectiveMarksReader, remove_marks
 from memstore.shell.net.socket_options import Flight
 from memstore.shell.peer.outgoing_shard import OutgoingReplica
 
@@ -21,87 +21,70 @@ Pace = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class SendGate:
-    """The marks of this host's ranks and the pushes of their puts; any thread may use it."""
+    """The marks of this host's ranks and the newest puts of each; any thread may use it."""
 
-    def __init__(self, folder: Path, hold_s: float) -> None:
-        """`hold_s`: the longest that one put is held back; 0: marks are ignored."""
-        self._folder, self._hold_s = folder, hold_s
-        self._gate = SendSchedule(hold_s)
-        self._readers: dict[str, CollectiveMarksReader] = {}  # by the rank's nonce
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, int] = {}  # of marks, by the rank's nonce
+        self._newest: dict[tuple[str, int], Order] = {}  # by job and rank
         self._lock = threading.Lock()
-        remove_marks(folder)
+        self.spilled_bytes = 0  # sent beside collectives, or regardless of them
+        for path in folder.glob(f"{MARK_PREFIX}*"):  # of ranks whose holder never opened them
+            path.unlink(missing_ok=True)
 
-    def watch(self, nonce: str, file: str) -> None:
-        """Read a rank's file of marks from now on; one that cannot be read is ignored, with a warning."""
+    def watch(self, nonce: str, name: str) -> None:
+        """Look at a rank's mark from now on; one that cannot be opened is ignored, with a warning."""
         try:
-            reader = CollectiveMarksReader(self._folder, file)
-        except ProtocolError as exc:
+            file = _opened(self._folder, name)
+        except (OSError, ProtocolError) as exc:
             log.warning("memstore: marks of rank process %s are ignored: %s", nonce, exc)
             return
         with self._lock:
             self._drop(nonce)
-            self._readers[nonce] = reader
-            self._gate.ranks[nonce] = reader.spans
+            self._files[nonce] = file
 
-    def forget(self, nonce: str, job: str, rank: int) -> None:
-        """Forget the marks of a rank whose link has ended."""
+    def forget(self, nonce: str) -> None:
+        """Forget the mark of a rank whose link has ended."""
         with self._lock:
             self._drop(nonce)
-            self._gate.forget(job, rank)
 
     def release(self, job: str, rank: int, order: Order) -> None:
         """Stop holding back copies of a rank's older puts: a newer put begins or waits for room (R13)."""
         with self._lock:
-            self._gate.release(job, rank, order)
+            self._newest[job, rank] = max(self._newest.get((job, rank), order), order)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the heartbeat's fields."""
-        return {"spilled_bytes": self._gate.spilled_bytes, "short_of_idle": self._gate.short}
-
-    @contextlib.contextmanager
-    def sending(self, shipment: OutgoingReplica) -> Iterator[PushGate | None]:
-        """Give the gate for one push of a put; None if nothing holds it back."""
-        if not self._hold_s or not self._readers:
-            yield None
-            return
+    def sending(self, shipment: OutgoingReplica) -> PushGate | None:
+        """Return the gate for one push of a put; None if no rank of this host has a mark."""
+        if not self._files:
+            return None
         shard = shipment.shard
-        with self._lock:
-            self._read()
-            order = (shard.attempt, shard.step)
-            sending = self._gate.begin(time.monotonic(), shard.job, shard.rank, order)
-        try:
-            yield PushGate(self, sending)
-        finally:
-            with self._lock:
-                self._gate.end(sending)
+        return PushGate(self, Sending((shard.job, shard.rank), (shard.attempt, shard.step), time.monotonic()))
 
-    def allow(
-        self, sending: Sending, asked: int, stream: int, flight: Callable[[], Flight], held_s: float
-    ) -> tuple[int, float]:
+    def allow(self, sending: Sending, asked: int, flight: Callable[[], Flight], frame_s: float) -> tuple[int, float]:
         """Return how many bytes may go now, and if none, when to ask again."""
         with self._lock:
-            self._read()
-            unacked_bytes, rtt_s = flight()  # as of now, not of before the wait for the lock: rates follow from it
-            return self._gate.allow(time.monotonic(), sending, asked, stream, unacked_bytes, held_s, rtt_s)
+            now, newest = time.monotonic(), self._newest.get(sending.owner, sending.order)
+            held = is_held(now, sending, newest, self._marks_s(), frame_s)
+            if held is None and self._files:
+                self.spilled_bytes += asked
+            if held is None or not self._files:
+                return asked, 0.0
+        return (0, PIECE_S) if held else (sending.piece(time.monotonic(), asked, *flight()), LOOK_S)
 
-    def leave(self, stream: int) -> None:
-        """Note that a stream has nothing to send now."""
-        with self._lock:
-            self._gate.leave(stream)
-
-    def _read(self) -> None:
-        for nonce, reader in list(self._readers.items()):
-            try:
-                reader.read()
-            except (OSError, ProtocolError) as exc:
-                log.warning("memstore: marks of rank process %s are ignored from now on: %s", nonce, exc)
+    def _marks_s(self) -> list[float]:
+        began_s = []
+        for nonce, file in list(self._files.items()):
+            data = os.pread(file, MARK_BYTES, 0)
+            if len(data) != MARK_BYTES:
+                log.warning("memstore: marks of rank process %s are ignored: its file was cut short", nonce)
                 self._drop(nonce)
+            elif any(data):
+                began_s.append(int.from_bytes(data, "little") / 1e9)
+        return began_s
 
     def _drop(self, nonce: str) -> None:
-        reader = self._readers.pop(nonce, None)
-        self._gate.ranks.pop(nonce, None)
-        if reader is not None:
-            reader.close()
+        if nonce in self._files:
+            os.close(self._files.pop(nonce))
 
 
 class PushGate:
@@ -117,37 +100,28 @@ class PushGate:
     def parts(
         self, views: Sequence[memoryview], flight: Callable[[], Flight], closed: threading.Event
     ) -> Iterator[list[memoryview]]:
-        """Cut a frame into parts, each given when it may go; ends early if the channel is closed.
-
-        Args:
-            views: Everything that is to be sent, of bytes.
-            flight: Returns what the kernel holds of this channel's bytes.
-            closed: The channel's end.
-        """
-        stream, began_s = threading.get_ident(), time.monotonic()
-        left = list(views)
-        asked = sum(view.nbytes for view in left)
-        try:
-            while asked and not closed.is_set():
-                held_s = time.monotonic() - began_s
-                nbytes, wait_s = self._gate.allow(self._sending, asked, stream, flight, held_s)
+        """Cut a frame into parts, each given when it may go; ends early if `closed` is set."""
+        began_s = time.monotonic()
+        for view in views:
+            sent = 0
+            while sent < view.nbytes and not closed.is_set():
+                asked = view.nbytes - sent
+                nbytes, wait_s = self._gate.allow(self._sending, asked, flight, time.monotonic() - began_s)
                 if nbytes:
-                    part, left = _cut(left, nbytes)
-                    asked -= nbytes
                     with self._pace():
-                        yield part
+                        yield [view[sent : sent + nbytes]]
+                    sent += nbytes
                 else:
                     closed.wait(wait_s)
-        finally:
-            self._gate.leave(stream)
 
 
-def _cut(views: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the first `nbytes` and the rest."""
-    first: list[memoryview] = []
-    for place, view in enumerate(views):
-        if view.nbytes >= nbytes:
-            return [*first, view[:nbytes]], [view[nbytes:], *views[place + 1 :]]
-        first.append(view)
-        nbytes -= view.nbytes
-    return first, []
+def _opened(folder: Path, name: str) -> int:
+    """Open a mark, which no process finds by its name any more; a rank may cut it short, so it is not mapped."""
+    if not name.startswith(MARK_PREFIX) or "/" in name:
+        raise ProtocolError(f"{name[:80]!r} is no file of marks")
+    file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ProtocolError(f"{name!r} is no file of marks")
+    os.unlink(folder / name)
+    return file

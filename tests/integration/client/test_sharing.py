@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,27 +19,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from link_site import WAIT_S, Site
 from msgspec import convert
-from torch._C._distributed_c10d import Work
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from memstore.adapters.torch import watch_collectives
-from memstore.client.collective_hooks import watch_module, watch_optimizer
 from memstore.client.connect import connect
 from memstore.client.reader import reader
 from memstore.client.store import Store
 from memstore.config import Config
-from memstore.core.network.idle_profile import BUSY_MAX_S, LEARN_MIN, Kind
-from memstore.core.network.marks_layout import RING
+from memstore.core.network.send_gate import MARK_MAX_S, PIECE_FIRST_BYTES
 from memstore.core.report.metrics import holder_growth
 from memstore.core.wire.rank_messages import MarksMade
 from memstore.core.wire.status_rows import HostStats
-from memstore.errors import ConfigError, ProtocolError
-from memstore.shell.holder.marks_reader import CollectiveMarksReader
-from memstore.shell.holder.send_gate import SendGate, _cut
+from memstore.errors import ConfigError
+from memstore.shell.holder.send_gate import PushGate, SendGate
 from memstore.shell.net.socket_options import Flight
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.testing.clusters.processes import ProcessCluster, wait_for
@@ -94,68 +89,55 @@ def read_from_far(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_put_that_waits_for_room_lets_go_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within one collective: room comes with commits, and those wait for copies."""
-    with training(tmp_path, monkeypatch) as (_, store):
+    """Within one collective: room comes with commits, and those wait for copies; a metric counts what goes beside."""
+    with training(tmp_path, monkeypatch) as (cluster, store):
         with store.collective():
             tickets = [store.put(step, state(step)) for step in range(5)]
         tickets[-1].wait("committed")
         assert not [ticket.reason for ticket in tickets if ticket.level == "skipped"]
 
-
-def test_no_collective_holds_a_copy_for_longer_than_allowed_and_it_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that is always busy: the copy goes after the longest hold; an event, a problem, a metric say so."""
-    with training(tmp_path, monkeypatch, collective_hold_max_s=HELD_S) as (cluster, store):
-        with store.collective():
-            store.put(1, state(1)).wait("committed")
-            reported = wait_for(lambda: [e for e in cluster.events() if e["event"] == "spill"], "the event")
-        assert reported[0]["host"] == "near"
-        assert "found 0 ms between collectives" in reported[0]["why"]
-        status = cluster.status()
-        [row] = [row for row in status["problems"] if row["kind"] == "network_busy"]
-        assert "found 0 ms between collectives" in row["cause"]
-        assert row["remedy"].startswith("put less often or less ")
-
         def stats() -> dict[str, Any]:
             return next(row["stats"] for row in cluster.status()["hosts"] if row["host"] == "near")
 
+        wait_for(lambda: stats()["spilled_bytes"] >= 1 << 20, "a heartbeat after the last of a copy")
         assert holder_growth("near", None, convert(stats(), HostStats))[-1].name == "memstore_spilled_bytes_total"
-        wait_for(lambda: stats()["spilled_bytes"] >= 1 << 20, "a heartbeat after the last of the copy")
-        store.put(2, state(2)).wait("committed")  # the remedy: not within a collective
-        wait_for(lambda: "network_busy" not in {row["kind"] for row in cluster.status()["problems"]}, "its end")
 
 
-def test_marks_are_ignored_where_interleaving_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """collective_hold_max_s=0."""
-    with training(tmp_path, monkeypatch, collective_hold_max_s=0) as (_, store), store.collective():
-        store.put(1, state(1)).wait("committed")
+IN_A_COLLECTIVE = """
+import json, sys, threading
+import numpy, memstore
+with memstore.connect(sys.argv[1], rank=0, world_size=1, config=memstore.Config(**json.loads(sys.argv[2]))) as store:
+    with store.collective():
+        store.put(0, {"weights": numpy.random.default_rng(0).standard_normal(1 << 17)}).wait("sealed")
+        print("sealed", flush=True)
+        threading.Event().wait()
+"""
 
 
-@pytest.mark.parametrize("has_marks", [True, False])
-def test_an_iteration_begins_where_the_loop_says_or_at_every_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_marks: bool
-) -> None:
-    """Two collectives and two puts in each: the holder learns the three idle spans of an iteration, not of a put."""
-    site = Site(tmp_path, ["a"], monkeypatch)
-    [store] = site.connect()
-    send_gate = site.holders["a"].send_gate
-    step = 0
-    for _ in range(LEARN_MIN + 2):
-        if has_marks:
-            store.mark_iteration()
-        for _ in range(2):
-            with store.collective():
-                pass
-            step += 1
-            store.put(step, state(step)).wait("committed", WAIT_S)
-    wait_for(lambda: send_gate._readers, "the marks")
-    with send_gate._lock:
-        send_gate._read()
-        [spans] = send_gate._gate.ranks.values()
-    # Idle before, between and after the collectives; an iteration of one put has one collective, and two spans.
-    assert len(spans.expected) == (3 if has_marks else 2)
-    site.close()
+def test_a_collective_that_never_ends_holds_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks within one, one is frozen and the other killed: both steps are committed after a while."""
+    with training(tmp_path, monkeypatch) as (cluster, _), contextlib.ExitStack() as ranks:
+        fields = json.dumps(cluster.config.store_fields())
+        argv = [sys.executable, "-c", IN_A_COLLECTIVE]
+        started = {
+            ending: ranks.enter_context(
+                subprocess.Popen([*argv, ending.name, fields], env=cluster.env("near"), stdout=subprocess.PIPE)
+            )
+            for ending in (signal.SIGSTOP, signal.SIGKILL)
+        }
+        for ending, rank in started.items():
+            ranks.callback(rank.kill)
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"sealed\n"
+            rank.send_signal(ending)
+        for ending in started:
+            wait_for(lambda job=ending.name: committed_step(cluster, job) == 0, f"the commit after {ending.name}")
+
+
+def committed_step(cluster: ProcessCluster, job: str) -> int | None:
+    """Return a job's newest committed step, None before the first."""
+    found = cluster.job(job)
+    return found and found["committed_step"]
 
 
 # -- marks ------------------------------------------------------------------------------------------
@@ -179,105 +161,79 @@ def link(tmp_path: Path) -> FakeLink:
     return FakeLink(tmp_path)
 
 
-def opened(link: FakeLink) -> CollectiveMarksReader:
-    """Open the newest file as the holder would."""
-    return CollectiveMarksReader(link.folder, link.files[-1])
+def watching(link: FakeLink) -> SendGate:
+    """Return a gate that looks at the newest mark, as the holder's does."""
+    gate = SendGate(link.folder / "no files of its own")
+    gate._folder = link.folder
+    gate.watch("rank", link.files[-1])
+    return gate
 
 
-def test_what_a_rank_marks_its_holder_reads(link: FakeLink) -> None:
-    """Overlapping collectives are one busy span; the file loses its name when it is opened."""
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
-    marks.put()
-    assert link.files == []  # no process marks collectives: nothing to tell
+def allowed(gate: SendGate, push: PushGate | None) -> int:
+    """Return how many of 1 MiB may go now."""
+    assert push is not None
+    return gate.allow(push._sending, 1 << 20, lambda: NOTHING, 0.0)[0]
+
+
+SHIPMENT: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1))
+
+
+@pytest.fixture
+def marks(link: FakeLink) -> CollectiveMarks:
+    """The rank's end."""
+    return CollectiveMarks(link)  # type: ignore[arg-type]
+
+
+def test_what_a_rank_marks_its_holder_reads(link: FakeLink, marks: CollectiveMarks) -> None:
+    """Overlapping collectives are one; the file loses its name when it is opened."""
     marks.begin()
-    reader = opened(link)
+    gate = watching(link)
+    push = gate.sending(SHIPMENT)
     marks.begin()
     marks.end()
-    reader.read()
-    assert reader.spans.is_busy
+    assert allowed(gate, push) == 0
     marks.end()
-    marks.put()
-    reader.read()
-    assert not reader.spans.is_busy
-    assert reader.spans.iteration_s is not None
+    assert allowed(gate, push) == PIECE_FIRST_BYTES
     assert list(link.folder.iterdir()) == []
-    reader.close()
 
 
-def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink) -> None:
-    """Its connection is another one; what was under way ends with it."""
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
+def test_a_holder_that_comes_back_gets_a_file_of_its_own(link: FakeLink, marks: CollectiveMarks) -> None:
+    """Its connection is another one; a collective that ends meanwhile is no longer under way."""
     marks.begin()
     link.channel = object()
     marks.end()
     assert len(set(link.files)) == 2
     assert [path.name for path in link.folder.iterdir()] == link.files[1:]  # no holder opened the former one
-    reader = opened(link)
-    reader.read()
-    assert not reader.spans.is_busy
-    reader.close()
+    assert watching(link)._marks_s() == []
+    SendGate(link.folder)
+    assert list(link.folder.iterdir()) == []
 
 
-def test_marks_that_were_overwritten_are_lost_and_the_newest_count(link: FakeLink) -> None:
-    """A holder that did not look for three rings' time: what is busy now is known, the iteration is not."""
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
-    marks.iteration()
-    reader = opened(link)
-    reader.read()
-    for _ in range(3 * RING // 2):
-        marks.begin()
-        marks.end()
+def test_a_collective_that_was_given_up_is_forgotten(
+    link: FakeLink, marks: CollectiveMarks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never ends, and training goes on in another group: its collectives are marked."""
     marks.begin()
-    reader.read()
-    assert reader.spans.is_busy
-    assert reader.spans.iteration_s is None
-    reader.close()
-
-
-def test_a_mark_that_is_not_there_yet_is_waited_for(link: FakeLink) -> None:
-    """The count became visible before the mark, which is an old one of a ring ago: not taken."""
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
-    marks.begin()
-    reader = opened(link)
-    marks._words[0] = 2
-    reader.read()
-    assert reader.spans.is_busy
-    marks._words[2] = marks._words[1] // 4 * 4 + Kind.IDLE
-    reader.read()
-    assert not reader.spans.is_busy
-    reader.close()
-
-
-def test_a_collective_that_was_given_up_is_forgotten(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its future never completes, and training goes on in another group: its collectives are marked."""
-    marks = CollectiveMarks(link)  # type: ignore[arg-type]
-    now = time.monotonic()
-    marks.begin()
-    reader = opened(link)
-    monkeypatch.setattr("memstore.shell.rank.collective_marks.time.monotonic", lambda: now + BUSY_MAX_S + 1.0)
+    gate = watching(link)
+    [first_s] = gate._marks_s()
     monkeypatch.setattr(
-        "memstore.shell.rank.collective_marks.time.monotonic_ns", lambda: int((now + BUSY_MAX_S + 1.0) * 1e9)
+        "memstore.shell.rank.collective_marks.time.monotonic_ns", lambda: int((first_s + MARK_MAX_S + 1.0) * 1e9)
     )
     marks.begin()
-    reader.read()
-    assert reader.spans.is_busy
-    assert reader.spans.since_s > now + BUSY_MAX_S
+    assert gate._marks_s() == pytest.approx([first_s + MARK_MAX_S + 1.0])
     marks.end()
-    reader.read()
-    assert not reader.spans.is_busy
-    reader.close()
+    assert gate._marks_s() == []
 
 
 def test_marks_that_cannot_be_sent_leave_nothing_behind(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    link: FakeLink, marks: CollectiveMarks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No room beside the arena: training goes on, a warning says so, once for each holder."""
 
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    marks = CollectiveMarks(link)  # type: ignore[arg-type]
+    monkeypatch.setattr("memstore.shell.rank.collective_marks.mmap.mmap", refuse)
     for _ in range(3):
         marks.begin()
         marks.end()
@@ -286,62 +242,49 @@ def test_marks_that_cannot_be_sent_leave_nothing_behind(
     assert caplog.text.count("no room") == 1
 
 
-def test_marks_that_cannot_be_opened_do_not_end_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are advice; puts go over the same link."""
-    SendGate(tmp_path, 60.0).watch("rank", "marks-absent")
-    assert "marks of rank process rank are ignored" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["slots", "marks-/../slots", "marks-absent", "marks-link", "marks-folder"])
-def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str) -> None:
-    """Any folder that a process of this user names."""
+@pytest.mark.parametrize("name", ["slots", "mark-/../slots", "mark-absent", "mark-link", "mark-folder"])
+def test_a_holder_opens_files_of_marks_only(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Any folder that a process of this user names; marks are advice, so its link goes on."""
+    gate = SendGate(tmp_path)
     (tmp_path / "slots").write_bytes(b"s")
-    (tmp_path / "marks-link").symlink_to(tmp_path / "slots")
-    (tmp_path / "marks-folder").mkdir()
-    with pytest.raises(ProtocolError):
-        CollectiveMarksReader(tmp_path, name)
+    (tmp_path / "mark-link").symlink_to(tmp_path / "slots")
+    (tmp_path / "mark-folder").mkdir()
+    gate.watch("rank", name)
+    assert "marks of rank process rank are ignored" in caplog.text
+    assert gate.sending(SHIPMENT) is None
     assert (tmp_path / "slots").exists()
 
 
-def test_a_file_that_is_cut_short_is_ignored_from_then_on(tmp_path: Path, link: FakeLink) -> None:
+def test_a_file_that_is_cut_short_is_ignored_from_then_on(link: FakeLink, marks: CollectiveMarks) -> None:
     """It harms no process, and holds nothing back."""
-    send_gate = SendGate(tmp_path, 60.0)
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
-    file = os.open(tmp_path / link.files[0], os.O_RDWR)
-    send_gate.watch("rank", link.files[0])
-    shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with send_gate.sending(shipment) as gate:
-        assert gate is not None
-        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 0
-        os.ftruncate(file, 4)
-        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
+    file = os.open(link.folder / link.files[0], os.O_RDWR)
+    gate = watching(link)
+    push = gate.sending(SHIPMENT)
+    assert allowed(gate, push) == 0
+    os.ftruncate(file, 4)
     os.close(file)
+    assert allowed(gate, push) > 0
+    assert gate.sending(SHIPMENT) is None
 
 
-def test_a_rank_that_is_gone_holds_nothing_back(tmp_path: Path, link: FakeLink) -> None:
+def test_a_rank_that_is_gone_holds_nothing_back(link: FakeLink, marks: CollectiveMarks) -> None:
     """Its link has ended in the middle of a collective."""
-    send_gate = SendGate(tmp_path, 60.0)
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
     marks.begin()
-    send_gate.watch("rank", link.files[0])
-    shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
-    with send_gate.sending(shipment) as gate:
-        assert gate is not None
-        send_gate.forget("rank", "j", 0)
-        assert send_gate.allow(gate._sending, 1 << 20, 1, lambda: NOTHING, 0.0)[0] == 1 << 20
-    with send_gate.sending(shipment) as gate:
-        assert gate is None
+    gate = watching(link)
+    push = gate.sending(SHIPMENT)
+    assert allowed(gate, push) == 0
+    gate.forget("rank")
+    assert allowed(gate, push) == 1 << 20
+    assert gate.sending(SHIPMENT) is None
 
 
-def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: FakeLink) -> None:
-    """Who waits for idle time leaves the host's limit to the others."""
-    send_gate = SendGate(tmp_path, 60.0)
-    marks: Any = CollectiveMarks(link)  # type: ignore[arg-type]
+def test_a_share_of_the_pace_is_taken_only_while_bytes_go(link: FakeLink, marks: CollectiveMarks) -> None:
+    """Who waits leaves the host's limit to the others."""
     marks.begin()
     marks.end()
-    send_gate.watch("rank", link.files[0])
-    shipment: Any = SimpleNamespace(shard=SimpleNamespace(job="j", rank=0, attempt=1, step=1), sizes=[1 << 20])
+    gate = watching(link).sending(SHIPMENT)
+    assert gate is not None
     sending: list[int] = []
 
     @contextmanager
@@ -354,130 +297,30 @@ def test_a_share_of_the_pace_is_taken_only_while_bytes_go(tmp_path: Path, link: 
         assert sending == []
         return NOTHING
 
-    with send_gate.sending(shipment) as gate:
-        assert gate is not None
-        sizes = []
-        for part in gate.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
-            assert sending == [1]
-            sizes.append(sum(view.nbytes for view in part))
+    sizes = []
+    for part in gate.paced(pace).parts([memoryview(bytes(1 << 20))], waiting, threading.Event()):
+        assert sending == [1]
+        sizes.append(sum(view.nbytes for view in part))
     assert sum(sizes) == 1 << 20
     assert len(sizes) > 1
-
-
-# -- hooks of torch ---------------------------------------------------------------------------------
-
-
-class Counting:
-    """Counts marks."""
-
-    def __init__(self) -> None:
-        self.begun = self.ended = self.iterations = 0
-        self.has_iterations = False
-
-    def begin(self) -> None:
-        """One more."""
-        self.begun += 1
-
-    def end(self) -> None:
-        """One more."""
-        self.ended += 1
-
-    def iteration(self) -> None:
-        """One more."""
-        self.iterations += 1
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-def test_ddps_reductions_and_the_optimizers_steps_are_marked() -> None:
-    """As many ends as begins; gradients are those of an unwatched module; an iteration per step."""
-    torch.manual_seed(1)
-    plain = torch.nn.Linear(8, 8)
-    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    module.module.load_state_dict(plain.state_dict())
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    marks: Any = Counting()
-    watch_module(marks, module)
-    watch_optimizer(marks, optimizer)
-    rows = torch.ones(2, 8)
-    for _ in range(3):
-        optimizer.zero_grad()
-        module(rows).sum().backward()
-        optimizer.step()
-    plain(rows).sum().backward()
-    assert torch.equal(module.module.weight.grad, plain.weight.grad)
-    assert marks.begun >= 3
-    wait_for(lambda: marks.ended == marks.begun, "the end of the last reduction")
-    assert marks.iterations == 3
-    with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        watch_module(marks, plain)
-
-
-@pytest.mark.usefixtures("group")
-def test_torchs_functions_are_marked_while_they_are_watched() -> None:
-    """Blocking or not, and one that raises; afterwards they are torch's own again."""
-    original = dist.all_reduce
-    store: Any = SimpleNamespace(marks=Counting())
-    with watch_collectives(store):
-        dist.all_reduce(torch.ones(4))
-        dist.all_reduce(torch.ones(4), async_op=True).wait()
-        with pytest.raises(RuntimeError, match="root"):
-            dist.broadcast(torch.ones(4), 7)
-        wait_for(lambda: store.marks.ended == 3, "three ends")
-    assert store.marks.begun == 3
-    assert dist.all_reduce is original
-
-
-class Foreign(Work):
-    """Of a backend that has no futures."""
-
-
-def test_a_collective_without_a_future_is_over_when_it_was_started() -> None:
-    """What torch itself would not refuse is not refused because it is marked."""
-    store: Any = SimpleNamespace(marks=Counting())
-    with watch_collectives(store) as watched:
-        work = Foreign()
-        assert watched._wrapped(lambda tensor: work)(torch.ones(4)) is work
-    assert (store.marks.begun, store.marks.ended) == (1, 1)
-
-
-@pytest.mark.usefixtures("group")
-def test_a_module_is_watched_for_the_newest_store() -> None:
-    """The process has connected again; and a hook of another's is left alone."""
-    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    first: Any = Counting()
-    second: Any = Counting()
-    for marks in (first, second):
-        watch_module(marks, module)
-    module(torch.ones(2, 8)).sum().backward()
-    assert (first.begun, second.begun > 0) == (0, True)
-    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    module.register_comm_hook(None, fp16_compress_hook)
-    with pytest.raises(ConfigError, match="watch_collectives"):
-        watch_module(first, module)
-    module(torch.ones(2, 8)).sum().backward()
 
 
 # -- the gate and its settings ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", range(1, 8))
-def test_a_frame_is_cut_anywhere(nbytes: int) -> None:
-    """Both parts together are the whole."""
-    views = [memoryview(b"ab"), memoryview(b""), memoryview(b"cde"), memoryview(b"fg")]
-    first, rest = _cut(views, nbytes)
-    assert b"".join(first) == b"abcdefg"[:nbytes]
-    assert b"".join(rest) == b"abcdefg"[nbytes:]
+def test_a_frame_leaves_whole_and_in_order(link: FakeLink, marks: CollectiveMarks) -> None:
+    """Its views are of any size, one is empty, one longer than a piece."""
+    marks.begin()
+    marks.end()
+    gate = watching(link).sending(SHIPMENT)
+    assert gate is not None
+    views = [memoryview(b"ab"), memoryview(b""), memoryview(os.urandom(3 * PIECE_FIRST_BYTES + 5)), memoryview(b"cde")]
+    parts = list(gate.parts(views, lambda: NOTHING, threading.Event()))
+    assert b"".join(view for part in parts for view in part) == b"".join(views)
+    assert len(parts) > len(views)
 
 
-@pytest.mark.parametrize("field", ["dscp", "collective_hold_max_s", "replicate_bytes_per_s"])
+@pytest.mark.parametrize("field", ["dscp", "replicate_bytes_per_s"])
 def test_settings_out_of_range_are_refused(field: str) -> None:
     """By name."""
     with pytest.raises(ConfigError, match=field):
