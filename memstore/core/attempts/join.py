@@ -48,6 +48,7 @@ class Attempts:
         self.fence_waits: dict[str, tuple[set[str], float]] = {}  # job -> (hosts awaited, deadline)
         self.unsigned = AttemptNumbers(state, out, journal)
         self.closes: dict[str, set[int]] = {}  # job -> ranks of the newest attempt that said close
+        self.last_closes: dict[str, Call[CloseStore]] = {}  # job -> the last of them, until the attempt is closed
         state.holds.add("a rewind", self._held, is_in_use=False)
 
     def _held(self, job: Job) -> set[StepId]:
@@ -335,7 +336,7 @@ class Attempts:
         )  # fmt: skip
         job.attempts[fact.attempt] = attempt
         job.placement, job.refusals = None, {}
-        self.closes.pop(fact.job, None)
+        self._forget_closes(fact.job)
         if is_replay:
             attempt.phase = "open"
             return
@@ -429,14 +430,17 @@ class Attempts:
         for entrant in self.opening.pop(name, ()):
             self.out.refuse(entrant.call, *job_removed(name))
         self.fence_waits.pop(name, None)
-        self.closes.pop(name, None)
+        self._forget_closes(name)
 
     def close(self, call: Call[CloseStore]) -> None:
-        """Note that a rank closed its store, or left by an exception: it is gone. Close the attempt once all have."""
+        """Note that a rank closed its store, or left by an exception: it is gone. Close the attempt once all have.
+
+        The last one is answered when that is recorded: a status that follows shows a closed job.
+        """
         job, rank = self.state.jobs.get(call.request.job), call.request.rank
         attempt = job.newest if job is not None else None
-        self.out.answer(call, Noted())
         if job is None or attempt is None or attempt.attempt_number != call.request.attempt:
+            self.out.answer(call, Noted())
             return
         ranks, member = self.closes.setdefault(job.name, set()), attempt.members[rank]
         ranks.add(rank)
@@ -447,15 +451,27 @@ class Attempts:
             attempt.ended_by = attempt.ended_by or f"{kind} on rank {rank}{colon}{said}"
             self.out.emit(RankGone(job, member, is_news, has_left=False, error=call.request.error))
         if len(ranks) == attempt.world_size and attempt.phase != "closed":
+            self.last_closes[job.name] = call
             self.journal.record(AttemptClosed(job.name, attempt.attempt_number, attempt.ended_by))
+        else:
+            self.out.answer(call, Noted())
 
     def apply_closed(self, fact: AttemptClosed) -> None:
         """Close an attempt: no rank of it goes on."""
+        self._answer_last_close(fact.job)
         job = self.state.jobs.get(fact.job)
         if job is not None and fact.attempt in job.attempts:
             job.attempts[fact.attempt].phase = "closed"
             job.attempts[fact.attempt].ended_by = fact.ended_by
             job.attempts[fact.attempt].closed_s = self.state.now
+
+    def _forget_closes(self, job: str) -> None:
+        self.closes.pop(job, None)
+        self._answer_last_close(job)
+
+    def _answer_last_close(self, job: str) -> None:
+        if (call := self.last_closes.pop(job, None)) is not None:
+            self.out.answer(call, Noted())
 
     def tick(self, now: float) -> None:
         """Check deadlines: of fences that a host has not answered, and of launches that miss ranks."""

@@ -69,3 +69,15 @@ def test_a_rank_that_ends_by_an_exception_frees_the_others_at_once() -> None:
     assert "rank 0 died" in ranks[1].error("get")
     row = next(row for row in world.events("train") if row["event"] == "rank_ended")
     assert (row["rank"], row["why"]) == (0, NAN)
+
+
+def test_the_last_close_is_answered_once_it_is_recorded() -> None:
+    """A status that is asked for after it shows a closed job; the ranks before it do not wait for the others."""
+    world, ranks = trained(3, last=1)
+    world.call(ranks[0], "close")
+    assert world.run_until(lambda: "close" in ranks[0].answers, 5.0)
+    assert world.job().attempts[1].phase != "closed"
+    for rank in ranks[1:]:
+        world.call(rank, "close")
+    assert world.run_until(lambda: all("close" in rank.answers for rank in ranks), 5.0)
+    assert world.job().attempts[1].phase == "closed"
