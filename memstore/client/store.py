@@ -35,7 +35,7 @@ from memstore.core.wire.rank_messages import (
     StepLevel,
 )
 from memstore.core.wire.replies import Joined, ShardPlaced, StepAgreed
-from memstore.errors import ClosedError, ConfigError, MemstoreError, RecoveryError
+from memstore.errors import ClosedError, CommitError, ConfigError, MemstoreError, RecoveryError
 from memstore.shell.rank.collective import CALL_SLACK_S, ask_with_all, collective, in_turn
 from memstore.shell.rank.collective_marks import CollectiveMarks
 from memstore.shell.rank.holder_link import HolderLink
@@ -407,8 +407,9 @@ class Store(PinVerbs):
             return rehearse_stored(read, target, loss, timeout_s)
 
     def _rehearse_newest(self, step: int, target: str, ending: threading.Event) -> Rehearsal:
-        """Rehearse the newest step once `step` is committed: with keep_steps=1 the step itself may be gone by then."""
-        self.puts.wait_committed(step, REHEARSAL_S)
+        """Rehearse the newest step once `step` is committed, or superseded; itself it may be gone by then."""
+        with contextlib.suppress(CommitError):  # a newer one was committed before it
+            self.puts.wait_committed(step, REHEARSAL_S)
         newest = ReadStep(job=self.job, step=None, of_attempt=None, rank=self.rank)
         with ShardRead(self._link, newest, REHEARSAL_S) as read:
             return rehearse_stored(read, target, None, REHEARSAL_S, ending)

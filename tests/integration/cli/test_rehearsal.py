@@ -117,9 +117,9 @@ def test_the_first_step_is_rehearsed_beside_the_training(
     state, step = (rehearsed.forgets if name == "forgets" else rehearsed.good)()
     step()
     store = site.connect(rehearse=f"{FILE}:{name}")[0]
-    for number in range(3):
+    for number in range(3):  # the first may be superseded
         store.put(number, state)
-        store.flush()
+    store.flush()
     rehearsal = store.first_rehearsal
     assert rehearsal is not None
     if name != "hangs":
