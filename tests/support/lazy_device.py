@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -42,6 +43,8 @@ class LazyDevice:
         monkeypatch.setattr(torch.cpu, "Event", Event)
         monkeypatch.setattr(torch.cpu, "Stream", Stream)
         monkeypatch.setattr(torch.cpu, "current_stream", lambda device=None: current)
+        # torch's own keeps one stream for all threads: two copies at once would leave this one behind for later tests.
+        monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
 
         def later(piece: Piece) -> None:
             self._queue.append(lambda: real(piece))
