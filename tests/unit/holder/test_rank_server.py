@@ -272,7 +272,9 @@ def test_readers_pins_end_although_the_dead_cannot_be_reaped(site: Site, monkeyp
     expired = threading.Event()
     monkeypatch.setattr(ranks, "reap", lambda state: 1 // 0)
     monkeypatch.setattr(site.holder.replicas, "expire_pins", expired.set)
-    threading.Thread(target=REAP_LOOP, args=(site.holder,), daemon=True).start()
+    reaping = threading.Thread(target=REAP_LOOP, args=(site.holder,), daemon=True)
+    site.holder._threads.append(reaping)  # close() joins it: else it finds its files removed, and writes them again
+    reaping.start()
     assert expired.wait(WAIT_S)
 
 
