@@ -1,10 +1,7 @@
-"""Write the generated parts of the manual and of the room READMEs: `python docs/generate.py`, after a change of theirs.
+"""Write the generated parts of the manual: `python docs/generate.py`, after a change of settings or rooms.
 
 A generated part stands in its page between `<!-- generated: NAME -->` and `<!-- end -->`, committed, so that it can be
 read in a checkout. tests/house/test_docs.py fails if one is not what its source says.
-
-In the README of a room of core or shell, the line of what it may import is written from the drawing. In the README of
-any room, a Python file without a line gets one from its docstring, to be edited, and one that is gone loses its line.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import ast
 import dataclasses
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from memstore import config
 from memstore.config import GIB, KIB, MIB, Config
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW, TABLE = re.compile(r"\| `([^`]+\.py|[^`]+/)` \|.*"), "\n| file | what it has |\n"
 PART = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 # What a field may be where that is no range of numbers.
 VALUES = {
@@ -100,11 +96,7 @@ def drawn_rooms() -> dict[str, dict[str, list[str]]]:
 
 
 def purpose_of(folder: Path) -> str:
-    """Return the first sentence of a room's README, or of its package's docstring."""
-    readme = folder / "README.md"
-    blocks = readme.read_text(encoding="utf-8").split("\n\n") if readme.exists() else []
-    if len(blocks) > 1 and blocks[1][0].isalpha():  # no list, no table
-        return blocks[1].replace("\n", " ").partition(". ")[0].rstrip(".")
+    """Return the first line of a room's docstring."""
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0].rstrip(".")
 
@@ -143,48 +135,12 @@ def written(text: str) -> str:
     return PART.sub(lambda found: f"<!-- generated: {found[1]} -->\n{PARTS[found[1]]()}\n<!-- end -->", text)
 
 
-def with_lines_of_files(folder: Path, text: str) -> str:
-    """Return a room's README with a line for each Python file of its folder, and none for one that is gone."""
-    here = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-    rows = [row for row in text.splitlines() if not (found := ROW.match(row)) or found[1] in here or "/" in found[1]]
-    named = [at for at, row in enumerate(rows) if ROW.match(row)]
-    missing = sorted(here - {ROW.sub(r"\1", rows[at]) for at in named})
-    if named:
-        rows[named[-1] + 1 : named[-1] + 1] = [f"| `{name}` | {described(folder / name)} |" for name in missing]
-    return "\n".join(rows) + "\n"
-
-
-def described(path: Path) -> str:
-    """Return the first sentence of a file's docstring, without rules and such."""
-    line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem).partition("\n")[0]
-    return re.sub(r"\s*\([^()]*\)|\.? Pure\.?$", "", line.partition(". ")[0]).rstrip(".").replace("|", "\\|")
-
-
-def room_readmes() -> Iterator[tuple[Path, str]]:
-    """Yield each room's README with what it should say."""
-    drawn = {ROOT / "memstore" / part / room: (part, below) for part in ("core", "shell")
-             for room, below in drawn_rooms()[part].items()}  # fmt: skip
-    for top in ("memstore", "benchmarks", "tests"):
-        for page in sorted((ROOT / top).rglob("README.md")):
-            text = page.read_text(encoding="utf-8")
-            if page.parent in drawn:
-                part, below = drawn[page.parent]
-                rooms = ", ".join(f"`{room}`" for room in below) or "nothing else"
-                text = re.sub(r"^May import: .*$", f"May import: {rooms} of `{part}`.", text, flags=re.MULTILINE)
-            if TABLE in text:
-                yield page, with_lines_of_files(page.parent, text)
-
-
 def pages() -> list[Path]:
     """Return the pages of the manual."""
     return sorted((ROOT / "docs").rglob("*.md"))
 
 
 if __name__ == "__main__":
-    for page, new in room_readmes():  # first: the tables of rooms have their first sentences
-        if new != page.read_text(encoding="utf-8"):
-            page.write_text(new, encoding="utf-8")
-            print(f"written: {page.relative_to(ROOT)}: read the new lines, and say what the files have in plain words")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := written(text)) != text:

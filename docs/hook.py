@@ -42,8 +42,7 @@ def in_site(path: str) -> str:
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
     if (ROOT / path).is_dir():
-        readme = f"{path}/README.md"
-        return COPIES + (readme if (ROOT / readme).exists() else f"{path}/index.md")
+        return f"{COPIES}{path}/index.md"
     suffix = Path(path).suffix
     return f"{COPIES}{path}.md" if suffix in CODE else COPIES + path
 
@@ -69,10 +68,9 @@ def copy_of(path: str) -> str:
     """Return the Markdown that shows a file or folder of the repository."""
     source = ROOT / path
     if source.is_dir():
-        readme = source / "README.md"
         names = sorted(child.name + "/" * child.is_dir() for child in source.iterdir() if child.name[0] not in "._")
         listed = "\n".join(f"- `{name}`" for name in names)
-        return readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n\n{listed}\n"
+        return f"# {path}\n\n{listed}\n"
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
         return text
@@ -92,15 +90,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if place.endswith(".md"):
                 copy = copy_of(path)
                 files.append(File.generated(config, place, content=copy))
-                waiting.append((_page_of(path), copy))
+                waiting.append((path, copy))
             else:
                 files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     return files
-
-
-def _page_of(path: str) -> str:
-    """Return the file whose folder the links of a copy are relative to."""
-    return f"{path}/README.md" if (ROOT / path).is_dir() else path
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -17,7 +17,7 @@ def arrange(
 
     Every group, and every `replicas` hosts in a row on the ring, lie in distinct domains, if no
     domain has more than `hosts_count // replicas` hosts. That bound is also necessary for any
-    scheme in which every host stores the same number of peers (see README.md).
+    scheme in which every host stores the same number of peers (see placement/README.md).
 
     Args:
         domains: Hosts per failure domain. Neighbouring domains should share the coarser ones:

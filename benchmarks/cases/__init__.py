@@ -1,1 +1,4 @@
-"""The benchmarks, one file each."""
+"""The benchmarks, one file for each question.
+
+Each says in its first lines what it measures and beside what; `python -m benchmarks --full --only NAME` runs one.
+"""

@@ -1,7 +1,8 @@
 """`python -m benchmarks.cases.bench_faults --repetitions 5 --out FOLDER`: seconds to notice a fault and to be past it.
 
 Four hosts in network namespaces, a rank of 8 MiB on each, two copies, product settings; needs root. Every repetition
-has a cluster of its own and plays every fault once, on another host each time. Read `README.md` for what is timed.
+has a cluster of its own and plays every fault once, on another host each time.
+What is timed stands in benchmarks/README.md.
 """
 
 from __future__ import annotations

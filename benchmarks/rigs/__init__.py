@@ -1,1 +1,4 @@
-"""What benchmarks run on: clusters, ranks, floors to compare with."""
+"""What benchmarks run on: stores, ranks, floors to compare with.
+
+The floors, raw copies and raw connections, import nothing of memstore.
+"""

@@ -1,1 +1,12 @@
-"""What a training process calls: connect, Store, Reader, tickets, checkpoints."""
+"""What a training loop calls: connect, Store, tickets, checkpoints, readers.
+
+It runs in the training process. Adapters, in-place recovery and exports stand on it; it knows `memstore.admin` only to
+start an absent store, and the controller only by the calls that its holder passes on.
+
+A put:
+
+    begun --room--> copied --submitted--> the holder's; its levels come back as events
+      '--no room in time, or not copied--> skipped: all ranks give the step up alike
+
+Read `store.py` first: every verb of a rank; then `puts.py`, `whole_get.py`, `reader.py`.
+"""

@@ -1,11 +1,10 @@
-"""The protocol keeps its form: short rules and clauses, numbered without gaps, each rule with a statement first."""
+"""The protocol keeps its form: rules and clauses are numbered without gaps, each rule has a statement first."""
 
 from __future__ import annotations
 
 import pytest
 from rulebook import PROTOCOL, rules
 
-WORDS_MAX = 80
 RULES_COUNT = 36  # numbers of rules stay: a rule that goes leaves a line that says so
 
 
@@ -23,13 +22,11 @@ def faults(text: str) -> list[str]:
             wrong.append(f"{rule} does not begin with its statement")
         if strays := [p.text for p in passages[1:] if not p.is_clause and not p.text.startswith("*Breaks when* ")]:
             wrong.append(f"{rule} has text that no citation can name: {strays}")
-        long = [passage for passage in passages if passage.words_count > WORDS_MAX]
-        wrong += [f"{passage.number} has {passage.words_count} words, over {WORDS_MAX}: part it" for passage in long]
     return wrong
 
 
-def test_the_protocol_is_short_and_numbered() -> None:
-    """A reader finds a cited rule by its number and reads it in one breath."""
+def test_the_protocol_is_numbered() -> None:
+    """A reader finds a cited rule by its number."""
     text = PROTOCOL.read_text(encoding="utf-8")
     assert len(rules(text)) == RULES_COUNT
     assert faults(text) == []
@@ -46,9 +43,6 @@ GOOD = "### R1 One\n\nIt is so.\n\n- **R1.1** First.\n- **R1.2** Second.\n\n*Bre
         (GOOD.replace("R1.2", "R2.2"), "in order: ['R1.1', 'R2.2']"),
         (GOOD.replace("It is so.\n\n", ""), "does not begin with its statement"),
         (GOOD + "\nAnd so on.\n", "no citation can name: ['And so on.']"),
-        (GOOD.replace("Second.", "word " * 81), "R1.2 has 81 words"),
-        (GOOD.replace("It is so.", "word " * 81), "R1 has 81 words"),
-        (GOOD.replace("it rains", "word " * 80), "R1 has 82 words"),
     ],
 )
 def test_a_fault_of_form_is_seen(text: str, fault: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from repository import ROOT
 
 FOLDER_FILES_MAX = 25
-README_LINES_MAX = 40
+DOCSTRING_LINES = range(3, 21)
 
 # A room and the rooms that it may import beside itself: always some that stand above it in the list.
 CORE: dict[str, str] = {
@@ -141,10 +141,6 @@ def arrows(package: str) -> dict[str, frozenset[str]]:
     return {name: frozenset(imported(imports_of(path), found)) - {name} for name, path in found.items()}
 
 
-# Packages with a README.md of at most README_LINES_MAX lines in every room: what lives there, what it may import.
-EXPLAINED = ["memstore.drills"]
-
-
 def room_of(module: str, package: str) -> str:
     """Return the room of a module in a package, or "" for the package itself."""
     return module.removeprefix(package).removeprefix(".").split(".")[0]
@@ -204,13 +200,15 @@ def test_rooms_are_drawn_from_the_ground_up(package: str) -> None:
         seen.add(room)
 
 
-@pytest.mark.parametrize("package", EXPLAINED)
-def test_every_room_is_explained_on_one_page(package: str) -> None:
-    """A stranger reads in one minute what lives in a room and what it may import."""
+@pytest.mark.parametrize("package", DRAWN)
+def test_every_room_is_explained_where_it_begins(package: str) -> None:
+    """A stranger reads in half a minute what lives in a room, who calls it and what it must not know."""
     folder = ROOT / package.replace(".", "/")
-    pages = {room: folder / room / "README.md" for room in ["", *DRAWN[package]]}
-    lengths = {room: len(page.read_text(encoding="utf-8").splitlines()) for room, page in pages.items()}
-    assert all(0 < length <= README_LINES_MAX for length in lengths.values()), lengths
+    lengths = {}
+    for room in DRAWN[package]:
+        docstring = ast.get_docstring(ast.parse((folder / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+        lengths[room] = len(docstring.splitlines())
+    assert {room: lines for room, lines in lengths.items() if lines not in DOCSTRING_LINES} == {}
 
 
 @pytest.mark.parametrize("package", DRAWN)

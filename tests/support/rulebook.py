@@ -25,11 +25,6 @@ class Passage:
     text: str
     is_clause: bool = False
 
-    @property
-    def words_count(self) -> int:
-        """Return how many words it has; punctuation that stands alone is none."""
-        return sum(any(char.isalnum() for char in word) for word in self.text.split())
-
 
 def rules(text: str) -> dict[str, list[Passage]]:
     """Return the passages of every rule of a protocol text, in the order in which they stand.

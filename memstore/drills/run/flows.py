@@ -31,7 +31,7 @@ READ_TRIES = 5  # each put from before the check can replace the newest step onc
 
 
 class Flow:
-    """The ranks' part in a drill: one hook for each phase. README.md beside this file shows the order of the hooks."""
+    """The ranks' part in a drill: one hook for each phase. The docstring of drills/run has their order."""
 
     def __init__(self, context: DrillContext, scene: Scene) -> None:
         self.context, self.scene = context, scene

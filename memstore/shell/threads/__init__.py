@@ -1,1 +1,5 @@
-"""Threads, waits and answers between threads, safe against what a signal's handler raises."""
+"""Threads, their priority, waits and answers between threads, safe against exceptions of signal handlers.
+
+A handler may raise between any two steps of the main thread; `safe_condition.py` has the condition, event and thread
+that such an exception cannot tear. All rooms of the shell may use it; it imports none.
+"""
