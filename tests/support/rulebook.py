@@ -14,7 +14,6 @@ DECISIONS = ROOT / "docs/decisions"
 RULE = re.compile(r"### (R\d+) \S.*")
 CLAUSE = re.compile(r"- \*\*(R\d+\.\d+)\*\* (.+)")
 DECISION = re.compile(r"## (D\d+)\. (\S.*)")
-PART = re.compile(r"\*\*(Status|Context|Decision|Rejected|Consequence|Revisit when)\.?\*\* ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +57,21 @@ class Decision:
     """One entry of a chapter of decisions."""
 
     number: str
-    title: str
-    parts: tuple[str, ...]  # names of its parts, in their order
-    status: str  # "" where it has none
+    text: str
     page: str  # the chapter's file
-    chapter: str  # and its title
-
-    @property
-    def successors(self) -> list[str]:
-        """Return the decisions that its status says took its place, in whole or in part."""
-        return re.findall(r"D\d+", re.sub(r"\([^)]*\)", "", self.status))
 
 
 def decisions(pages: Iterable[Path]) -> list[Decision]:
     """Return the decisions of some chapters, in the order in which they stand."""
     found = []
     for page in pages:
-        head, *entries = re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        chapter = head.partition("\n")[0].removeprefix("# ")
+        _, *entries = re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
         for entry in entries:
             heading, _, body = entry.partition("\n")
             known = DECISION.fullmatch(heading)
             if known is None:
                 raise ValueError(f"{page.name}: {heading!r} is no number and title of a decision")
-            begun = [part for part in map(PART.match, re.split(r"\n\n+", body.strip())) if part]
-            texts = {part[1]: part.string[part.end() :] for part in begun}
-            status = " ".join(texts.get("Status", "").split())
-            found.append(Decision(known[1], known[2], tuple(part[1] for part in begun), status, page.name, chapter))
+            found.append(Decision(known[1], body.strip(), page.name))
     return found
 
 
@@ -96,10 +83,3 @@ def chapters() -> list[Path]:
 def anchor(title: str) -> str:
     """Return what a link calls a heading: in lower case, words joined by dashes."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def index_line(decision: Decision) -> str:
-    """Return a decision's line in the index."""
-    place = f"{decision.page}#{anchor(f'{decision.number}. {decision.title}')}"
-    status = re.sub(r" \([^)]*\)", "", decision.status).removesuffix(".").lower().replace(" d", " D")
-    return f"| [{decision.number}]({place}) | {decision.title} | {status} | {decision.chapter} |"

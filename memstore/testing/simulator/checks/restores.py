@@ -107,7 +107,7 @@ class Restores:
         """Look at a call that failed: within the promise no get fails for want of bytes (I1).
 
         Other errors are no loss: if a host died meanwhile, the launcher starts again. If durable storage could not be
-        read, the store cannot know whether the step is lost (D23).
+        read, the store cannot know whether the step is lost (D136).
         """
         self.world.note(f"rank {rank.rank}: {verb} failed: {error[:160]}")
         is_loss = verb == "get" and "no whole step" in error and "could not be read" not in error
