@@ -18,7 +18,7 @@ from memstore.core.arena.share import PeerShare
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder.link import Link
 from memstore.core.wire.codec import Request
-from memstore.core.wire.orders import ChunkListener, DurablePlace, Lineage
+from memstore.core.wire.orders import DurablePlace, Lineage
 from memstore.core.wire.peer_messages import WholeShard
 from memstore.core.wire.rank_messages import HolderEvent, PutReady, SlotSample
 from memstore.core.wire.reports import MarkerRow
@@ -33,7 +33,6 @@ class Effect:
 
 
 Procedure = Generator[Effect, Any, T]  # a procedure that returns a T
-ChunkNotifier = Any  # notifies a reader of its chunks while others still arrive; made by `OpenNotifier`
 Peer = Any  # the connections to one other holder, as `Reach` gives them; a procedure only passes them on
 
 
@@ -111,13 +110,9 @@ class WaitFor(Effect):
 
 @dataclass(frozen=True)
 class Together(Effect):
-    """Run procedures side by side and give what they return; the first error is raised once all have ended.
-
-    Meanwhile the notifier, if there is one, reports the chunks that have come to its reader.
-    """
+    """Run procedures side by side and give what they return; the first error is raised once all have ended."""
 
     procedures: Sequence[Procedure[Any]]
-    notifier: ChunkNotifier | None = None
 
 
 # -- other holders ------------------------------------------------------------------------------------
@@ -446,15 +441,6 @@ class ForgetJob(Effect):
     """Forget which steps the ranks of a removed job have trained."""
 
     job: str
-
-
-@dataclass(frozen=True)
-class OpenNotifier(Effect):
-    """Give the notifier that reports arrived chunks to a reader on this host; None if it asked for none."""
-
-    listener: ChunkListener | None
-    manifest: bytes
-    replica: IncomingReplica
 
 
 @dataclass(frozen=True)

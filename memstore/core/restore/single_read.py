@@ -17,7 +17,7 @@ from memstore.core.cluster.text import dropped_text, listed, listed_names, plura
 from memstore.core.durable.paths import place_of
 from memstore.core.wire.calls import Get, ReadRanges, ReadStep
 from memstore.core.wire.ids import WireShard, WireSpec
-from memstore.core.wire.orders import ChunkListener, ChunkRange, ReadChunks, ReadShard, Run
+from memstore.core.wire.orders import ChunkRange, ReadChunks, ReadShard, Run
 from memstore.core.wire.replies import ChunksStaged, RestoreReport, ShardStaged
 from memstore.core.wire.reports import ReadEnded
 from recovery.inventory import ShardId, StepId
@@ -43,7 +43,7 @@ class Wanted:
     of_attempt: int | None
     rank: int
     chunks: tuple[ChunkRange, ...] | None = None  # None: all of them
-    listener: ChunkListener | None = None
+    reader: str = ""  # the nonce of the reading process
     is_repair: bool = False
     report: RestoreReport | None = None  # of the get() that asks once more
 
@@ -85,7 +85,7 @@ class SingleReads:
         """Read what a reader names."""
         asked = call.request
         if isinstance(asked, ReadStep):
-            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, listener=asked.listener)
+            wanted = Wanted(asked.step, asked.of_attempt, asked.rank, reader=asked.reader)
         else:
             wanted = Wanted(asked.step, asked.of_attempt, asked.rank, asked.chunks, is_repair=asked.is_repair)
         self.read(call, wanted)
@@ -135,7 +135,7 @@ class SingleReads:
         if wanted.chunks is not None:
             self.out.send(call.host_id, ReadChunks(**bring, chunks=wanted.chunks, is_repair=wanted.is_repair))
         else:
-            self.out.send(call.host_id, ReadShard(**bring, listener=wanted.listener))
+            self.out.send(call.host_id, ReadShard(**bring, reader=wanted.reader))
         self.state.reads[self._count] = Read(call, shard, result.verdict, result.why, wanted.report)
 
     def _plan_at(self, host: str, job: Job, attempt: Attempt, only: StepId | None, world_size: int) -> RecoveryPlan:

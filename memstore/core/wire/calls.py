@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from memstore.core.wire.codec import Decoder, Part, Request, Row, Setting
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
-from memstore.core.wire.orders import ChunkListener, ChunkRange
+from memstore.core.wire.orders import ChunkRange
 from memstore.core.wire.replies import (
     DrainNoted,
     Events,
@@ -217,7 +217,8 @@ class ReadStep(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_step")
     step: Unsigned | None
     of_attempt: Unsigned | None = None
     rank: Unsigned
-    listener: ChunkListener | None = None
+    reader: str = ""
+    """The nonce of the reading process."""
 
 
 class ReadRanges(Request[ShardPlaced], frozen=True, kw_only=True, tag="read_ranges"):

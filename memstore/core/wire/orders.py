@@ -265,19 +265,12 @@ class StageShard(Bring, frozen=True, tag="stage"):
     round: Positive
 
 
-class ChunkListener(Row, frozen=True):
-    """A reader on this host that takes chunks as they come."""
-
-    nonce: str
-    number: Unsigned
-    """Its own number of the read."""
-
-
 class ReadShard(Bring, frozen=True, tag="read_shard"):
     """Bring a shard here for one reader (R27)."""
 
     read: Positive
-    listener: ChunkListener | None
+    reader: str
+    """The nonce of its process; "": it named none."""
 
 
 class ReadChunks(Bring, frozen=True, tag="read_chunks"):

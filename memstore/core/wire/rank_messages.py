@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memstore.core.wire.calls import RankCall
-from memstore.core.wire.codec import Decoder, Message, Part, Row, Setting
+from memstore.core.wire.codec import Decoder, Message, Part, Setting
 from memstore.core.wire.error_message import ErrorMessage
 from memstore.core.wire.ids import Name, Positive, Seconds, Unsigned
 from memstore.core.wire.reports import IntoChecked
@@ -200,22 +200,6 @@ class AttemptFenced(Message, frozen=True, tag="fenced"):
     is_removed: bool
 
 
-class ArrivedChunk(Row, frozen=True):
-    """A chunk that a reader may copy, and its slot."""
-
-    index: Unsigned
-    slot: Unsigned
-
-
-class ChunksArrived(Message, frozen=True, tag="chunks_arrived"):
-    """Chunks of a read that have come while others are still coming (R27)."""
-
-    read: Unsigned
-    chunks: tuple[ArrivedChunk, ...]
-    manifest: bytes | None = None
-    """With the first ones."""
-
-
 class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
     """Another rank that names the same shard put other bytes; no chunks: the same again (R34)."""
 
@@ -227,15 +211,7 @@ class ReplicasDiffer(Message, frozen=True, tag="replicas_differ"):
 
 
 HolderEvent = (
-    AskAnswered
-    | AskRefused
-    | SlotsLeased
-    | RoomGrown
-    | StepLevel
-    | CheckInto
-    | AttemptFenced
-    | ChunksArrived
-    | ReplicasDiffer
+    AskAnswered | AskRefused | SlotsLeased | RoomGrown | StepLevel | CheckInto | AttemptFenced | ReplicasDiffer
 )
 
 decode_greeting: Decoder[Welcome | ErrorMessage] = Decoder(Welcome | ErrorMessage)

@@ -72,7 +72,7 @@ class ChunkSource(Protocol):
     """Chunks of one shard on this host, unverified."""
 
     def take(self, wanted: Sequence[int]) -> Views:
-        """Wait until at least one of the chunks has come; return those that have. Ask again for the others."""
+        """Wait until the chunks are here; return each, one that is not as an empty view."""
 
     def remote(self, wanted: Sequence[int]) -> list[int]:
         """Return those of the chunks that `fetching` brings, and `take` does not."""
@@ -170,11 +170,9 @@ class CheckedStream:
             self._source.fetching(remote, targets) as fetched,
             ThreadPoolExecutor(threads_count, thread_name_prefix="memstore-copy") as workers,  # starts them on demand
         ):
-            while left:
+            if left:
                 views = self._source.take(list(left))
                 self.has_written |= is_target
-                for index, _ in views:
-                    del left[index]
                 bad += self._copy_to_devices([v for v in views if v[0] in copies.device], copies, streams, workers)
                 views = [v for v in views if v[0] not in copies.device]
                 bad += self._copy_to_host(views, copies)

@@ -16,7 +16,6 @@ from memstore.core.holder.effects import Effect
 from memstore.errors import IntegrityError
 from memstore.shell.arena.slot_sample import differing
 from memstore.shell.durable.tier import open_tier
-from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.holder.rank_connections import RankConnection, RankConnections
 from memstore.shell.holder.send_gate import SendGate
@@ -133,10 +132,6 @@ class EffectCalls:
     @_call.register
     def _(self, effect: effects.KeepStaged) -> None:
         self.replicas.keep_staged(effect.key, effect.stored, effect.pin)
-
-    @_call.register
-    def _(self, effect: effects.OpenNotifier) -> ChunkNotifier | None:
-        return self.connections.notifier(effect.listener, effect.manifest, effect.replica)
 
     @_call.register
     def _(self, effect: effects.Warn) -> None:

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.arena.slot_table import Owner
 from memstore.core.holder import ranks
 from memstore.core.holder.state import SubmittedPut
 from memstore.core.wire.frame import Kind
-from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import HolderEvent, RoomGrown, SlotsLeased, Welcome
 from memstore.errors import PeerUnreachable, TransportError
-from memstore.shell.holder.chunk_notifier import ChunkNotifier
 from memstore.shell.holder.context import HolderContext
 from memstore.shell.net.channel import Channel
 
@@ -84,13 +81,3 @@ class RankConnections:
         """Send a job's ranks how far the room that they asked for has grown."""
         for link in self.of_job(job):
             link.send(RoomGrown(done_bytes=done_bytes, wanted_bytes=wanted_bytes))
-
-    def notifier(
-        self, listener: ChunkListener | None, manifest: bytes, replica: IncomingReplica
-    ) -> ChunkNotifier | None:
-        """Return the notifier of a reader on this host; None if it did not ask for one, or is gone."""
-        if listener is None:
-            return None
-        with self.context.changed:
-            link = self.state.ranks.links.get(listener.nonce)
-        return ChunkNotifier(cast(RankConnection, link).send, listener.number, manifest, replica) if link else None

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from memstore.core.holder.effects import Effect, Procedure, Together, WaitFor
-from memstore.shell.holder.chunk_notifier import NOTIFY_S
 from memstore.shell.threads.pool_work import await_ended
 
 T = TypeVar("T")
@@ -89,9 +88,5 @@ class Runner:
         Returning earlier would let one still running write into an incoming replica that was given up.
         """
         futures = [self._beside.submit(self.run, steps) for steps in effect.procedures]
-        notify = effect.notifier.notify if effect.notifier is not None else lambda: None
-        notify()
-        while not await_ended(futures, NOTIFY_S if effect.notifier is not None else None):
-            notify()
-        notify()
+        await_ended(futures)
         return [future.result() for future in futures]

@@ -32,7 +32,6 @@ from memstore.core.wire.rank_messages import (
     AskRefused,
     AttemptFenced,
     Bye,
-    ChunksArrived,
     ForwardCall,
     HolderEvent,
     PutReady,
@@ -91,7 +90,6 @@ class HolderLink(LeasedSlots):
         self.life = next(_LIVES)  # distinguishes the leases of one process's stores
         self.calls: dict[int, tuple[Future[Any], ForwardCall]] = {}
         self.call_ids = itertools.count(1)
-        self.listeners: dict[int, queue.SimpleQueue[Any]] = {}  # by number: reads whose chunks come one by one
         self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # a signal's handler may call
         self.is_removed = False  # it is fenced because its job was removed
         self.interrupted = ""  # why this process ended its own waits, if it did
@@ -227,11 +225,6 @@ class HolderLink(LeasedSlots):
                 self.is_removed, self.fenced_by = event.is_removed, event.attempt
                 self.on_event(event)
                 self._fail_calls(self.fenced_error())
-            case ChunksArrived():
-                with self.room:
-                    listener = self.listeners.get(event.read)
-                if listener is not None:
-                    listener.put(event)
             case _:
                 self.on_event(event)
 
@@ -353,18 +346,6 @@ class HolderLink(LeasedSlots):
                 f"({self.commands('memstore status')})",
                 operation=what.partition(" ")[0], waited_s=timeout_s, limit_s=timeout_s,
             ) from None  # fmt: skip
-
-    def subscribe(self, listener: queue.SimpleQueue[Any]) -> int:
-        """Have what the holder says of a read put there; return the number to ask it under."""
-        number = next(self.call_ids)
-        with self.room:
-            self.listeners[number] = listener
-        return number
-
-    def unsubscribe(self, number: int) -> None:
-        """End the read."""
-        with self.room:
-            self.listeners.pop(number, None)
 
     def forget_call(self, future: Future[Any]) -> None:
         """Forget a call: no thread waits for its answer, and a reconnect must not send it again."""

@@ -1,7 +1,8 @@
 """Reads of a shard, or of some chunks of one, seen from the process that reads (R7, R26, R27).
 
-    asked --chunks that came are named, if it wants that--> coming --answered--> pinned --close--> given back
-      '--refused, or too late--> over             '--close--> given up: what is answered later is given back
+    asked --answered--> pinned --close--> given back
+      |--refused, or too late--> over
+      '--close--> given up: what is answered later is given back
 
 The chunks lie in slots of this host, where a holder brought them from durable storage or has them anyway, or at other
 hosts' holders, from which this process fetches them (`peer_chunks.py`). Where they go is the reader's: `CheckedStream`
@@ -12,7 +13,6 @@ returns no bytes that others wrote meanwhile.
 from __future__ import annotations
 
 import contextlib
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,8 +25,8 @@ from memstore.core.cluster.text import dropped_text
 from memstore.core.format.layout import batches
 from memstore.core.format.manifest import Manifest, decode_manifest, shard_digest
 from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
-from memstore.core.wire.orders import ChunkListener, ChunkRange
-from memstore.core.wire.rank_messages import ArrivedDamaged, ChunksArrived, Unpin
+from memstore.core.wire.orders import ChunkRange
+from memstore.core.wire.rank_messages import ArrivedDamaged, Unpin
 from memstore.core.wire.replies import ShardPlaced
 from memstore.errors import IntegrityError, PeerTimeout, RecoveryError, StepDropped
 from memstore.shell.arena.page_locks import PageHold, runs
@@ -36,7 +36,7 @@ from memstore.shell.rank.arena_view import RankMapping
 from memstore.shell.rank.holder_link import HolderLink
 from memstore.shell.rank.peer_chunks import Dialler, PeerChunks
 from memstore.shell.tensors.slot_stream import address_of
-from memstore.shell.threads.answers import answer_of
+from memstore.shell.threads.answers import answer_of, is_answered
 from recovery.inventory import ShardId
 
 REPAIR_BYTES = 32 << 20  # asked for again at once, of what a reader could not fetch itself (D259)
@@ -56,7 +56,7 @@ class ShardRead:
         self, link: HolderLink, request: ReadStep | ReadRanges, timeout_s: float,
         answer: ShardPlaced | None = None,
     ) -> None:  # fmt: skip
-        """Ask, and wait for nothing yet; chunks of a whole shard can be taken while others are still coming.
+        """Ask, and wait for nothing yet.
 
         Args:
             answer: What a get() that all ranks made was answered: nothing is asked.
@@ -64,29 +64,21 @@ class ShardRead:
         self.link, self._timeout_s = link, timeout_s
         self._until_s: float | None = None
         self._manifest: Manifest | None = None
-        self._slots: dict[int, int] = {}  # of chunks that have come
+        self._slots: tuple[int | None, ...] = ()  # of the chunks that are here
         self._mapping: RankMapping | None = None  # of the arena that these slots are of
         self._hold: PageHold | None = None  # of these slots
         self._answer: ShardPlaced | None = None
         self._peers: PeerChunks | None = None  # those that this process fetches
         self._pin: int | None = None
-        self._is_answered = self._is_closed = False
-        self._events: queue.SimpleQueue[ChunksArrived | Future[ShardPlaced]] = queue.SimpleQueue()
-        self._number: int | None = None
+        self._is_closed = False
         self._future: Future[ShardPlaced] = Future()
         if answer is not None:
             self._future.set_result(answer)
-        elif isinstance(request, ReadStep):
-            self._number = link.subscribe(self._events)
-            try:
-                self._future = link.call_soon(replace(request, listener=ChunkListener(link.nonce, self._number)))
-            except BaseException:
-                link.unsubscribe(self._number)
-                raise
         else:
+            if isinstance(request, ReadStep):
+                request = replace(request, reader=link.nonce)
             self._future = link.call_soon(request)
         self._request = request
-        self._future.add_done_callback(self._events.put)
 
     def __enter__(self) -> ShardRead:
         return self
@@ -101,8 +93,6 @@ class ShardRead:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._number is not None:
-            self.link.unsubscribe(self._number)
         self.link.forget_call(self._future)
         if self._peers is not None:
             self.link.fetches.end(self._peers)
@@ -123,28 +113,24 @@ class ShardRead:
 
     def manifest(self) -> Manifest:
         """Wait for the manifest."""
-        while self._manifest is None:
-            self._listen()
+        self.answer()
+        assert self._manifest is not None
         return self._manifest
 
     def answer(self) -> ShardPlaced:
         """Wait until all that was asked for is here, or cannot be brought; return the controller's answer."""
-        while self._answer is None:
-            self._listen()
+        if self._answer is None:
+            self._answer = self._take_answer(self._await_answer())
         return self._answer
 
     def take(self, wanted: Sequence[int]) -> Views:
-        """Return those of the chunks that have come, at least one; one that was lost since as an empty view."""
-        while self._answer is None:
-            come = [index for index in wanted if index in self._slots]
-            if come:
-                return [(index, self._view(index)) for index in come]
-            self._listen()
+        """Return these chunks; one that is not here as an empty view."""
+        self.answer()
         return [(index, self._view(index)) for index in wanted]
 
     def remote(self, wanted: Sequence[int]) -> list[int]:
         """Return those of the chunks that this process fetches from other hosts."""
-        self.manifest()  # comes with the answer, unless chunks are brought here one by one
+        self.answer()
         return [index for index in wanted if self._peers is not None and self._peers.has_source_of(index)]
 
     @contextlib.contextmanager
@@ -205,8 +191,8 @@ class ShardRead:
         raise StepDropped(self.link.commands(dropped_text(shard.job, shard.step)))
 
     def _view(self, index: int) -> memoryview:
-        slot = self._slots.get(index)
-        if slot is not None and self._mapping is not None:
+        assert self._mapping is not None
+        if (slot := self._slots[index]) is not None:
             with contextlib.suppress(IndexError):  # named of a former arena, just before the holder took this one
                 return self._mapping.view(slot, self.manifest().chunks[index].nbytes)
             return memoryview(b"")
@@ -217,82 +203,44 @@ class ShardRead:
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Wait for one message of the holder."""
+    def _await_answer(self) -> ShardPlaced:
         if self._until_s is None:
             self._until_s = time.monotonic() + self._timeout_s
-        try:
-            event: ChunksArrived | Future[ShardPlaced]
-            if self._is_answered:
-                event = self._future  # the last to come: if it is a refusal, each later wait meets it again at once
-            elif self._events.empty():
-                with waiting():
-                    event = self._events.get(timeout=max(0.0, self._until_s - time.monotonic()))
-            else:
-                event = self._events.get_nowait()
-        except queue.Empty:
-            raise PeerTimeout(
-                f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the controller "
-                f"running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
-                operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
-            ) from None  # fmt: skip
-        if isinstance(event, Future):
-            self._is_answered = True
-            self._take_answer(answer_of(event))
-            return
-        if event.manifest is not None:
-            self._name(event.manifest)
-        self._add({chunk.index: chunk.slot for chunk in event.chunks})
+        if not self._future.done():
+            with waiting():
+                is_there = is_answered(self._future, max(0.0, self._until_s - time.monotonic()))
+            if not is_there:
+                raise PeerTimeout(
+                    f"read of job {self._request.job!r} was not answered within {self._timeout_s:g} s: is the "
+                    f"controller running? ({self.link.commands('memstore status')}) If it is, raise timeout_s",
+                    operation="read", waited_s=self._timeout_s, limit_s=self._timeout_s,
+                )  # fmt: skip
+        return answer_of(self._future)
 
-    def _take_answer(self, answer: ShardPlaced) -> None:
+    def _take_answer(self, answer: ShardPlaced) -> ShardPlaced:
         self._pin = answer.pin  # first: it is given back even if the rest is malformed
-        manifest = self._name(answer.manifest, answer)
-        slots = answer.slots
-        if len(slots) != len(manifest.chunks):
+        manifest = decode_manifest(answer.manifest)
+        self._check_asked(manifest.shard, answer)
+        if len(answer.slots) != len(manifest.chunks):
             raise IntegrityError(
-                f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(slots)} slots: "
+                f"{manifest.shard} has {len(manifest.chunks)} chunks, its holder named {len(answer.slots)} slots: "
                 "call get() again"
             )
-        self._slots = {}
-        self._add({index: slot for index, slot in enumerate(slots) if slot is not None})
+        self._manifest, self._slots, self._mapping = manifest, answer.slots, self.link.mapping
+        self._hold = self._mapping.open().reading()  # their pages stay while this reads (R9)
+        self._hold.add(slot for slot in answer.slots if slot is not None)
         if rows := self.link.fetches.reachable(answer.elsewhere):
             digest = shard_digest(answer.manifest)
             dialler = Dialler(self.link.folder, self.link.welcome.store)
             self._peers = PeerChunks(dialler, manifest, digest, rows, self.link.fetches.networks_of(rows))
             self.link.fetches.begin(self._peers)
-        self._answer = answer
+        return answer
 
-    def _name(self, data: bytes, answer: ShardPlaced | None = None) -> Manifest:
-        """Take the manifest of what is read; a call sent again after a link broke may get another answer."""
-        named = decode_manifest(data)
-        self._check_asked(named.shard, answer)
-        if self._manifest is not None and self._manifest != named:
-            raise IntegrityError(
-                f"{named.shard} was chosen while {self._manifest.shard} was read: the holder or the controller came "
-                "back in between; call get() again"
-            )
-        self._manifest = named
-        return named
-
-    def _check_asked(self, shard: ShardId, answer: ShardPlaced | None) -> None:
+    def _check_asked(self, shard: ShardId, answer: ShardPlaced) -> None:
         """Refuse another shard than the one that was asked for, or than the one that the answer says it is."""
-        asked, chosen = self._request, answer or shard
-        step = chosen.step if asked.step is None else asked.step
-        attempt = chosen.attempt if asked.of_attempt is None else asked.of_attempt
+        asked = self._request
+        step = answer.step if asked.step is None else asked.step
+        attempt = answer.attempt if asked.of_attempt is None else asked.of_attempt
         wanted = ShardId(asked.job, attempt, step, asked.rank)
         if shard != wanted:
             raise IntegrityError(f"asked for {wanted}, and {shard} came: read again")
-
-    def _add(self, slots: Mapping[int, int]) -> None:
-        """Take slots that chunks have come to; their pages stay while this reads (R9).
-
-        If the holder has another arena by now, the slots of the former one are forgotten: their numbers mean others.
-        """
-        mapping = self.link.mapping
-        if self._hold is None or mapping is not self._mapping:
-            hold = mapping.open().reading()
-            if self._hold is not None:
-                self._hold.close()
-            self._mapping, self._hold, self._slots = mapping, hold, {}
-        self._hold.add(slots.values())
-        self._slots.update(slots)

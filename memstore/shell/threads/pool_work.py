@@ -6,21 +6,14 @@ counts as ended only once a worker has taken it.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 
-def await_ended(futures: Iterable[Future[Any]], limit_s: float | None = None) -> bool:
-    """Wait until each future has ended, or was cancelled; return False once `limit_s` has passed."""
-    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+def await_ended(futures: Iterable[Future[Any]]) -> None:
+    """Wait until each future has ended, or was cancelled."""
     for future in futures:
-        try:
-            future.exception(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
-        except CancelledError:
-            pass  # it has not begun, and never will
-        except FutureTimeout:
-            return False
-    return True
+        with contextlib.suppress(CancelledError):  # it has not begun, and never will
+            future.exception()

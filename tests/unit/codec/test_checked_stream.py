@@ -28,10 +28,10 @@ CHUNK_BYTES = 64
 
 
 class Slots:
-    """A stream in slots, some of them bad; gives chunks in batches, and good copies of what is asked for again."""
+    """A stream in slots, some of them bad; gives chunks, and good copies of what is asked for again."""
 
     def __init__(
-        self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (), batch: int = 1000,
+        self, data: bytes, *, bad: Sequence[int] = (), lost: Sequence[int] = (),
         elsewhere: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.good = [bytearray(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES)]
@@ -43,11 +43,11 @@ class Slots:
             self.slots[index][0] ^= 1
         for index in lost:
             self.slots[index] = bytearray()
-        self.batch, self.repaired, self.elsewhere = batch, 0, elsewhere
+        self.repaired, self.elsewhere = 0, elsewhere
         self.can_repair = REPAIR_TRIES  # how many tries before the first that brings good copies
 
     def take(self, wanted: Sequence[int]) -> Views:
-        return [(index, memoryview(self.slots[index])) for index in list(wanted)[: self.batch]]
+        return [(index, memoryview(self.slots[index])) for index in wanted]
 
     def remote(self, wanted: Sequence[int]) -> list[int]:
         return [index for index in wanted if index in self.elsewhere]
@@ -98,7 +98,7 @@ def read_all(slots: Slots, ranges: Sequence[tuple[int, int]], *, devices: Sequen
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], list[int], int]:
+def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], list[int]]:
     data = draw(st.binary(min_size=1, max_size=10 * CHUNK_BYTES))
     count = -(-len(data) // CHUNK_BYTES)
     ranges = []
@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]], list[int], lis
         start = draw(st.integers(0, len(data)))
         ranges.append((start, draw(st.integers(0, len(data) - start))))
     some = st.lists(st.integers(0, count - 1), unique=True)
-    return data, ranges, draw(some), draw(some), draw(st.integers(1, count))
+    return data, ranges, draw(some), draw(some)
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +117,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(cases(), st.lists(st.booleans(), max_size=8), st.sets(st.integers(0, 9)))
 def test_any_reads_of_any_slots_return_what_was_put(
-    case: tuple[bytes, list[tuple[int, int]], list[int], list[int], int],
+    case: tuple[bytes, list[tuple[int, int]], list[int], list[int]],
     devices: list[bool],
     elsewhere: set[int],
 ) -> None:
-    """Anything that is bad or lost, here or on another host, and in any batches, the bytes are the stream's."""
-    data, ranges, bad, lost, batch = case
-    slots = Slots(data, bad=bad, lost=lost, batch=batch, elsewhere=sorted(elsewhere))
+    """Anything that is bad or lost, here or on another host, the bytes are the stream's."""
+    data, ranges, bad, lost = case
+    slots = Slots(data, bad=bad, lost=lost, elsewhere=sorted(elsewhere))
     slots.can_repair = 1
     assert read_all(slots, ranges, devices=devices) == [data[start : start + size] for start, size in ranges]
     touched = {i // CHUNK_BYTES for start, size in ranges for i in range(start, start + size)}

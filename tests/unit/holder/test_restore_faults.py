@@ -97,7 +97,7 @@ def reading(stored: StoredReplica) -> ReadShard:
     """Bring the whole shard for one reader of rank 0."""
     return ReadShard(
         job="train", read=1, rank=0, shard=WireShard.of(stored.shard), spec=WireSpec.of(stored.spec), attempt=2,
-        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, listener=None,
+        holders=("a",), runs=(Run("peer", "a", 0, 4),), durable=None, reader="",
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from memstore.core.wire.calls import AskSteps, ReadRanges, ReadStep
 from memstore.core.wire.codec import encode
 from memstore.core.wire.ids import WireShard, WireSpec
 from memstore.core.wire.orders import ChunkRange, ReadChunks, Run
-from memstore.core.wire.rank_messages import ArrivedChunk, ChunksArrived
-from memstore.core.wire.replies import ChunksStaged, StepList
+from memstore.core.wire.rank_messages import AskAnswered
+from memstore.core.wire.replies import ChunksStaged, ShardPlaced, StepList
 from memstore.errors import CapacityError, ConfigError, DigestMismatch, IntegrityError, PeerTimeout, RecoveryError
 from memstore.shell.arena.page_locks import lock_free
 from memstore.shell.arena.replica_store import ReplicaStore
@@ -402,40 +402,37 @@ def is_held(holder: Holder, slot: int) -> bool:
         return list(lock_free(slots.fileno(), slot, 1)) == []
 
 
-def test_chunks_that_come_after_the_arena_changed_are_read_in_the_new_one(
+def test_slots_are_read_in_the_arena_that_is_there_when_they_are_named(
     reader: Reader, pair: tuple[Holder, Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holder came back with an empty arena in the middle of a read: slots of the old one name other bytes now."""
+    """The holder came back with an empty arena before it answered: a slot of the old one is not there any more."""
     a, b = pair
     stored = a.replicas.index.find(SHARD)
     assert stored is not None
-    manifest = a.replicas.manifest(stored)
     b.replicas.ensure_free(40)
     old = b.replicas.take_slots(40)[-1]  # a slot that the new arena does not have
     new = stored.slots[1]
     assert new is not None
-    b.replicas.arena.view(old, CHUNK_BYTES)[:] = b"\1" * CHUNK_BYTES
     monkeypatch.setattr(b.calls, "_relay", lambda *call: None)
     with ShardRead(reader.link, ReadStep(job="train", step=None, rank=3), WAIT_S) as read:
-        [number] = reader.link.listeners
-        reader.link.take_event(ChunksArrived(read=number, manifest=manifest, chunks=(ArrivedChunk(0, old),)))
-        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(0, b"\1" * CHUNK_BYTES)]
-        assert is_held(b, old)
-        # Said of the old arena, and taken when the new one is known.
-        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(2, old),)))
+        [number] = reader.link.calls
         reader.link.take_arena(RankMapping(a.folder, a.replicas.arena_identity), [])
-        reader.link.take_event(ChunksArrived(read=number, chunks=(ArrivedChunk(1, new),)))
-        assert [(index, bytes(view)) for index, view in read.take([2])] == [(2, b"")]
-        assert [(index, bytes(view)) for index, view in read.take([0, 1])] == [(1, b"\2" * CHUNK_BYTES)]
+        placed = ShardPlaced(
+            step=2, attempt=1, verdict="peer", why="", report=None, manifest=a.replicas.manifest(stored),
+            slots=(old, new, *[None] * 6), elsewhere=(), pin=1,
+        )  # fmt: skip
+        reader.link.take_event(AskAnswered(id=number, reply=encode(placed)))
+        found = [(index, bytes(view)) for index, view in read.take([0, 1, 2])]
+        assert found == [(0, b""), (1, b"\2" * CHUNK_BYTES), (2, b"")]
         assert (is_held(b, old), is_held(a, new)) == (False, True)
     assert not is_held(a, new)
 
 
-def test_a_read_that_cannot_be_asked_for_leaves_no_listener(reader: Reader) -> None:
-    """A step that no message can hold is refused before anything is sent; the link forgets the read."""
+def test_a_read_that_cannot_be_asked_for_is_refused_before_it_is_sent(reader: Reader) -> None:
+    """No message can hold such a step; the link forgets the read."""
     with pytest.raises(ConfigError, match="read_step of job"):
         ShardRead(reader.link, ReadStep(job="train", step=-1, rank=3), 1.0)
-    assert reader.link.listeners == {}
+    assert reader.link.calls == {}
 
 
 def test_another_shard_than_the_one_asked_for_is_refused(reader: Reader) -> None:

@@ -39,7 +39,7 @@ def is_direct(state: HolderState, order: BringOrder) -> bool:
         return not order.is_repair
     if isinstance(order, StageShard):
         return True
-    reader = state.ranks.links.get(order.listener.nonce) if order.listener is not None else None
+    reader = state.ranks.links.get(order.reader)
     if reader is None or reader.job != order.job or reader.rank == order.rank:
         return True
     return {link.rank for link in state.ranks.of_job(order.job)} == {reader.rank}

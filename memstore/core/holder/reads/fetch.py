@@ -19,7 +19,6 @@ from memstore.core.arena.replica_index import IncomingReplica
 from memstore.core.format.manifest import shard_digest
 from memstore.core.holder.effects import (
     CallPeer,
-    ChunkNotifier,
     OnStore,
     Procedure,
     Reach,
@@ -144,12 +143,8 @@ def chunks(
     replica: IncomingReplica,
     sizes: list[int],
     until_s: float,
-    notifier: ChunkNotifier | None = None,
 ) -> Procedure[tuple[dict[str, list[int]], list[str]]]:
-    """Fetch every planned run, all sources at once; return what sources say they lack, and other problems.
-
-    With a notifier the last chunks come first: they have the plain objects, which its reader needs to use the rest.
-    """
+    """Fetch every planned run, all sources at once; return what sources say they lack, and other problems."""
     wanted: dict[str, list[int]] = {}
     missing = set(replica.missing)
     for run in order.runs:
@@ -159,11 +154,8 @@ def chunks(
     sources = [source for source, indices in wanted.items() if indices]
     is_here = lambda index: replica.slots[index] is not None  # noqa: E731
     ask = partial(_from, order, replica, sizes)
-    fetches = [
-        from_planned(state, order, source, wanted[source][:: -1 if notifier else 1], is_here, ask, until_s)
-        for source in sources
-    ]
-    found = yield Together(fetches, notifier)
+    fetches = [from_planned(state, order, source, wanted[source], is_here, ask, until_s) for source in sources]
+    found = yield Together(fetches)
     lost = {source: indices for source, (indices, _) in zip(sources, found, strict=True) if indices}
     return lost, [problem for _, problem in found if problem]
 

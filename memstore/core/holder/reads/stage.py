@@ -19,7 +19,6 @@ from memstore.core.holder.effects import (
     KeepStaged,
     OnStore,
     OpenIncoming,
-    OpenNotifier,
     Procedure,
     SendToRank,
     Unexpected,
@@ -169,8 +168,7 @@ def stage(
         reading.replica = replica
     try:
         yield OnStore(partial(store.ensure_free, len(replica.missing)))
-        notifier = yield OpenNotifier(order.listener if isinstance(order, ReadShard) else None, data, replica)
-        lost, problems = yield from fetch.chunks(state, order, replica, sizes, until_s, notifier)
+        lost, problems = yield from fetch.chunks(state, order, replica, sizes, until_s)
         for source, chunks in lost.items():
             bad.setdefault(source, []).extend(chunks)
         if replica.missing and problems and not bad:

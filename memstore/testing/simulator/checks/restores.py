@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.format.manifest import decode_manifest
 from memstore.core.wire.replies import NothingStored, ShardPlaced, StepAgreed
 from memstore.testing.simulator.checks.generations import Generations
 from memstore.testing.simulator.checks.observed import Observed
@@ -38,13 +36,6 @@ class Restores:
         """Look at a read whose link is still the one on which it was answered: its pin was kept until now (R7)."""
         if not is_pinned:
             raise Violation("R7", f"rank {rank.rank} has just read slots that were pinned for it, and are so no more")
-
-    def arrived(self, rank: Rank, manifest: Manifest, read: Mapping[int, bytes], slots: Sequence[int]) -> None:
-        """Look at chunks that reached a reader while others were still on their way: each is the manifest's (R27)."""
-        spoilt = self.world.memories[rank.host_id].spoilt
-        wrong = [index for index, data in read.items() if chunk_digest(data) != manifest.chunks[index].digest]
-        if wrong and spoilt.keys().isdisjoint(slots):
-            raise Violation("R27", f"rank {rank.rank} got chunks {wrong} of {manifest.shard} with other bytes")
 
     def read_ranges(self, rank: Rank, answer: ShardRead) -> None:
         """Look at the chunks that a reader of ranges was given: they are those of a shard that was put (I3)."""

@@ -22,7 +22,6 @@ from memstore.core.wire.peer_messages import ChunkBatch, FetchChunks, NoIncoming
 from memstore.core.wire.rank_messages import CheckInto, SlotsLeased, StepLevel
 from memstore.core.wire.reports import IntoChecked, IntoError
 from memstore.errors import IntegrityError, MemstoreError, PeerRefused, PeerUnreachable
-from memstore.shell.holder.chunk_notifier import NOTIFY_S, ChunkNotifier
 from memstore.shell.peer.outgoing_shard import OutgoingReplica, StreamingReplica
 from memstore.testing.simulator.host.context import HostContext
 from memstore.testing.simulator.host.peer_requests import PeerLink, connect
@@ -105,12 +104,7 @@ class Driver:
 
         for number, steps in enumerate(effect.procedures):
             self.holder.spawn(child(number, steps))
-        while effect.notifier is not None and len(ends) < len(effect.procedures):
-            effect.notifier.notify()
-            yield NOTIFY_S
         yield lambda: len(ends) == len(effect.procedures)
-        if effect.notifier is not None:
-            effect.notifier.notify()
         for _, error in (ends[number] for number in sorted(ends)):
             if error is not None:
                 raise error
@@ -204,15 +198,6 @@ class Driver:
         yield from ()
         self.replicas.keep_staged(effect.key, effect.stored, effect.pin)
         self.verified_s[effect.key] = self._opened_s.pop(effect.stored.shard, self.holder.world.now)
-
-    @_perform.register
-    def _(self, effect: effects.OpenNotifier) -> Waits[ChunkNotifier | None]:
-        yield from ()
-        listener = effect.listener
-        link = cast("RankLink | None", self.holder.state.ranks.links.get(listener.nonce)) if listener else None
-        if listener is None or link is None or not link.is_open:
-            return None
-        return ChunkNotifier(link.process.receive, listener.number, effect.manifest, effect.replica)
 
     @_perform.register
     def _(self, effect: effects.Warn) -> Waits[None]:

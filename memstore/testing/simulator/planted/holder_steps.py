@@ -14,9 +14,8 @@ from memstore.core.holder.effects import Procedure
 from memstore.core.holder.puts import seal
 from memstore.core.holder.sessions import Sessions
 from memstore.core.holder.state import HolderState, SubmittedPut
-from memstore.core.wire.rank_messages import ArrivedChunk, StepLevel
+from memstore.core.wire.rank_messages import StepLevel
 from memstore.shell.arena.replica_store import ReplicaStore
-from memstore.shell.holder import chunk_notifier
 from memstore.testing.simulator.planted.bug import planted, row
 from memstore.testing.simulator.run.cluster import Cluster
 from memstore.testing.simulator.world.scenario import Fault
@@ -124,19 +123,6 @@ def use_is_a_connect() -> Iterator[None]:
     """Only a connect counts as use of an arena, so after days of training without one the job goes as forgotten."""
     with patch.object(idle_time, "is_due", lambda *_: False), patch.object(orphans, "GRACE_S", 0.0):
         yield
-
-
-@planted("reader-sent-other-slots", "R27", "R27", streams_reads=True, step_s=0.15, world_size=6)
-def reader_reported_of_other_slots() -> Any:
-    """A reader that gets chunks one by one gets the slot of another chunk."""
-
-    before: list[int] = []
-
-    def other_slot(index: int, slot: int) -> ArrivedChunk:
-        before.append(slot)
-        return ArrivedChunk(index, before[-2] if before[1:] else slot)
-
-    return patch.object(chunk_notifier, "ArrivedChunk", other_slot)
 
 
 ROWS = (

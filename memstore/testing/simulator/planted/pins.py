@@ -54,7 +54,7 @@ def leases_without_room(real: Any, self: Any, job: Job, call: Any, step: StepId)
     self._take(job, call, step)
 
 
-@planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, streams_reads=True, reads_every=1,
+@planted("pins-numbered-by-link", "R7", "R7", *BROKEN_LINKS, reads_ranges=True, reads_shards=True, reads_every=1,
          step_s=0.2)  # fmt: skip
 def pins_numbered_by_link() -> Any:
     """Readers' pins are numbered from 1 on each link, so a late unpin of an older link frees another reader's pin."""

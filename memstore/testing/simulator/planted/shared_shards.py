@@ -60,7 +60,7 @@ def shared_part_of_another_step(real: Any, self: SingleReads, call: Any, wanted:
     """A read brings the oldest step instead of the one that was named."""
     job = self.state.jobs[call.request.job]
     step = min(s for s in job.commits if job.copies.get(s))
-    real(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.listener))
+    real(self, call, Wanted(step.step, step.attempt, wanted.rank, wanted.chunks, wanted.reader))
 
 
 @planted("another-shard-restored", "R34", "R34", RESTART, Fault(7.0, "kill-rank"), Fault(9.0, "kill-rank"),

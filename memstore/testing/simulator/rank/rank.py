@@ -14,12 +14,10 @@ from typing import Any
 import msgspec
 
 from memstore.core.arena.slot_table import Owner
-from memstore.core.format.manifest import Manifest, chunk_digest, decode_manifest
+from memstore.core.format.manifest import Manifest, chunk_digest
 from memstore.core.wire.calls import RankCall, SkipStep
-from memstore.core.wire.orders import ChunkListener
 from memstore.core.wire.rank_messages import (
     AttemptFenced,
-    ChunksArrived,
     HolderEvent,
     PutReady,
     SlotSample,
@@ -72,9 +70,6 @@ class SimRank:
         self.resume_step = self.steps_done = 0
         self.differs = 0  # so many of its next puts differ from those of ranks with the same shard
         self.raises = 0  # so many of its next puts raise before their copy
-        self.streams: dict[int, Manifest] = {}  # reads whose chunks it gets one by one
-        # Brought a second time, perhaps as another step, while chunks of the first still come: their digests tell.
-        self.read_again: set[int] = set()
         self.why = ""  # why it ended
         self.layout = b""  # of what it puts
 
@@ -134,13 +129,6 @@ class SimRank:
                 self.pool.extend(slots)
             case AttemptFenced():
                 self.is_fenced = True
-            case ChunksArrived(read=number, chunks=chunks, manifest=manifest):
-                if manifest is not None:
-                    self.read_again |= {number} & self.streams.keys()
-                    self.streams[number] = decode_manifest(manifest)
-                if not self.is_frozen and number not in self.read_again:
-                    read = dict(zip((c.index for c in chunks), self.read([c.slot for c in chunks]), strict=True))
-                    self.checker.restores.arrived(self, self.streams[number], read, [c.slot for c in chunks])
             case StepLevel(step=step, level=level) if message.attempt == self.attempt:
                 self.raise_level(step, level)
                 self.resume_step = max(self.resume_step, message.resume)
@@ -217,10 +205,10 @@ class SimRank:
             self.steps_done = step
             if scenario.reads_ranges and step % scenario.reads_every == self.rank % scenario.reads_every:
                 self.world.spawn(self._read_ranges(), self)
-            if scenario.streams_reads and step % TOGETHER_EVERY == 0:
-                self.world.spawn(self._read_streamed(step, 0), self)
-            elif scenario.streams_reads and step % scenario.reads_every == self.rank % scenario.reads_every:
-                self.world.spawn(self._read_streamed(step, (self.rank + 1) % self.world_size), self)
+            if scenario.reads_shards and step % TOGETHER_EVERY == 0:
+                self.world.spawn(self._read_shard(0), self)
+            elif scenario.reads_shards and step % scenario.reads_every == self.rank % scenario.reads_every:
+                self.world.spawn(self._read_shard((self.rank + 1) % self.world_size), self)
             # Training is in step: the next one needs every rank's gradients of this one.
             yield lambda: self.is_in_step(step)  # noqa: B023
             yield world.network.rng.uniform(0.5, 1.5) * scenario.step_s
@@ -238,10 +226,10 @@ class SimRank:
         if isinstance(answer, ShardRead):
             self.checker.restores.read_ranges(self, answer)
 
-    def _read_streamed(self, number: int, rank: int) -> Thread:
-        """Read a rank's newest shard whole, and look at its chunks as they come (R27)."""
+    def _read_shard(self, rank: int) -> Thread:
+        """Read a rank's newest shard whole (R27)."""
         answer = yield from self._answer(
-            "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, listener=ChunkListener(self.nonce, number)
+            "read_step", RANGES_S, rank=rank, step=None, of_attempt=None, reader=self.nonce
         )
         if isinstance(answer, ShardRead):
             self.checker.restores.read_ranges(self, answer)

@@ -51,7 +51,7 @@ class Scenario:
     has_durable: bool = False
     is_strict: bool = True
     reads_ranges: bool = False  # ranks read ranges of one another's shards
-    streams_reads: bool = False  # ranks read one another's shards, and get their chunks one by one
+    reads_shards: bool = False  # ranks read one another's shards whole
     reads_every: int = 7  # after one in so many steps
     is_paced: bool = False  # the job caps what a host writes to durable storage
     shards: int = 0  # each rank names one of so many shards (R34); 0: none does
@@ -103,7 +103,7 @@ SHARED_SHARD_SEEDS = (3, 9, 18)  # modulo 20
 ENDING_SEEDS = (0, 1)  # modulo 20
 FILE_SEEDS = (7, 21, 33, 36, 39)  # modulo 40
 RANGE_SEEDS = (0, 2)  # modulo 5
-STREAM_SEEDS = (4, 8, 24, 34, 37)  # modulo 40
+SHARD_SEEDS = (4, 8, 24, 34, 37)  # modulo 40
 LINK_SEEDS = (0, 32, 34, 39)  # modulo 40
 RAISE_SEEDS = (2, 8, 35)  # modulo 40
 LOAD_SEEDS = (1, 9, 25, 38, 53, 57)  # modulo 80
@@ -137,7 +137,7 @@ def draw(seed: int) -> Scenario:
         has_durable=rng.random() < 0.3 or seed % 40 in PACE_SEEDS,
         is_strict=rng.random() < 0.65,
         reads_ranges=seed % 5 in RANGE_SEEDS,
-        streams_reads=seed % 40 in STREAM_SEEDS,
+        reads_shards=seed % 40 in SHARD_SEEDS,
         is_paced=seed % 40 in PACE_SEEDS,
         faults=tuple(sorted([*faults, *(fault for draw_more in MORE for fault in draw_more(seed))])),
     )
