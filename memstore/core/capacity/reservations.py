@@ -86,6 +86,7 @@ class Reservations:
         self.calls_count = 0
         self.active: dict[str, Reservation] = {}
         self.unroomed: dict[tuple[str, str], ReservationRefused] = {}  # by job and late host
+        self.tight: set[tuple[str, str]] = set()  # job and host that has no room for pinned copies which are to move
 
     def reserve(self, call: Call[ReserveRoom]) -> None:
         """Handle a rank's preparation or first put, or a put that has outgrown its share."""
@@ -119,6 +120,7 @@ class Reservations:
         if active is None or active.attempt != attempt.attempt_number:
             self._dismiss(active, *newer_attempt(job.name))
             active = self.active[job.name] = Reservation(attempt.attempt_number)
+            self.tight = {key for key in self.tight if key[0] != job.name}
         known = attempt.needs.get(rank)
         attempt.needs[rank] = max(slots, known or 0) if attempt.has_put else slots  # what puts live in never shrinks
         if rank in active.late or (active.is_ordered and slots > (known or 0)):
@@ -209,6 +211,9 @@ class Reservations:
                 local.setdefault(attempt.members[rank].host_id, {})[rank] = slots
             for target in lookup.peer_hosts(rank):
                 peer_slots[target] = peer_slots.get(target, 0) + slots
+        for host, slots in self._pinned_elsewhere(job, attempt, lookup).items():
+            if (job.name, host) not in self.tight:
+                peer_slots[host] = peer_slots.get(host, 0) + slots
         sent_orders = self.sent_orders
         hosts = {h for h in {*local, *peer_slots} if self.state.hosts.is_live(h) and (only is None or h in only)}
         for host in sorted(hosts):
@@ -249,6 +254,22 @@ class Reservations:
                 total[rank] = total.get(rank, 0) + slots
         return total
 
+    def _pinned_elsewhere(self, job: Job, attempt: Attempt, lookup: PeerHostLookup) -> dict[str, int]:
+        """Return the slots by host of pinned copies that are still where their rank puts no copies any more.
+
+        Each is moved once there is room for it where it belongs. In the place of what comes there now, two hosts that
+        are full of each other's pinned copies would wait for ever.
+        """
+        total: dict[str, int] = {}
+        for step in job.pins_and_asked():
+            for rank, copies in job.copies.get(step, {}).items():
+                expected = {*lookup.peer_hosts(rank)} if rank < attempt.world_size else set()
+                if rank in attempt.members:
+                    expected.add(attempt.members[rank].host_id)
+                for host in copies.keys() - expected:
+                    total[host] = total.get(host, 0) + copies[host].spec.chunks_count
+        return total
+
     def _outgrown_slots(self, job: Job, attempt: Attempt) -> dict[int, int]:
         """Return the slots by rank that kept steps of older attempts take beyond a present version (R10).
 
@@ -278,6 +299,8 @@ class Reservations:
         problem = report.problem
         if problem is not None:
             self.sent_orders.refused(host_id, Reserve, report.job)
+            if self._asked_for_less(host_id, report):
+                return
         claim = self.claims.get(report.call) if report.call is not None else None
         if claim is not None:
             claim.waits.discard(host_id)
@@ -295,6 +318,20 @@ class Reservations:
             active.faults.update([host_id] if report.is_fault else [])
         if not active.waits:
             self._finish(self.state.jobs[report.job], active)
+
+    def _asked_for_less(self, host_id: str, report: Reserved) -> bool:
+        """Ask a host again without the pinned copies that are to move; False if it was not asked for these."""
+        job = self.state.jobs.get(report.job)
+        attempt = job.newest if job is not None else None
+        if job is None or attempt is None or attempt.attempt_number != report.attempt or report.is_fault:
+            return False
+        key = (job.name, host_id)
+        if key in self.tight or host_id not in self._pinned_elsewhere(
+            job, attempt, PeerHostLookup(self.view, job, attempt)
+        ):
+            return False
+        self.tight.add(key)
+        return bool(self.order(job, attempt, only=(host_id,), call=report.call))
 
     def _reserved_late(self, host_id: str, name: str, attempt: int, why: str) -> None:
         """Note the share of a host that joined an attempt under way, or ask it again: room may become free there."""
@@ -365,6 +402,7 @@ class Reservations:
     def forget(self, name: str) -> None:
         """Drop every wait for the reservations of a removed job."""
         self.claims = {n: claim for n, claim in self.claims.items() if claim.job != name}
+        self.tight = {key for key in self.tight if key[0] != name}
         self._dismiss(self.active.pop(name, None), *job_removed(name))
 
     def tick(self, now: float) -> None:

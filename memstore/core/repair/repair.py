@@ -184,6 +184,8 @@ class Repair:
             for host in surplus:
                 self.drops.order(host, [shard])
                 job.drop_copy(shard, host)
+            if step in job.pinned_steps():  # it had room of its own where it was
+                self.room.order(job, attempt, is_news_only=True)
         # Copies on substitutes must be dropped when the probation ends, so look at this step again.
         return not lacking and not surplus and not substitutes
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from memstore.core.cluster.facts import AttemptOpened
 from memstore.core.journal import compaction
 from memstore.core.wire.orders import Reserve
-from memstore.testing.controller.holder import FakeRank
+from memstore.core.wire.reports import Reserved
+from memstore.testing.controller.holder import FakeHolder, FakeRank
 from memstore.testing.controller.trained import trained
 from memstore.testing.controller.world import JOB, ControllerWorld
 from recovery.inventory import StepId
@@ -33,6 +36,15 @@ def peer_slots(world: ControllerWorld, host: str) -> int:
     """The slots that the last order had a host reserve, in all."""
     order = world.holders[host].received(Reserve)[-1]
     return order.peer_slots + sum(row.slots for row in order.ranks)
+
+
+def claim_within(holder: FakeHolder, limit: int, order: Reserve) -> None:
+    """Claim what is ordered on a host that has room for so many slots."""
+    asked = order.peer_slots + sum(row.slots for row in order.ranks)
+    problem = f"{asked} slots asked, {limit} there" if asked > limit else None
+    if problem is None:
+        holder.rooms[order.job] = order
+    holder.report(Reserved(job=order.job, attempt=order.attempt, call=order.call, problem=problem, is_fault=False))
 
 
 def test_a_pinned_step_stays_until_it_is_unpinned() -> None:
@@ -280,3 +292,36 @@ def test_removing_a_job_says_which_pins_would_be_lost() -> None:
     assert ranks[0].answers["rm"][-1]["pins"] == [["best", 1, 2]]
     world.run(1.0)
     assert all(not holder.copies for holder in world.holders.values())
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_two_hosts_full_of_each_others_pinned_copies_do_not_wait_for_ever(has_room: bool) -> None:
+    """Ranks moved: a pinned copy has room of its own where it was, and gives it back once it is where it belongs.
+
+    A host that has no such room reserves the rest all the same.
+    """
+    world, ranks = trained(4, last=1)
+    hosts = sorted(world.holders)
+    for step in range(1, 6):
+        assert ask(world, ranks[0], "pin", step=step, name=f"p{step}") == ""
+        put_from(world, ranks, step + 1, step + 1)
+    before = {host: peer_slots(world, host) for host in hosts}
+    for host in hosts:
+        world.holders[host].refuses_copies = "busy"  # nothing moves before the first puts
+        if not has_room:
+            world.holders[host].instead[Reserve] = partial(claim_within, world.holders[host], before[host])
+    for rank in ranks:
+        world.kill_rank(rank)
+    moved = [world.join(rank, 4, "moved", host=hosts[place]) for rank, place in enumerate((0, 2, 1, 3))]
+    assert world.run_until(lambda: all(rank.answers.get("join") for rank in moved), 15.0)
+    world.get(moved)
+    put_from(world, moved, 7, 8)
+    asked = {host: peer_slots(world, host) for host in hosts}
+    assert asked == ({host: room + 5 * 4 for host, room in before.items()} if has_room else before)
+    for host in hosts:
+        world.holders[host].refuses_copies = ""
+    if has_room:
+        put_from(world, moved, 9, 9)
+        assert world.run_until(lambda: all(len(world.holders_of(StepId(2, 9), r)) == 2 for r in range(4)), 90.0)
+        assert world.run_until(lambda: {host: peer_slots(world, host) for host in hosts} == before, 90.0)
+    assert len(world.job().pins) == 5
